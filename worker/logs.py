@@ -1,4 +1,4 @@
-"""Sets the form of a worker's log, and says what lasts only once.
+"""Sets the form of a worker's log, and logs a trouble that lasts only once.
 
 The log is RQ's text, or a JSON object for each line.
 """
@@ -26,9 +26,9 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble once while it lasts, and once that it is over. For any thread.
+    """Logs a trouble once while it lasts, and once when it is over. For any thread.
 
-    A trouble that comes back within OVER_S lasts, so that one that comes and goes does not fill the log.
+    A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LastingTrouble:
         level: int = logging.ERROR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """over: words for the line that ends it. level: of the line that begins it."""
+        """over: the words of the line at the trouble's end. level: the level of the line at its beginning."""
         self._log = log
         self._over = over
         self._level = level
@@ -51,11 +51,11 @@ class LastingTrouble:
 
     @property
     def lasts(self) -> bool:
-        """Whether it was met within OVER_S."""
+        """Whether the trouble was met within OVER_S."""
         return self._began_at is not None and self._clock() - self._last_at < OVER_S
 
     def met(self, kind: str, message: str, *args: object) -> None:
-        """Note the trouble. The message is logged if none of its kind was since the trouble began."""
+        """Note the trouble. The message is logged if it is the first of its kind since the trouble began."""
         with self._lock:
             self._end_if_over()
             self._last_at = self._clock()
@@ -86,8 +86,8 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     """Begin to write this process' log; return whether it is JSON.
 
     worker: the worker's name, which is in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: the options
-    of `rq worker` for text. If the program has set up its own logging, that stays. Raises SettingsError if JSON is
-    wanted but not possible.
+    of `rq worker` for text. If the program has set up its own logging, this logging stays. Raises SettingsError if JSON
+    is wanted but not possible.
     """
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
@@ -132,6 +132,6 @@ def _is_configured() -> bool:
 
 
 def _run_fields(job_id: str) -> Mapping[str, Any]:
-    """Return the run and the shard of a job, as far as it has them."""
+    """Return the run and the shard of a job, if it has them."""
     run_shard = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
     return {name: value for name, value in run_shard if value is not None}

@@ -140,7 +140,7 @@ class WorkerSettings(BaseSettings):
 
     journal_s: float = Field(default=10, ge=0)
     """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
-    Entries are also written when the worker is told to stop. 0 turns journals off."""
+    Entries are also written when the worker must stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
     """The most given-up threads that have not ended. With more, the worker gives back its jobs and exits."""

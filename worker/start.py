@@ -115,7 +115,7 @@ def load_parts() -> None:
         pyarrow.array([None])
     except ImportError as error:
         raise StartupError(
-            f"a part of the worker cannot be imported ({error}): install it anew, pip install 'tokenmill[worker]'"
+            f"a part of the worker cannot be imported ({error}): install it again, pip install 'tokenmill[worker]'"
         ) from error
 
 

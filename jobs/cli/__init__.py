@@ -89,8 +89,8 @@ def submit(
         click.echo("\n".join(dry_run_lines(survey_result, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-    tell = wait_for_end if wait else await_plan
-    tell(connection, run)
+    watch = wait_for_end if wait else await_plan
+    watch(connection, run)
 
 
 @main.command()

@@ -74,7 +74,7 @@ def errors(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """List a run's rows that have an error, by reason. With --cut, also those whose answer was cut.
+    """List a run's rows that have an error, by reason. With --cut, list rows with a cut answer too.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file. The errors
     are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
@@ -315,7 +315,7 @@ def report(
 
 
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
-    """Return rows of a run; None without pyarrow, which producers may lack, if no prompts were asked for."""
+    """Return rows of a run as examples. Without pyarrow, returns None if no prompts were asked for."""
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
     except RunNotHere:
@@ -391,7 +391,7 @@ def verify(
 
     RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
     a sample of the rows once more. It compares texts, reasons and counts of tokens with the run's parts, and writes
-    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if it cannot tell. Differences may come from
+    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may come from
     rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:

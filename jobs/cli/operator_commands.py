@@ -16,7 +16,7 @@ import click
 import redis
 from redis.exceptions import RedisError
 
-from jobs.cli.status_text import table, tell_troubles
+from jobs.cli.status_text import print_troubles, table
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import command_channel
@@ -49,7 +49,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     Unlike `rq info` this command reads no job, so no pickle is loaded. Exits with 1 if a named queue does not exist.
     """
-    tell_troubles(connection)
+    print_troubles(connection)
     known_names = queue_names(connection)
     missing = []
     for queue in count_queues(connection, queues or known_names):
@@ -84,10 +84,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
-    """Say whose jobs wait in QUEUE, and cancel those of one producer.
+    """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
 
     A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
-    Of a long queue 10,000 jobs are read, spread over its length.
+    In a long queue, 10,000 jobs are read, spread over its length.
     """
     if who is not None:
         if who.startswith(RUN):

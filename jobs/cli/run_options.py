@@ -4,7 +4,6 @@ import csv
 import json
 import os
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import click
@@ -170,6 +169,11 @@ _INPUT = (
         "A name in batch files that stands for the served model; * for any name.",
         **_TEXTS,
         metavar="NAME",
+    ),
+    _option(
+        "--drop-unsupported",
+        "Leave out what cannot be honoured: arguments of batch files' lines, extra keys of messages.",
+        is_flag=True,
     ),
     _option(
         "--inline-pictures", "Refuse lines of batch files that name a picture's file.", is_flag=True
@@ -493,10 +497,15 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    return lambda command: reduce(
-        lambda decorated, option: option(decorated), reversed(options), command
-    )
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
-check_options, output_options = _all((*_CHECK, *_WAYS)), _all(_OUTPUT)
+input_options = _all(_INPUT)
+prompt_options = _all(_PROMPT)
+check_options = _all((*_CHECK, *_WAYS))
+output_options = _all(_OUTPUT)

@@ -58,7 +58,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
-def tell_troubles(connection: redis.Redis) -> None:
+def print_troubles(connection: redis.Redis) -> None:
     """Print why Redis takes no jobs or may lose them."""
     for trouble in troubles(connection):
         click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
@@ -115,7 +115,7 @@ def _has_columns(file: TextIO) -> bool:
 MAX_SHOWN = 5
 
 
-def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
     """Print why planning and the first failed shards failed. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
@@ -202,7 +202,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
                 break  # no worker will plan the run soon
             time.sleep(PLAN_POLL_S)
     if snapshot.plan_status in REFUSED:
-        tell_failures(connection, snapshot)
+        print_failures(connection, snapshot)
         raise click.ClickException(
             REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
         )
@@ -210,10 +210,10 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
     if snapshot.finished and not snapshot.is_planning:
-        _tell_if_already_finished(connection, snapshot)
+        _print_if_already_finished(connection, snapshot)
 
 
-def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)
@@ -245,8 +245,8 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
         followed = follow(watch, time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
-        _tell_if_already_finished(connection, followed.snapshot)
+        _print_if_already_finished(connection, followed.snapshot)
     else:
-        tell_failures(connection, followed.snapshot)
+        print_failures(connection, followed.snapshot)
     if followed.problem is not None:
         raise click.ClickException(followed.problem)

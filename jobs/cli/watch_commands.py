@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures, tell_troubles
+from jobs.cli.status_text import gone_text, print_failures, print_troubles, rate, status_text, table
 from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
@@ -23,7 +23,7 @@ MAX_ENDED = 10
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option(
-    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C."
+    "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
@@ -44,9 +44,10 @@ _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
+    Only runs that Redis knows are listed. It keeps a run's keys for 30 days after the last part. The run's folder
+    stays.
     """
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection, limit, states)
     click.echo(
         json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -62,11 +63,11 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers: where each runs, what it serves, and what it holds.
 
-    "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
+    A "draining" worker takes nothing new. A "silent" worker is frozen, cut off or dead; --json has its last numbers.
     """
 
     def show() -> str:
-        tell_troubles(connection)
+        print_troubles(connection)
         workers_known = read_workers(connection)
         samples = [worker.sample for worker in workers_known if worker.sample is not None]
         if not as_json:
@@ -101,7 +102,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if watch:
         raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-    tell_troubles(connection)
+    print_troubles(connection)
     run, output = named_run(connection, run)
     try:
         snapshot = read_planned(connection, run)
@@ -118,11 +119,11 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
-    tell_failures(connection, snapshot)
+    print_failures(connection, snapshot)
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what an output folder tells of its run, without Redis."""
+    """Return as JSON what is known about a run from its output folder, without Redis."""
     plan = output.plan
     return json.dumps(
         {
@@ -153,7 +154,7 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -164,7 +165,7 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: do so again and again, on a terminal in the same place."""
+    """Print the text that `show` returns. watch: print it again and again, on a terminal in the same place."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -226,7 +227,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         f"{worker.kv_cache_usage:.0%}",
     )
     if worker.is_silent:
-        # Its last sample is outdated: other workers have its jobs, or will have them.
+        # The worker's last sample is outdated. Other workers have its jobs, or will have them.
         up = memory = held_jobs = ""
         activity = ("",) * len(activity)
 

@@ -1,4 +1,4 @@
-"""Reads what Redis says of its memory and its disk."""
+"""Reads what INFO of Redis says about memory and disk."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether Redis refused a command because its memory is full. Scripts are refused by a plain ResponseError."""
+    """Whether Redis refused a command because its memory is full. For scripts the error is a plain ResponseError."""
     return isinstance(error, OutOfMemoryError) or (
         isinstance(error, ResponseError) and str(error).startswith("OOM ")
     )
@@ -20,9 +20,9 @@ WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave
 
 @dataclass(frozen=True)
 class RedisHealth:
-    """How full a Redis is, and what it could not write to its disk.
+    """How full a Redis is, and which files it could not write to its disk.
 
-    limit_bytes: `maxmemory`, or all memory of its machine if none is set; 0 where that is not told.
+    limit_bytes: `maxmemory`, or all memory of its machine if no limit is set; 0 if neither is known.
     failed_writes: those of WRITES that failed the last time.
     """
 
@@ -32,7 +32,7 @@ class RedisHealth:
 
 
 def redis_health(info: Mapping[str, Any]) -> RedisHealth:
-    """Return what INFO says of memory and disk."""
+    """Read memory and disk from the reply to INFO."""
     return RedisHealth(
         used_bytes=info.get("used_memory", 0),
         limit_bytes=info.get("maxmemory") or info.get("total_system_memory", 0),

@@ -21,9 +21,8 @@ def unpacked(packed: bytes, most: int) -> bytes | None:
     content = packed
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
-        if (
-            inflater.eof or len(inflated) > most
-        ):  # other bytes are not packed, and RQ takes them as they are
+        if inflater.eof or len(inflated) > most:
+            # Other bytes are not packed, and RQ takes them as they are.
             content = inflated
     return content if len(content) <= most else None
 

@@ -1,4 +1,4 @@
-"""Remembers which workers died while they held jobs. The worker that takes their jobs over writes it."""
+"""Remembers which workers died while they held jobs. The worker that takes over the jobs writes this record."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from jobs.common.stored import count, json_object, seconds
 
 #: The most deaths that are kept, the latest ones.
 MAX_DEATHS = 200
-#: The most jobs that a death names.
+#: The most jobs that a record of a death names.
 MAX_JOBS = 20
 DEATHS_TTL_S = 30 * 24 * 3600
 
@@ -23,7 +23,8 @@ DEATHS_TTL_S = 30 * 24 * 3600
 class WorkerDeath:
     """A worker that died, was cut off or froze while it held jobs.
 
-    at: when others took its jobs over, in Unix seconds. num_jobs: how many it had begun. job_ids: some of these.
+    at: when others took its jobs over, in Unix seconds. num_jobs: how many jobs it had begun. job_ids: some of these
+    jobs.
     """
 
     worker: str
@@ -51,7 +52,7 @@ def record_deaths(client: Redis, jobs_of: Mapping[str, Sequence[str]]) -> None:
 
 
 def read_deaths(connection: Redis) -> list[WorkerDeath]:
-    """Return the last deaths, the latest first, safe to show but for job ids. Raises RedisError."""
+    """Return the last deaths, the latest first. All but the job ids are safe to show. Raises RedisError."""
     entries: Any = connection.lrange(DEATHS_KEY, 0, MAX_DEATHS - 1)
     deaths = [_death(json_object(entry)) for entry in entries]
     return [death for death in deaths if death is not None]

@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def all_finish_reasons(self) -> list[str]:
-        """Return why each completion ended, or that of each of several prompts."""
+        """Return why each completion ended. With several prompts, these are the completions of all prompts."""
         reasons = []
         for name, value in self.columns.items():
             if name.endswith("finish_reason") and value is not None:

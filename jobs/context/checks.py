@@ -35,7 +35,7 @@ PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer a
 
 @dataclass(frozen=True)
 class RepairOptions:
-    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
+    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
 
     max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
     with "length" is continued.
@@ -172,7 +172,7 @@ class Checks:
         )
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. row: what a check function gets too. Raises InvalidJob.
+        """Return why an answer's text is not valid, or None. row: the row for a check function. Raises InvalidJob.
 
         For AGREE_ON it returns a hash of the part that is compared, or None if the text has no such part. For TOOL it
         returns JSON with the result or the error of the call.

@@ -53,12 +53,8 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
     """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        RecursionError,
-    ):  # the import of this file will raise the error
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        # The import of this file will raise the error.
         return
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):

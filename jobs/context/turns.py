@@ -30,9 +30,8 @@ class Turns:
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
         self._current_call = current_call
         self._lock = threading.Lock()
-        self._turns = WeakValueDictionary[
-            Hashable, _Turn
-        ]()  # a turn stays while a thread holds it or waits for it
+        # A turn stays while a thread holds it or waits for it.
+        self._turns = WeakValueDictionary[Hashable, _Turn]()
 
     def __len__(self) -> int:
         return len(self._turns)

@@ -32,7 +32,7 @@ NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: the settings that this user may read. ahead_s: its clock minus ours."""
+    """A server that answers. config: the settings that this user may read. ahead_s: how far its clock is ahead."""
 
     client: Redis
     user: str
@@ -53,7 +53,7 @@ def reach(url: str) -> Server:
         info: Any = client.info("everything")
         took_s.append(time.time() - sent_at)
     config: dict[str, str] = {}
-    with suppress(ResponseError):  # this user may not read them; on some hosted servers nobody may
+    with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
     ahead_s = info.get("server_time_usec", sent_at * 1e6) / 1e6 - sent_at
@@ -61,7 +61,7 @@ def reach(url: str) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
-    """Return the fault that explains why a server does not serve us."""
+    """Return the fault for a server that does not serve us."""
     user, address = _user_and_address(url)
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
@@ -81,7 +81,7 @@ def not_served(url: str, error: RedisError) -> Finding:
 
 
 def _mend_of_tls(error: str) -> str:
-    """Return what mends an error of TLS; "" for any other error."""
+    """Return how to mend an error of TLS; "" for any other error."""
     if "mismatch" in error:
         return "name the server in RQ_REDIS_URL as its certificate does"
     if "expired" in error:
@@ -100,11 +100,11 @@ def _user_and_address(url: str) -> tuple[str, str]:
     return unquote(parts.username or "default"), address
 
 
-#: A round trip that takes longer is slow. A worker's claims wait for it.
+#: A round trip that takes longer is slow. A worker's claims wait for round trips.
 SLOW_S = 0.01
 #: Seconds by which two clocks may differ.
 MAX_SKEW_S = 1.0
-#: Above this share, the memory is nearly full.
+#: Above this share, memory counts as nearly full.
 FULL = 0.9
 
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
@@ -192,9 +192,8 @@ def _durability(server: Server) -> Iterator[Finding]:
     # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
-    with suppress(
-        ResponseError
-    ):  # this user may not ask, or Redis 6.2, which replays without a user
+    with suppress(ResponseError):
+        # This user may not ask, or this is Redis 6.2, which replays without a user.
         replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
         are_allowed = all(reply in (b"OK", "OK") for reply in replies)
         if server.info.get("aof_enabled") and not are_allowed:
@@ -259,7 +258,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     commands = commands_of(role)
     keys = list(map(prefixed, KEYS[role].split()))
     writes = {key: ("set", key.replace("*", "a"), "1") for key in keys}
-    rules: dict[str, None] = {}  # in the order in which they are found missing
+    rules: dict[str, None] = {}  # in the order in which they were found to be missing
     for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
         if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
             for key, write in writes.items():
@@ -281,7 +280,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield how the server refuses each command to this user; "" if it does not. No command is carried out."""
+    """Yield for each command how the server refuses it to this user; "" if it does not. No command is carried out."""
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")

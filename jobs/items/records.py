@@ -80,9 +80,9 @@ class Progress:
     @property
     def length(self) -> tuple[int, int, int]:
         """Return numbers by which records are compared. A record that is further has greater numbers."""
-        num_tokens = sum(
-            len(sample) for samples in self.tokens.values() for sample in samples.values()
-        )
+        num_tokens = 0
+        for samples in self.tokens.values():
+            num_tokens += sum(map(len, samples.values()))
         return len(self.replies), len(self.received), num_tokens
 
     @property
@@ -107,10 +107,7 @@ class Progress:
             "received": [
                 [place, _samples_json(samples)] for place, samples in self.received.items()
             ],
-            "tokens": [
-                [place, [[index, _packed(token_ids)] for index, token_ids in samples.items()]]
-                for place, samples in self.tokens.items()
-            ],
+            "tokens": [[place, _tokens_json(samples)] for place, samples in self.tokens.items()],
             "num_tokens": self.num_tokens,
         }
 
@@ -120,10 +117,7 @@ class Progress:
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
             received={int(place): _samples(samples) for place, samples in value["received"]},
-            tokens={
-                int(place): {int(index): _unpacked(packed) for index, packed in samples}
-                for place, samples in value["tokens"]
-            },
+            tokens={int(place): _tokens(samples) for place, samples in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 
@@ -142,6 +136,14 @@ def _reply(value: Any) -> Reply:
     if value is None or isinstance(value, str):
         return value
     return [_samples(samples) for samples in value]
+
+
+def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+    return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
+
+
+def _tokens(value: Any) -> dict[int, list[int]]:
+    return {int(index): _unpacked(packed) for index, packed in value}
 
 
 def _samples_json(samples: Samples) -> list[Any]:
@@ -176,10 +178,11 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
-    return [
-        row and [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
-        for row in rows
-    ]
+    return [row and _row_json(row) for row in rows]
+
+
+def _row_json(row: Mapping[int, Any]) -> list[Any]:
+    return [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
 
 
 def _logprob_json(entry: Any) -> list[Any]:
@@ -188,7 +191,11 @@ def _logprob_json(entry: Any) -> list[Any]:
 
 
 def _logprobs(rows: Any) -> list[Any]:
-    return [row and {token_id: _logprob(*entry) for token_id, *entry in row} for row in rows]
+    return [row and _row(row) for row in rows]
+
+
+def _row(value: Any) -> dict[int, PlainLogprob]:
+    return {token_id: _logprob(*entry) for token_id, *entry in value}
 
 
 def _logprob(

@@ -16,7 +16,7 @@ from jobs.tasks import Completion, Logprob, Request
 #: The reason for a completion that failed without a reason.
 NO_REASON = "the engine gave no reason"
 
-#: The engine's limit of tokens where a request names none.
+#: The engine's limit of tokens for a request without max_tokens.
 DEFAULT_MAX_TOKENS = 256
 #: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
@@ -204,7 +204,7 @@ class _Tally:
 
 
 def _is_refused(completion: Completion) -> bool:
-    """Whether the engine refused a request before it ran, as it does where a prompt is too long."""
+    """Whether the engine refused a request before it ran, for example because the prompt is too long."""
     return completion.finish_reason == "error" and not completion.num_prompt_tokens
 
 
@@ -216,7 +216,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
 
 
 def _sampling_of(first: Request, attempt: int) -> dict[str, Any]:
-    """Return the sampling values of an attempt, whose seed follows from the first one's."""
+    """Return the sampling values of an attempt. Its seed follows from the seed of the first attempt."""
     return reseeded(first.sampling, f"attempt {attempt}")
 
 
@@ -227,7 +227,7 @@ def _repaired(
     reason: str,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return a request for another answer, behind the one that is not valid."""
+    """Return a request for another answer, which follows the answer that is not valid."""
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)
@@ -241,7 +241,7 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request with the reason behind it, and without the answers that took up the room."""
+    """Return the first request followed by the reason, without the answers that took up the room."""
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
         return _repaired(request, repairs, "", reason, control_tokens)
@@ -286,7 +286,7 @@ def check_repairs(
 ) -> None:
     """Raise InvalidJob for an option that cannot be combined with answers that are tried again.
 
-    has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
+    has_tools: the chat offers tools. prompt_only: nothing is generated after the prompt. has_steps: rows of a run have
     several prompts. has_labels: the run asks for labels.
     """
     if options.repair_template is not None and options.check is None:

@@ -102,7 +102,7 @@ def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
     if kind in _FAILED or (kind is None and status in _FAILED_STATUSES):
         return None
     if not status:
-        problem = "job and result are gone: enqueue it anew, with a longer result_ttl"
+        problem = "job and result are gone: enqueue it again, with a longer result_ttl"
     else:
         problem = f"it has left no result, and its status is {safe_name(status)!r}"
     raise AnswerMissing(safe_name(job_id), problem)

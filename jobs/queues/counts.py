@@ -1,4 +1,4 @@
-"""RQ's queues: how many jobs are where, and since when the first one waits."""
+"""RQ's queues: counts the jobs in each place, and how long the first job has waited."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES; `due` are scheduled ones that nobody has queued yet."""
+    """How many jobs of a queue are at each of PLACES. `due`: scheduled jobs that are due, but not queued."""
 
     name: str
     counts: dict[str, int]
@@ -58,7 +58,7 @@ def head_ages(connection: Redis, names: Sequence[str]) -> dict[str, float]:
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
-        # A producer may have put another kind of value there, which costs that queue alone.
+        # A producer may have put another kind of value there. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
         heads = [reply if isinstance(reply, list) else None for reply in replies]
         for head in heads:

@@ -1,4 +1,4 @@
-"""Whose jobs wait in a queue, and all waiting jobs of one producer taken out of it.
+"""Finds out whose jobs wait in a queue, and takes all waiting jobs of one producer out of it.
 
 A job's producer is its run, or the text that its `meta` has under `producer`. No payload is read.
 """
@@ -19,16 +19,16 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
 
-#: The most jobs that are read to tell whose they are. Of a longer queue they are spread over its length.
+#: The most jobs whose producers are read. In a longer queue, these jobs are spread over its length.
 MAX_READ = 10_000
 _PAGE = 1000
 #: The jobs that one transaction takes out.
 _CHUNK = 100
 #: A larger `meta` is not read.
 _MAX_META_BYTES = 4096
-#: Stands for a job that says of no producer.
+#: Stands for the producer of a job that names none.
 UNNAMED = "-"
-#: Begins the name of a run's jobs.
+#: The beginning of the name under which a run's jobs are counted.
 RUN = "run "
 
 
@@ -36,8 +36,8 @@ RUN = "run "
 class Producers:
     """Whose jobs wait in a queue.
 
-    num_waiting: all waiting jobs. num_read: those whose producer was read. num_jobs: how many of these each producer
-    has, the most first.
+    num_waiting: the number of waiting jobs. num_read: the number of jobs whose producer was read. num_jobs: how many of
+    these each producer has, the most first.
     """
 
     num_waiting: int
@@ -45,7 +45,7 @@ class Producers:
     num_jobs: Mapping[str, int]
 
     def share(self, who: str) -> int:
-        """Return about how many of all waiting jobs are a producer's."""
+        """Estimate how many of all waiting jobs belong to a producer."""
         return round(self.num_jobs[who] * self.num_waiting / max(1, self.num_read))
 
 
@@ -68,7 +68,7 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
-        # A producer may have put another kind of value there, which costs that job alone.
+        # A producer may have put another kind of value there. Then only that job has no name.
         sizes: list[Any] = pipe.execute(raise_on_error=False)
         is_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
         for job_id, reads in zip(job_ids, is_read, strict=True):
@@ -90,9 +90,9 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
 
 def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
-    """Cancel the jobs of a producer that wait now, the last ones first; return how many. Raises RedisError.
+    """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
 
-    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled one go on waiting, as with RQ.
+    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ.
     """
     key = rq_jobs.QueueKeys(queue).waiting
     length: Any = connection.llen(key)
@@ -117,7 +117,7 @@ def _cancel(connection: Redis, queue: str, job_ids: Sequence[str]) -> int:
 
 
 def _take(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Take jobs out of their queue, but for those that a worker has. pipe: watches their keys."""
+    """Take jobs out of their queue, except jobs that a worker has taken. pipe: watches their keys."""
     with connection.pipeline(transaction=False) as reads:
         for job_id in job_ids:
             reads.exists(rq_jobs.executions_key(job_id))
@@ -127,7 +127,7 @@ def _take(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline)
     pipe.multi()
     waiting = [job_id for job_id, held in zip(job_ids, is_held, strict=True) if not held]
     for job_id in waiting:
-        pipe.lrem(keys.waiting, -1, job_id)  # from the end, where it stands
+        pipe.lrem(keys.waiting, -1, job_id)  # from the end, where the job stands
         pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
         pipe.zadd(keys.cancelled, {job_id: moment})
     return len(waiting)

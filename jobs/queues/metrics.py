@@ -1,7 +1,7 @@
-"""Writes what Prometheus is told of queues and of Redis, also while no worker runs.
+"""Writes the metrics of queues and of Redis for Prometheus, also while no worker runs.
 
-The dashboard tells it of the queues that its operator names, because producers may write anything into RQ's own list. A
-worker with a scheduler tells it of its own queues, so that alerts and scaling need no dashboard.
+The dashboard serves the metrics of the queues that its operator names, because producers may write anything into RQ's
+own list. A worker with a scheduler serves the metrics of its own queues, so that alerts and scaling need no dashboard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ def _redis_families(redis: RedisHealth) -> Iterator[Metric]:
 
 
 class QueueMetrics(Collector):
-    """Asks Redis with each exposition. For any thread."""
+    """Reads Redis for each exposition. For any thread."""
 
     def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""Reads the numbers of queues and of Redis by which people are alerted and workers are scaled."""
+"""Reads the numbers of queues and of Redis that alerts and scaling use."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues.counts import count_queues, head_ages
 from jobs.runs.watching.reading import read_at_risk
 
-#: RQ's statuses by the name under which `count_queues` has them.
+#: RQ's statuses, by their names in `count_queues`.
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 
@@ -21,7 +21,7 @@ _STATUSES = {"waiting": "queued", "executing": "started"}
 class QueueNumbers:
     """Some queues and their Redis at one moment. All mappings are by queue.
 
-    due: scheduled jobs whose time has come and that nobody has queued. head_ages: see `head_ages`. at_risk: runs that
+    due: scheduled jobs whose time has come, but that nobody has queued. head_ages: see `head_ages`. at_risk: runs that
     are not expected to end before their deadline. redis: None if this user may not ask.
     """
 

@@ -1,4 +1,4 @@
-"""RQ's queues: failed jobs put back, without looking at what a job holds.
+"""Puts failed jobs back into RQ's queues, without looking at what a job holds.
 
 RQ's own command reads jobs with pickle unless it is called with `-S json`. A pickle may hold any code, which runs with
 the rights of the process that reads it.
@@ -28,8 +28,8 @@ REQUEUE_LIMIT = 10_000
 class Requeued:
     """The result of putting failed jobs back.
 
-    cancelled: jobs of runs that were cancelled or stopped. They stay failed, as they would only fail again.
-    missing: jobs that are not among their queue's failed ones, or whose payload is gone.
+    cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
+    missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
     """
 
     done: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Requeued:
     missing: list[str] = field(default_factory=list)
 
     def add(self, other: "Requeued") -> None:
-        """Add the counts of another one."""
+        """Add the jobs of another result."""
         self.done += other.done
         self.cancelled += other.cancelled
         self.missing += other.missing
@@ -48,7 +48,7 @@ RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was ca
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
-    """Put failed jobs back at their queue's end, but for those of cancelled runs. Each move is atomic."""
+    """Put failed jobs back at their queue's end, except jobs of cancelled runs. Each move is atomic."""
     moves = Requeued()
     for start in range(0, len(job_ids), CHUNK):
         moves.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
@@ -100,7 +100,7 @@ def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
-    """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
+    """Requeue the jobs that are failed and have a payload. pipe: watches their hashes."""
     keys = rq_jobs.QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # a key of another type raises here, and not amid the transaction
@@ -134,7 +134,7 @@ def _queue_again(
     limit: str,
     concurrency: bytes | None,
 ) -> None:
-    """Write what RQ writes when it requeues a job. One with a rate limit is let in by a worker."""
+    """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in."""
     key = rq_jobs.job_key(job_id)
     pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)
     pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
@@ -152,4 +152,4 @@ def _queue_again(
     if ttl_s:
         pipe.expire(key, int(ttl_s))
     else:
-        pipe.persist(key)  # as a failed job it had a time to live
+        pipe.persist(key)  # a failed job has a time to live

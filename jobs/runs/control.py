@@ -24,7 +24,7 @@ from jobs.common.rq_jobs import (
     job_queue,
 )
 from jobs.errors import PlanningUnderWay, UnknownRun
-from jobs.runs.end_notices import tell_of
+from jobs.runs.end_notices import enqueue_notices
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
@@ -44,7 +44,7 @@ CHUNK = 500
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were told to stop."""
+    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were asked to stop."""
 
     removed: int
     stopped: int
@@ -130,9 +130,8 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    state.cancel(
-        submission
-    )  # a planner has enqueued its jobs before this, or else it will see the mark
+    # A planner has enqueued its jobs before this, or else it will see the mark.
+    state.cancel(submission)
     facts = state.facts()
     done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
@@ -150,7 +149,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
                 submission, partial(stop_held, connection, ids[start : start + CHUNK])
             )
     if removed or stopped or "finished" not in facts:
-        tell_of(state, submission, "cancelled")
+        enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 

@@ -57,20 +57,22 @@ def tell_failed(connection: Redis, lease: Lease, error: str) -> None:
         if shard is None:
             if facts.get("plan_job") == lease.job_id:
                 state.describe({PLAN_ERROR: error})
-                tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
+                enqueue_notices(
+                    state, state.submission(), "failed", f"its planning failed: {error}"
+                )
         elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
-                tell_shards_failed(state, count, f", the last one: {error}")
+                notify_shards_failed(state, count, f", the last one: {error}")
             elif "finished" not in state.facts():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
-                tell_of(state, state.submission(), "failed", reason)
+                enqueue_notices(state, state.submission(), "failed", reason)
 
 
-def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
+def notify_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
     """Enqueue a run's notices if shards have failed and nothing is left to run. more: added to the reason."""
     if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
-        tell_of(
+        enqueue_notices(
             state,
             state.submission(),
             "failed",
@@ -78,7 +80,7 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
         )
 
 
-def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
+def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
     """Enqueue a submission's notices, once, in one transaction. word: how the run ended."""
     transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
 

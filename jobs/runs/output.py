@@ -59,9 +59,8 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 def output_here(folder: str, run: str) -> RunOutput | None:
     """Return a run's output on this machine; None if the folder is elsewhere or belongs to another run."""
-    with suppress(
-        JobsError
-    ):  # Redis names the folder, and anybody who may write to Redis may name a wrong one
+    with suppress(JobsError):
+        # Redis names the folder, and anybody who may write to Redis may name a wrong one.
         output = _read_output(folder)
         if output is not None and output.plan.run == run:
             return output

@@ -1,4 +1,4 @@
-"""Changes queues without looking at what a job holds: empties one, moves a job to its front, deletes failed jobs."""
+"""Changes queues without looking into jobs: empties a queue, moves a job to the front, deletes failed jobs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ def move_to_front(connection: Redis, queue: str, job_id: str) -> bool:
     """Move a waiting job to the front of its queue. Returns whether it waited."""
     waiting = rq_jobs.QueueKeys(queue).waiting
     with connection.pipeline() as pipe:
-        # If a worker has taken the job meanwhile, the second command takes away what the first one has added.
+        # If a worker has taken the job meanwhile, the second command removes the entry that the first one has added.
         pipe.lpush(waiting, job_id)
         pipe.lrem(waiting, -1, job_id)
         pipe.lpos(waiting, job_id)
@@ -33,7 +33,7 @@ def empty_queue(
 ) -> int:
     """Take all jobs that wait from a queue, and delete them. Jobs that run go on. Return how many were taken.
 
-    Jobs that come meanwhile may be taken too. tell: is told how many were taken so far.
+    Jobs that come meanwhile may be taken too. tell: called with the number of jobs that were taken by then.
     """
     waiting = rq_jobs.QueueKeys(queue).waiting
     left: Any = connection.llen(waiting)
@@ -49,7 +49,7 @@ def empty_queue(
 
 
 def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
-    """Take jobs from the queue, then delete those that nobody has enqueued again meanwhile. Return how many it took."""
+    """Take jobs from the queue, then delete those that nobody has enqueued again. Return how many were taken."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "enqueued_at")
@@ -83,7 +83,7 @@ def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> N
 
 
 def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Delete jobs that are among their queue's failed ones; return these. Jobs that depend on them go on waiting."""
+    """Delete jobs that are among their queue's failed jobs; return the deleted ones. Their dependents still wait."""
     deleted = []
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
@@ -95,7 +95,7 @@ def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list
 def _delete_failed(
     connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline
 ) -> list[str]:
-    """Delete those of the jobs that are failed. pipe: watches their hashes."""
+    """Delete the jobs that are failed. pipe: watches their hashes."""
     failed = rq_jobs.QueueKeys(queue).failed
     with connection.pipeline(transaction=False) as reads:
         for job_id in job_ids:
@@ -113,7 +113,7 @@ def _delete_failed(
         deleted.append(job_id)
         pipe.zrem(failed, job_id)
         status, group = fields if isinstance(fields, list) else (None, None)
-        # Somebody may have enqueued it again under its id: then only its failure is forgotten.
+        # Somebody may have enqueued the job again under its id. Then only its failure is forgotten.
         if rq_jobs.job_status(status) not in CANCELLABLE:
             _delete(pipe, job_id)
         if group:

@@ -149,9 +149,8 @@ class Intake:
         self._compiled: deque[_Waiting] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
-        self._ahead: dict[
-            str, int
-        ] = {}  # the lane of each request with decoded pictures that does not run yet
+        # The lane of each request with decoded pictures that does not run yet.
+        self._ahead: dict[str, int] = {}
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
@@ -261,13 +260,13 @@ class Intake:
     def _set_aside(self, waiting: _Waiting) -> None:
         """Keep a request out of its lane until its grammar is compiled."""
 
-        def tell(_: Future[Any]) -> None:
+        def note_compiled(_: Future[Any]) -> None:
             self._compiled.append(waiting)
             self._report()
 
         assert waiting.form is not None
         self._compiling.add(waiting)
-        waiting.form.add_done_callback(tell)
+        waiting.form.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
         """Put the requests whose grammars are compiled back into their lanes."""

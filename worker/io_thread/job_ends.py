@@ -127,11 +127,11 @@ class JobEnds:
         )
         has_failed = status != "finished" and outcome.is_final
         if has_failed and run_and_shard(job.claimed.job_id) is not None:
-            self._tell_run(job, outcome, error)
+            self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)
 
-    def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+    def _send_notices(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Send the notices of the run's failure before the end is written.
 
         If this worker dies in between, the next worker sends the notices again.
@@ -141,7 +141,9 @@ class JobEnds:
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
-                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason
+                    "job %s: no notice was sent that its run has failed: %s",
+                    job.claimed.job_id,
+                    reason,
                 )
             self._finish(job, outcome, error)
 

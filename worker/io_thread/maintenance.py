@@ -20,7 +20,7 @@ _NUMBERS_PERIOD_S = 15.0
 class Maintenance:
     """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
 
-    It also runs the scheduler if there is one. With one it counts what the queues' metrics tell.
+    It also runs the scheduler if there is one. With a scheduler, it also reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
@@ -54,7 +54,7 @@ class Maintenance:
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
     def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
-        # Old numbers would look like new ones, so none are told after an error.
+        # Old numbers would look like new ones, so there are no numbers after an error.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 

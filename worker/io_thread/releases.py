@@ -1,4 +1,4 @@
-"""Releases: gives jobs back to their queues, and ends those that may not run again."""
+"""Releases: gives jobs back to their queues, and ends jobs that may not run again."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ _REASONS: Mapping[Mode, str] = {
 
 
 class Releases:
-    """Gives jobs back to their queues: this worker's, and those of dead workers. Used by the I/O thread only.
+    """Gives the jobs of this worker and of dead workers back to their queues. Used by the I/O thread only.
 
     A job with which too many workers have died is ended instead.
     end_at_once: holds a job, then calls the given function to end it.
@@ -58,7 +58,7 @@ class Releases:
         self._waiting.clear()
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
-        """Put a job back after a fault of this worker's."""
+        """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts else "given_back"
         self._take_over(
             self._release([fault.claimed], mode),
@@ -89,7 +89,7 @@ class Releases:
     def _take_over(self, released: Sequence[Released], mode: Mode, last: str = "") -> None:
         """End the released jobs that this worker holds now: fail them, or queue their dependents.
 
-        last: words about the last fault, for the error of a job that killed too many workers.
+        last: words about the last fault, for the error of a job with which too many workers died.
         """
 
         def end(job: HeldJob) -> None:

@@ -25,7 +25,7 @@ CLOCK_PERIOD_S = 10.0
 """Seconds between two looks at Redis' clock."""
 
 SLOW_S = 1.0
-"""Seconds after which an answer of Redis is slow. A healthy one takes a few milliseconds."""
+"""Seconds after which an answer of Redis is slow. A healthy Redis answers within a few milliseconds."""
 
 
 class Reporter:
@@ -104,11 +104,11 @@ class Reporter:
             self._slowness.passed()
 
     def show_stopped(self) -> None:
-        """Leave the final statistics behind."""
+        """Write the final statistics."""
         self._write("stopped", None)
         self._record.keep(self._runner.tally.shown.point)
 
-    def tell(self, moment: float) -> None:
+    def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""
         if not self._runner.num_held or not self._log_timer.due(moment):
             return
@@ -174,7 +174,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the statistics that are shown beside a point."""
+        """Return the statistics of a sample that a point does not have."""
         held = self._runner.held
         return {
             **self.engine_stats,

@@ -21,7 +21,7 @@ _GAUGE = GaugeMetricFamily
 _COUNTER = CounterMetricFamily
 _HISTOGRAM = HistogramMetricFamily
 
-#: A metric: its kind, name, help and labels, then label values with a number or a Histogram for each.
+#: A metric: its kind, name, help and labels, then pairs of label values and a number or a Histogram.
 _Metric = tuple[Any, str, str, Sequence[str], Iterable[tuple[Sequence[str], Any]]]
 
 
@@ -33,7 +33,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
+        """Show a worker's numbers from now on, as its model is loaded. facts: the values of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -108,7 +108,7 @@ class _WorkerCollector(Collector):
             (),
             lost,
         )
-        # A counter that begins at 1 would hide its first death from Prometheus.
+        # Prometheus would not see the first death in a counter that begins at 1.
         takeovers = {(queue, 1): 0 for queue in self._queue_names} | dict(counts.takeovers)
         taken_over = [
             ((queue, str(deaths)), number) for (queue, deaths), number in takeovers.items()

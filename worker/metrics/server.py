@@ -85,9 +85,8 @@ class MetricsServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            with suppress(
-                OSError, EOFError, ValueError, asyncio.LimitOverrunError
-            ):  # the client is to blame
+            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+                # The client is to blame.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
@@ -97,10 +96,10 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
         status = HTTPStatus.METHOD_NOT_ALLOWED
         kind = "text/plain"
         body = b"GET only\n"

@@ -95,8 +95,10 @@ def fair_order(
     for ever.
     """
     if urgent:
-        new = sorted(new, key=lambda job: urgent.index(job.run) if job.run in urgent else 0)
-    num_others = len({job.run for job in (*in_order, *new)} - set(urgent))
+        places = {run: place for place, run in enumerate(urgent)}
+        new = sorted(new, key=lambda job: places.get(job.run, 0))
+    runs = {job.run for job in (*in_order, *new)}
+    num_others = len(runs - set(urgent))
     urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
 
     ends: defaultdict[str, float] = defaultdict(float)

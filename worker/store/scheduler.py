@@ -28,12 +28,12 @@ _BATCH = 1000
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. It tries for missing locks again, and so takes over from a dead scheduler."""
+    """RQ's scheduler in a thread. It tries again to get missing locks, and so takes over from a dead scheduler."""
 
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
-        """level, formats: the log's level, and its formats of dates and lines, as `rq worker` takes them."""
+        """level, formats: the log's level, and its formats of dates and lines, as for `rq worker`."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
@@ -45,7 +45,7 @@ class Scheduler(RQScheduler):
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try for missing locks now. RQ would wait for minutes."""
+        """Whether to try now to get missing locks. RQ would wait for minutes."""
         last_try: Any = self.lock_acquisition_time
         if self._queue_names == self.acquired_locks:
             return False
@@ -84,7 +84,7 @@ class Scheduler(RQScheduler):
         if error is None:
             self._trouble.passed()
         else:
-            self.pid = 0  # its hash may have expired, and is written anew in the next turn
+            self.pid = 0  # its hash may have expired, and is written again in the next turn
             self._trouble.met(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",

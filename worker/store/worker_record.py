@@ -41,7 +41,7 @@ _REGISTRIES = {
 
 
 def process_facts() -> dict[str, Any]:
-    """Return what a worker says of its process: where it runs, and which version it is."""
+    """Return facts about this process: where it runs, and which version it is."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -51,7 +51,7 @@ def process_facts() -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process has now; 0 where that is not told."""
+    """Return how much memory this process has now; 0 if that is not known."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -90,10 +90,10 @@ def shown_loading(
 
 
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
-    """Return which living worker has a name, such as "process 7 on host gpu1"; "" if none has. Raises RedisError.
+    """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
 
     A worker of this machine that was killed leaves its name behind for minutes. It counts as living only while its
-    process runs and it was heard of within SILENT_S. In a container that was restarted, its process id may be ours.
+    process runs and it wrote something within SILENT_S. In a restarted container, its process id may be ours.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
@@ -123,7 +123,7 @@ def _runs(pid_text: str) -> bool:
 
 
 class WorkerRecord:
-    """Writes a worker's record in Redis: RQ's worker hash, our statistics, and the points of the last hour."""
+    """Writes a worker's record to Redis: RQ's worker hash, our statistics, and the points of the last hour."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # Claimed jobs that have begun.
+                # These claimed jobs have begun.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())

@@ -97,4 +97,6 @@ class FetchedFile(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         """Read up to `size` bytes. No memory is taken for bytes that the file does not have."""
         left = max(0, self._size - self._at)
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+        if size is None or size < 0:
+            size = left
+        return super().read(min(size, left)) or b""

@@ -138,7 +138,7 @@ class ObjectFiles:
             except FileExistsError:
                 _fit.add(place)
             else:
-                raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
+                raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
             for probe in (name, f"{name}.tmp"):
                 with suppress(FileNotFoundError):
@@ -202,9 +202,8 @@ class ObjectFiles:
     def remove(self, path: str) -> None:
         """Remove an object."""
         store, key = self._place(path)
-        if (
-            self._head(path) is not None
-        ):  # a bucket with versions would note a removal that removes nothing
+        if self._head(path) is not None:
+            # A bucket with versions would note a removal that removes nothing.
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:

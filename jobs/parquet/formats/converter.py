@@ -56,9 +56,8 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     as each row's own JSON.
     """
     sink = io.BytesIO()
-    file = pa.PythonFile(
-        sink, "w"
-    )  # must live as long as the sink, because its end closes the sink
+    # This file must live as long as the sink, because its end closes the sink.
+    file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
         schema = table.schema
@@ -94,7 +93,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 def codec_of(source: Any) -> str | None:
-    """Return how a file is compressed, by its first bytes; None if it is not."""
+    """Return how a file is compressed, by its first bytes; None if it is not compressed."""
     head = source.read_at(4, 0)
     source.seek(0)
     return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)

@@ -38,9 +38,10 @@ class EncodingGuess:
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
         for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            zeros = head[first::2]
+            high_bytes = head[first::2]
             low_bytes = head[1 - first :: 2]
-            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not low_bytes.count(0):
+            is_mostly_zero = high_bytes.count(0) > len(high_bytes) // 2
+            if len(high_bytes) > 3 and is_mostly_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:

@@ -238,7 +238,7 @@ def failed_rows(
 ) -> Iterator[tuple[int, str]]:
     """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged.
 
-    with_cut: whether rows with an answer that was cut are among them, with the reason CUT.
+    with_cut: whether to yield rows with a cut answer too, with the reason CUT.
     """
     error = f"{plan.spec.output_prefix}error"
     finish_reasons = []

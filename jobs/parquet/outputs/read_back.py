@@ -98,7 +98,7 @@ class FolderReader:
         return prompt_columns(self.plan)
 
     def examples(self, *, has_prompts: bool) -> Examples:
-        """Return some rows for the report, with their prompts if has_prompts. Raises PartDamaged."""
+        """Return some rows for the report. has_prompts: whether to return their prompts too. Raises PartDamaged."""
         return examples_of(self._storage, self.plan, has_prompts=has_prompts)
 
     def table(self) -> pa.Table:
@@ -127,7 +127,7 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: also those whose answer was cut. Raises PartDamaged."""
+        """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             file = bisect_right(self._first_rows, input_row) - 1

@@ -34,7 +34,7 @@ from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
+from jobs.runs.end_notices import enqueue_notices, notify_shards_failed, stop_over_limit
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import (
     INPUT,
@@ -268,7 +268,7 @@ class RunFolder:
             return False
         if count.is_whole:
             return self._finish()
-        tell_shards_failed(self.state, count)
+        notify_shards_failed(self.state, count)
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:
@@ -290,9 +290,8 @@ class RunFolder:
         if submission is None:
             return False
         waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
-        with suppress(
-            RunResubmitted
-        ):  # the new submission may have another limit, which counts from the next part on
+        with suppress(RunResubmitted):
+            # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
@@ -343,7 +342,7 @@ class RunFolder:
                 return False
             manifest = self._write_end()
         self.state.mark_finished(manifest)
-        tell_of(self.state, self.state.submission(), "finished")
+        enqueue_notices(self.state, self.state.submission(), "finished")
         return True
 
     def _write_end(self) -> dict[str, Any]:
@@ -355,13 +354,11 @@ class RunFolder:
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
         report = report_html(json.loads(manifest), examples=examples)
-        writers: dict[str, Callable[[Any], object]] = {
-            **{
-                name: partial(write_output, self.storage, self.plan, name) for name in self._outputs
-            },
-            run_names.REPORT: lambda sink: sink.write(report.encode()),
-            run_names.MANIFEST: lambda sink: sink.write(manifest.encode()),
-        }
+        writers: dict[str, Callable[[Any], object]] = {}
+        for name in self._outputs:
+            writers[name] = partial(write_output, self.storage, self.plan, name)
+        writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
+        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
         with writing(self._path):
             for name in self._end_files:
                 if not self._is_there(name):

@@ -48,6 +48,10 @@ class FoundFile:
         return [name for name, _ in self.keys]
 
 
+def _is_int64(text: str) -> bool:
+    return _INTEGER.fullmatch(text) is not None and int(text) in _INT64
+
+
 def folder_key(name: str) -> tuple[str, str | None] | None:
     """Return the key and the value of a folder named `key=value`; None for any other name."""
     key, equals, value = name.partition("=")
@@ -81,9 +85,7 @@ def partition_columns(
             continue
         texts = [file.keys[place][1] for file in files]
         values = [text for text in texts if text is not None]
-        is_integer = any(values) and all(
-            _INTEGER.fullmatch(text) and int(text) in _INT64 for text in values
-        )
+        is_integer = any(values) and all(map(_is_int64, values))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for row, text in zip(rows, texts, strict=True):
             row.append(int(text) if is_integer and text is not None else text)
@@ -170,9 +172,8 @@ class Search:
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif (
-                "**" not in searched and path != self._output
-            ):  # ** finds a folder's files by itself
+            elif "**" not in searched and path != self._output:
+                # `**` finds a folder's files by itself.
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:

@@ -56,9 +56,8 @@ def read_inputs(
     schema = look.schema
     columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
-    for planned_file, values in zip(
-        look.files, added_values, strict=False
-    ):  # files beyond the limit are left out
+    for planned_file, values in zip(look.files, added_values, strict=False):
+        # Files beyond the limit are left out.
         planned_files.append(replace(planned_file, values=tuple(values)))
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
@@ -114,8 +113,11 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     num_bytes = 0.0
     start = -shard.skip  # the first row of the next group, counted from the shard's first row
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
-        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
-        start += rows
+        end = start + rows
+        rows_of_shard = min(end, shard.rows) - max(start, 0)
+        if rows:
+            num_bytes += size * rows_of_shard / rows
+        start = end
     return round(num_bytes)
 
 
@@ -278,9 +280,8 @@ def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[Found
     planned = {file.path: file for file in plan.files}
     present_paths = [file.path for file in present_files]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
-        present_paths = present_paths[
-            : len(planned)
-        ]  # the run does not read the files behind its limit
+        # The run does not read the files after its limit.
+        present_paths = present_paths[: len(planned)]
     for path in [*present_paths, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")

@@ -161,7 +161,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
     matches = look_up()
-    needed = [field for field in fields if field.name == "error" or _tells_cuts(field.name)]
+    needed = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
     for _ in answers(old, matches, look_up, pa.schema(needed)):
         pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
     return np.flatnonzero(matches.places < 0)
@@ -314,7 +314,7 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     return asks
 
 
-def _tells_cuts(column: str) -> bool:
+def _shows_cuts(column: str) -> bool:
     """Whether a column shows that an answer was cut, or that the row was asked again because of that."""
     return column == ATTEMPTS or column.endswith(FINISH_REASON)
 
@@ -322,7 +322,7 @@ def _tells_cuts(column: str) -> bool:
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return for each row whether all its answers ended by themselves, each at the first attempt."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
-    for name in filter(_tells_cuts, batch.schema.names):
+    for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
             values = value if isinstance(value, list) else [value]
             if not set(values) <= _UNCUT:

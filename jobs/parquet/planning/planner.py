@@ -133,9 +133,8 @@ def _agreed_plan(
         plan_not_taken = plan
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
         remove_reused(storage, plan_not_taken, plan)
-        if (
-            storage.stat(os.path.join(spec.output, SUCCESS)) is not None
-        ):  # the run has ended meanwhile
+        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:
+            # The run has ended meanwhile.
             remove_converted(storage, plan_not_taken)
 
     if plan.run != spec.run:

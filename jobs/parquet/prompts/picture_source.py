@@ -74,10 +74,11 @@ class PictureSource(PromptSource):
 
         pictures_of_rows = zip(*by_column.values(), strict=True)
         for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
-            problem = next(
-                (value for value in (values, *pictures) if isinstance(value, RowProblem)), None
-            )
-            yield problem or (values, dict(zip(self._marks.values(), pictures, strict=True)))
+            problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
+            if problems:
+                yield problems[0]
+            else:
+                yield values, dict(zip(self._marks.values(), pictures, strict=True))
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
         """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
@@ -128,11 +129,8 @@ def _may_be_picture(kind: pa.DataType) -> bool:
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
-    except (
-        InvalidJob,
-        ValueError,
-        pa.ArrowException,
-    ) as problem:  # such as a path that is not UTF-8
+    except (InvalidJob, ValueError, pa.ArrowException) as problem:
+        # For example, a path is not UTF-8.
         if is_exhausted(problem):
             raise
         return RowProblem(str(problem)[:1000])

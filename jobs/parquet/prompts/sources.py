@@ -309,7 +309,7 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
     if spec.query_column is not None and spec.document_column is not None:
         return prompt_source.prompt_pair(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
-        return prompt_source.messages_column(spec.messages_column)
+        return prompt_source.messages_column(spec.messages_column, drops_keys=spec.drop_unsupported)
     assert spec.prompt_column is not None
     return ColumnSource([spec.prompt_column], checked_text, is_text, "text")
 
@@ -373,9 +373,8 @@ class LineSource(PromptSource):
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        with_path: list[
-            dict[str, Any]
-        ] = []  # objects of the line whose `url` is the path of a file
+        # Objects of the line whose `url` is the path of a file.
+        with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             if part.get("type") != "image_url":

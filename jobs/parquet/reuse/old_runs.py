@@ -333,7 +333,7 @@ class OldRuns:
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
         if _lengths(part.plan) != _lengths(self._new):
-            cut_columns = [f"{prefix}{name}" for name in _tell_cuts(part.plan.spec)]
+            cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
         opened = self._opened_log if part.journal else self._opened_part
@@ -432,13 +432,17 @@ def _unlike(old: Plan, new: Plan) -> str | None:
     longest_old = max(_lengths(old))
     shortest_new = min(_lengths(new))
     if longest_old > shortest_new:
-        return f"its answers were given up to {longest_old} tokens, and the model takes {shortest_new} now"
+        return (
+            f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
+        )
     if old.spec.prompts:
-        return "its rows have several prompts, any of which another max_model_len may have cut"
+        return (
+            "its rows have several prompts, and the other max_model_len may have cut each of them"
+        )
     return None
 
 
-def _tell_cuts(spec: RunSpec) -> tuple[str, ...]:
+def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     """Return a run's columns that show which answers were cut."""
     names = [field.name for field in kind_of(spec).fields(spec, 0)]
     wanted = ["finish_reason"]

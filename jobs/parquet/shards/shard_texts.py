@@ -91,9 +91,10 @@ def shard_rows(
 ) -> Iterator[Row | RowProblem]:
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
-    read = picture_reader(
-        context, None if file.num_chosen and len(folders) > 1 else os.path.dirname(file.path)
-    )
+    folder: str | None = os.path.dirname(file.path)
+    if file.num_chosen and len(folders) > 1:
+        folder = None
+    read = picture_reader(context, folder)
     for batch in shard_batches(context, plan, shard, reader):
         for row in source.rows(batch, read):
             context.check_interrupted()

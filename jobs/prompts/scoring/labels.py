@@ -28,7 +28,7 @@ from jobs.tasks import Completion, Parts, Task
 MAX_LABELS = 1_000
 CONTENT_FREE = "N/A"
 
-NOT_FINITE = "a label has no finite log-likelihood: its probability cannot be told"
+NOT_FINITE = "a label has no finite log-likelihood: its probability is not known"
 
 
 def parse_labels(name: str, labels: object) -> list[str]:

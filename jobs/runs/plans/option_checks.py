@@ -18,7 +18,7 @@ from jobs.runs.plans.names import OPENAI_BATCH
 #: How exactly log probabilities are written, and how templates are written. The first word is the default.
 LOGPROB_TYPES = ("float32", "float16")
 TEMPLATE_FORMATS = ("fields", "jinja")
-#: What the probabilities of labels are written as, the first by default.
+#: The forms in which the probabilities of labels are written. The first one is the default.
 MAP, STRUCT = "map", "struct"
 PROBABILITIES = (MAP, STRUCT)
 #: The most labels of a struct. Each is a column of the file.
@@ -46,6 +46,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 #: Arguments that a run of batch files may have as well.
 _BESIDE_BATCHES = (
     "batch_endpoint",
+    "drop_unsupported",
     "encoding",
     "inline_pictures",
     "input_format",

@@ -48,9 +48,12 @@ class Template:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns that the template names, each once."""
-        return tuple(
-            dict.fromkeys(column for text in self.texts for _, column in text if column is not None)
-        )
+        columns: dict[str, None] = {}
+        for text in self.texts:
+            for _, column in text:
+                if column is not None:
+                    columns[column] = None
+        return tuple(columns)
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
@@ -61,7 +64,11 @@ class Template:
         sizes: dict[str | None, int] = {None: 0}
         for column, value in values.items():
             sizes[column] = len(f"{value}")
-        return sum(len(literal) + sizes[column] for text in self.texts for literal, column in text)
+        num_chars = 0
+        for text in self.texts:
+            for literal, name in text:
+                num_chars += len(literal) + sizes[name]
+        return num_chars
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages of a chat, with the values in place of their columns' names."""

@@ -21,7 +21,7 @@ class End(enum.Enum):
     PLAN_FAILED = "planning failed: repair what is named above, then submit again"
     SHARDS_FAILED = "shards failed: repair what is named above, then submit again"
     STRANDED = "nothing is left to run, and the run did not finish: submit it again, which also repairs its end"
-    FORGOTTEN = "this Redis no longer knows the run, and lost its data perhaps: submit it again to resume it"
+    FORGOTTEN = "this Redis no longer knows the run, and perhaps lost its data: submit it again to resume it"
 
 
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"

@@ -336,7 +336,7 @@ class RunLook:
         if status is None and PLAN_ERROR in facts:
             return _shown(facts, PLAN_ERROR)
         if status is None and self.shards is None and "cancelled" not in facts:
-            return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
+            return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
         return None
 
     def _awaited(

@@ -1,4 +1,4 @@
-"""Has held jobs write down what they have computed, so that the next execution goes on from there."""
+"""Has held jobs write down what they have computed, so that their next executions go on from there."""
 
 import logging
 import time
@@ -17,10 +17,10 @@ THREADS = 2
 """Threads that write journals. A store that does not answer blocks one of them."""
 
 STEP_S = 4.0
-"""Seconds that a leaving worker waits for the end of the engine's step, which it has to wait for anyway."""
+"""Seconds that a leaving worker waits for the end of the engine's step."""
 
 LEAVE_S = 1.0
-"""Seconds that it then waits for its journals."""
+"""Seconds that a leaving worker then waits for its journals."""
 
 _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
@@ -51,13 +51,12 @@ class Journals:
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
         self._num_unanswered = 0
-        self._writing: dict[
-            int, SampledTokens | None
-        ] = {}  # by job number: the report that came during the writing
+        # By job number: the report that came while the entry was written.
+        self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
-        """Ask the engine for the tokens so far, if a period is over."""
+        """Ask the engine for the tokens by now, if a period is over."""
         if self.pool is None or self._leave_by is not None:
             return
         if moment < self._due_at or self._num_unanswered > 0:

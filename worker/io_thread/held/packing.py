@@ -84,7 +84,7 @@ class Packer:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether parts are written more slowly than rows are answered, which would fill the memory."""
+        """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 

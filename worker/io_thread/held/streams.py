@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from engine import Completion
@@ -55,9 +56,10 @@ class Inspections:
             if is_wanted():
                 task.inspect(index, completions)
 
-        self._pool.submit(
-            inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn
-        )
+        def done(_: Any, error: BaseException | None) -> None:
+            self._post(lambda: then(error))
+
+        self._pool.submit(inspect, done, raises=False, order=turn)
 
     def end(self) -> None:
         """Let the threads and processes end after their current work."""
