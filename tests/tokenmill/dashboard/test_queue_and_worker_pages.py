@@ -125,9 +125,9 @@ def test_the_search_finds_jobs_runs_workers_and_errors(redis: Redis, page: TestC
     put_worker(redis, "gpu-1")
     fail(redis, "one")
     end(redis, "one", SERVER.format("x"))
+    for text, to in (("one", "/jobs/one"), (RUN, f"/runs/{RUN}")):
+        assert page.get("/search", params={"q": text}).headers["location"] == to
     for text, found in (
-        ("one", 'href="/jobs/one"'),
-        (RUN, f'href="/runs/{RUN}"'),
         ("REVIEWS", f'href="/runs/{RUN}"'),
         ("gpu", 'href="/workers/gpu-1"'),
         ("bul", 'href="/queues/bulk"'),
