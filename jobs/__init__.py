@@ -17,7 +17,7 @@ from jobs.installed import run_job
 if TYPE_CHECKING:
     from jobs.client import Run, response_format, run, submit
 
-#: Tells this package from another one named `jobs`.
+#: Marks this package, because others may be named `jobs` too.
 __tokenmill__ = True
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what makes runs on first use: a process that checks answers, for one, needs no rq."""
+    """Import the functions that make runs on first use. For example, a process that checks answers needs no rq."""
     if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client
@@ -54,7 +54,7 @@ def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str,
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
     options: the fields of engine.SamplingParams. `prompt_template` takes the place of a prompt. `model` is the name of
-    the served model. Raises InvalidJob, AnswerMissing, or RequestFailed, which names the prompt that the engine
+    the served model. Raises InvalidJob, AnswerMissing or RequestFailed. RequestFailed names the prompt that the engine
     refused.
     """
     return run_job("jobs.complete", (prompt,), options)
@@ -63,7 +63,8 @@ def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str,
 def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    options: those of `complete`, with messages_template in place of prompt_template. Raises as `complete`.
+    options: the options of `complete`, with messages_template in place of prompt_template. Raises the errors of
+    `complete`.
     """
     return run_job("jobs.chat", (messages,), options)
 
@@ -71,20 +72,21 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
 def classify(
     prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Give the exact probability of each label behind a prompt or a chat, by one prefill.
+    """Return the exact probability of each label after a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
     options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, and the templates of `chat`.
-    `calibrate` subtracts what each label has behind a prompt without content (Zhao et al. 2021). Raises as `complete`.
+    `calibrate` corrects the probabilities by those after a prompt without content (Zhao et al. 2021). Raises the errors
+    of `complete`.
     """
     return run_job("jobs.classify", (prompt, labels), options)
 
 
 def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
-    """Classify texts with a model that has a sequence-classification head: a filter, a reward model.
+    """Classify texts with a model that has a sequence-classification head, such as a filter or a reward model.
 
     Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`. A
-    head with one output gives only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
+    head with one output gives only the `score`. options: truncate_prompt_tokens, model. Raises the errors of `embed`.
     """
     return run_job("jobs.classify_text", (input,), options)
 
@@ -92,7 +94,7 @@ def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
 def loglikelihood(
     prompt: str | list[int], continuations: list[str] | list[list[int]], **options: Any
 ) -> dict[str, Any]:
-    """Tell how likely each continuation of a prompt is, by prefill alone.
+    """Return the log-likelihood of each continuation of a prompt, by prefill alone.
 
     Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}], ...}`.
     options: truncate_prompt_tokens, model. Raises InvalidJob, or RequestFailed.
@@ -115,7 +117,7 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
     options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
-    Raises InvalidJob, or RequestFailed if all failed. If only some failed, each of them has an `error`.
+    Raises InvalidJob, or RequestFailed if all texts failed. If only some texts failed, each of these has an `error`.
     """
     return run_job("jobs.embed", (input,), options)
 
@@ -123,7 +125,7 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
 def score_parquet(
     input: str | list[str], output: str, *more: Any, **options: Any
 ) -> dict[str, Any]:
-    """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
+    """Plan a Parquet run and enqueue its shards, or resume the run. For the arguments see RunSpec and Submission."""
     return run_job("jobs.score_parquet", (input, output, *more), options)
 
 
@@ -133,7 +135,7 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Tell a host of a run's end; enqueued if a run was submitted with a webhook."""
+    """Send a host the notice of a run's end; enqueued if a run was submitted with a webhook."""
     return run_job("jobs.post_run_end", (webhook, content), {})
 
 

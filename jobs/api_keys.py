@@ -1,8 +1,8 @@
-"""The keys that clients of `tokenmill serve` send, and the limits of their projects. Each key is for one project.
+"""The keys that clients of `tokenmill serve` send, and the limits of their projects. Each key belongs to one project.
 
-Redis holds the hashes of keys alone.
+Redis holds only the hashes of keys.
 
-A key has 256 random bits, so one round of SHA-256 is enough: nobody can try them all.
+A key has 256 random bits, so one round of SHA-256 is enough: nobody can try all keys.
 """
 
 import hmac
@@ -25,7 +25,7 @@ from jobs.errors import unlike
 PREFIX = "tm-"
 #: Characters of the hash by which a key is named in lists, and revoked.
 ID_CHARS = 12
-#: A field beside the keys, which stays when all are revoked.
+#: A field that stands beside the keys, and stays when all keys are revoked.
 _HAD_KEYS = "had-keys"
 
 
@@ -42,12 +42,12 @@ class ApiKey:
     created_at: int
 
 
-#: A project's name is also that of a folder.
+#: A project's name is also the name of a folder.
 _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 def add_key(connection: Redis, project: str, name: str) -> str:
-    """Make a key and return it. It is shown this once: Redis keeps its hash.
+    """Make a key and return it. Nobody can read it again, because Redis keeps only its hash.
 
     Raises InvalidValue if the project's name has a character other than letters, digits, - and _.
     """
@@ -66,7 +66,7 @@ def list_keys(connection: Redis) -> list[ApiKey]:
 
 
 def revoke_key(connection: Redis, key_id: str) -> bool:
-    """Remove the key with this id; return whether there was one."""
+    """Remove the key with this id; return whether there was such a key."""
     for digest in map(stored.text, _records(connection)):
         if key_id and digest[:ID_CHARS] == key_id:
             # The mark comes first: without any key, a local server would take every request.
@@ -76,7 +76,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key. They do once a key was made, even if all were revoked."""
+    """Whether requests need a key. They do once a key was made, even if all keys were revoked."""
     return bool(connection.exists(API_KEYS_KEY))
 
 
@@ -91,8 +91,8 @@ def _records(connection: Redis) -> dict[bytes, bytes]:
 class ProjectLimits:
     """What a project's clients may take; None for no limit.
 
-    open_batches: batches that have not ended. stored_bytes: of all its uploads. tokens_queued: of calls that clients
-    await and of open batches, read and to be generated.
+    open_batches: batches that have not ended. stored_bytes: the bytes of all its uploads. tokens_queued: the tokens to
+    read and to generate for calls that clients await and for open batches.
     """
 
     requests_per_minute: int | None = None
@@ -111,8 +111,7 @@ def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:
 class KnownKeys:
     """All keys and limits at one moment.
 
-    needs_key: requests need a key, as there are some, or were some that are revoked. keys: by their hashes. limits: by
-    project.
+    needs_key: requests need a key, because a key exists or was revoked. keys: by their hashes. limits: by project.
     """
 
     needs_key: bool
@@ -120,7 +119,7 @@ class KnownKeys:
     limits: Mapping[str, ProjectLimits]
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key with this secret; None if there is none. Hashes are compared, in constant time."""
+        """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
         matching = [key for known, key in self.keys.items() if hmac.compare_digest(known, digest)]
         return matching[0] if matching else None
@@ -150,7 +149,7 @@ def _limits(record: bytes) -> ProjectLimits:
 
 
 def count_request(connection: Redis, project: str, now: float) -> int:
-    """Count a request of a project; return how many there were in this minute. now: Unix seconds."""
+    """Count a request of a project; return the number of its requests in this minute. now: Unix seconds."""
     key = api_rate_key(project, int(now // 60))
     with connection.pipeline(transaction=False) as pipe:
         pipe.incr(key)

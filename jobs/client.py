@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 INPUT_SUFFIX = ".input"
-#: Options of the command line that have another name as arguments of jobs.score_parquet.
+#: Options of the command line with another name than the arguments of jobs.score_parquet.
 _OPTIONS = {
     "messages_template": "template",
     "column": "sampling_columns",
@@ -60,10 +60,10 @@ def submit(
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
-    Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
-    written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
-    options: those of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. None leaves an
-    option out. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
+    Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. A table
+    is written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
+    options: the options of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. None leaves
+    an option out. For mistakes that can be seen here, raises InvalidJob or InputError before anything is enqueued.
     """
     client = _connection(connection)
     _check_names(options)
@@ -103,7 +103,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
 
 
 class Run:
-    """A run that was submitted. output: its folder, as the submit named it."""
+    """A run that was submitted. output: the run's folder, by its name in the submit."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
         self.id = id
@@ -162,7 +162,7 @@ class Run:
     async def wait_async(
         self, timeout: float | None = None, *, progress: bool = False
     ) -> RunSnapshot:
-        """Wait as `wait` does, and let other tasks of the event loop run meanwhile."""
+        """Wait like `wait`, but let other tasks of the event loop run meanwhile."""
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
@@ -175,7 +175,7 @@ class Run:
             is_cancelled.set()
 
     def table(self) -> Any:
-        """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
+        """Return the rows as a pyarrow Table, in the input's order. Raises StoreError, or RunNotHere before the end."""
         reader = self.reader("table()")
         if not reader.has_ended:
             raise RunNotHere(
@@ -184,11 +184,11 @@ class Run:
         return reader.table()
 
     def frame(self) -> Any:
-        """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
+        """Return the rows as a pandas DataFrame, with the input's types and index. Raises the errors of `table`."""
         return self.table().to_pandas()
 
     def polars(self) -> Any:
-        """Return its rows as a polars DataFrame. Raises as `table`, and ImportError without polars."""
+        """Return the rows as a polars DataFrame. Raises the errors of `table`, and ImportError without polars."""
         import polars
 
         return polars.from_arrow(self.table())
@@ -196,25 +196,26 @@ class Run:
     def errors(self, limit: int = 1000, *, cut: bool = False) -> list[FailedRow]:
         """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError.
 
-        cut: whether rows whose answer was cut at its limit of tokens are among them.
+        cut: whether to return rows whose answer was cut at its limit of tokens, too.
         """
         return self.reader("errors()").errors(limit, cut)[1]
 
     def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
-        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`.
+        """Submit the run again into another output. Rows without an error keep their answers.
 
-        max_tokens: a larger limit. Rows whose answer was cut at the old one are then asked again too.
+        max_tokens: a larger limit. Then rows whose answer was cut at the old limit are asked again, too. Raises the
+        errors of `errors`.
         """
         plan = self.reader("retry()").plan
         run = retry_run(self._connection, plan, os.fspath(output), max_tokens)
         return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:
-        """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
+        """Take waiting jobs from the queue, stop running jobs, keep the parts. Raises UnknownRun or RunResubmitted."""
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, purpose: str) -> FolderReader:
-        """Return a reader of its folder. Raises RunNotHere if there is no such folder, or it holds another run."""
+        """Return a reader of the run's folder. Raises RunNotHere if there is no folder, or it holds another run."""
         with _needs_pyarrow(purpose):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
@@ -229,18 +230,18 @@ class Run:
         return reader
 
     def _planned_id(self) -> str:
-        """Return the id that the run was planned under. It differs from `id` if a worker's real paths do."""
+        """Return the id under which the run was planned. It differs from `id` if the worker has other real paths."""
         with suppress(UnknownRun):
             return self.status().run
         return self.id
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise the errors that planning would raise, as far as engine, pyarrow and input are on this machine."""
+    """Raise those errors of planning that show on this machine. Engine, pyarrow or input may be missing here."""
     spec.check_sampling(check_sampling)
     try:
         from jobs.parquet.planning.inputs import check_columns_here
-    except ImportError:  # no pyarrow: a producer's install has none
+    except ImportError:  # no pyarrow, because a producer's installation has none
         return
     check_columns_here(spec)
 
@@ -250,14 +251,14 @@ def _connection(connection: Redis | None) -> Redis:
         return connection
     try:
         return Redis.from_url(os.environ.get("RQ_REDIS_URL", "redis://localhost:6379"))
-    except ValueError:  # its text may hold the password
+    except ValueError:  # the error's text may hold the password
         raise InvalidJob(
             "RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://"
         ) from None
 
 
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
+    """Return submit_run's arguments for options of the command line. Raises InvalidJob for an option with two names."""
     arguments = {
         name: _as_json(name, value) for name, value in options.items() if value is not None
     }
@@ -277,7 +278,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_format(model: type) -> dict[str, Any]:
-    """Return OpenAI's response_format of a pydantic model's class, as jobs have it:
+    """Return OpenAI's response_format for a pydantic model's class, in the form that jobs take:
 
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """
@@ -288,7 +289,7 @@ def response_format(model: type) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return an option as JSON has it: a schema for a pydantic model's class, a text for a path. name: the option's."""
+    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: the option's."""
     if isinstance(value, type):
         return response_format(value) if name == "response_format" else json_schema_of(value)
     if isinstance(value, os.PathLike):
@@ -314,7 +315,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of `submit` with each option by name, which shells complete and `help` shows."""
+    """Return the signature of `submit` with each option by name, for `help` and for shells that complete names."""
     plain = inspect.signature(submit)
     named = [
         parameter
@@ -333,7 +334,7 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
-    # single_file=True may be named beside output_format, which says more.
+    # single_file=True may stand beside output_format, which is more exact.
     if arguments.get(argument, True) is not True:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
     arguments[argument] = value

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from jobs.common.display import HIDDEN, brief
 
-#: Who has to act: the "client"; the "server", where another try may go better; nobody, as it was "cancelled".
+#: Who must act: the "client"; the "server", and another try may succeed; nobody, because the job was "cancelled".
 Fault = Literal["client", "server", "cancelled"]
-#: What the last line of a failed job's `exc_info` begins with, if Tokenmill failed it.
+#: The beginning of the last line of a failed job's `exc_info`, if Tokenmill failed the job.
 FAULT_PREFIX = "tokenmill: "
 
 
@@ -22,7 +22,7 @@ def fault_line(fault: Fault) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is their message, with the positional arguments by name, in that order."""
+    """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
 
     message: ClassVar[str] = "{0}"
     fault: ClassVar[Fault] = "client"
@@ -37,12 +37,12 @@ class ToldError(Exception):
     def __str__(self) -> str:
         try:
             return self.message.format(*self.args) if self.args else self.message
-        except (LookupError, ValueError, TypeError):  # made with other arguments than it names
+        except (LookupError, ValueError, TypeError):  # the message names other arguments
             return f"{self.message} {self.args!r}"
 
 
 class JobsError(ToldError):
-    """Base of every error of this package; a note tells the fault."""
+    """Base of every error of this package. A note says whose fault it is."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -59,11 +59,11 @@ class InvalidJob(JobsError):
 
 
 class NotBuilt(InvalidJob):
-    """Raised when a job asks for what Tokenmill does not do: (text)."""
+    """Raised when a job asks for something that Tokenmill does not do: (text)."""
 
 
 class InvalidValue(InvalidJob):
-    """Raised when an argument has a value that cannot be: (text, what stands for each {} in it, hidden in logs)."""
+    """Raised when an argument has an impossible value: (text, the value for each {} in it, hidden in logs)."""
 
     def __str__(self) -> str:
         text, *values = self.args
@@ -77,7 +77,7 @@ class InvalidValue(InvalidJob):
 
 
 def _filled(text: str, values: Sequence[object]) -> str:
-    """Put a value in the place of each {}, from the right; all other braces stay, such as those of an object's JSON."""
+    """Put a value in the place of each {}, from the right. All other braces stay, such as those of JSON."""
     pieces = text.rsplit("{}", len(values)) if values else [text]
     shown = [piece + str(value) for piece, value in zip(pieces, values, strict=False)]
     return "".join([*shown, *pieces[len(shown) :]])
@@ -110,7 +110,7 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Return the message up to the reason's first colon. Behind it may be a chat template's own words."""
+        """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
         index, reason = self.args
         return self.message.format(index, str(reason).partition(": ")[0])
 
@@ -186,7 +186,7 @@ class MixedFormats(InputError):
 
 
 class TableNotRead(InputError):
-    """{path}: reading it {what}: write it anew with shorter values, smaller pages or fewer columns, or raise the
+    """{path}: reading it {what}: write it again with shorter values, smaller pages or fewer columns, or raise the
     worker's setting TOKENMILL_MAX_SHARD_BYTES"""
 
 
@@ -216,7 +216,7 @@ class InputChanged(InputError):
 
 
 class ConvertedInputGone(InputError):
-    """{path}, which planning has made of {input}, is gone: submit the run again, which makes it anew"""
+    """{path}, which planning has made of {input}, is gone: submit the run again, which makes the file again"""
 
 
 class NewRowsGone(InputError):
@@ -315,7 +315,7 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker looks at a run's prompts, or the one that does fails: (reason)."""
+    """Raised when no worker looks at a run's prompts, or the worker that does so fails: (reason)."""
 
 
 class RunFailed(RunError):

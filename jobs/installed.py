@@ -1,6 +1,7 @@
-"""Finds, as entry points, what jobs need of engine and worker. Both import this package, so it imports neither.
+"""Finds what jobs need of engine and worker, as entry points. Both import this package, so this package imports
+neither.
 
-A producer's `import jobs` loads neither, and a stock `rq worker` runs our jobs all the same.
+So a producer's `import jobs` loads neither, but a stock `rq worker` can run our jobs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,12 @@ def json_schema_of(value: Any) -> Any:
 
 
 def model_table() -> str:
-    """Return which architectures are served, and how, as text for people. Loads no torch."""
+    """Return the served architectures, and how each is served, as text for people. Loads no torch."""
     return _load("engine").model_table()  # type: ignore[no-any-return]
 
 
 def describe_model(model: str) -> str:
-    """Say in lines how a model's folder or hub id is served here, and what it takes. Raises JobsError."""
+    """Say in lines how a model's folder or hub id is served here, and how much memory it needs. Raises JobsError."""
     engine = _load("engine")
     try:
         return engine.describe_model(model)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Which function names may be enqueued, and what each becomes inside a worker.
+"""The function names that may be enqueued, and the task that a worker makes of each.
 
-Names are compared exactly: a pattern such as `jobs.*` would admit `jobs.os.system`, because RQ resolves a
-name attribute by attribute.
+Names are compared exactly. A pattern such as `jobs.*` would admit `jobs.os.system`, because RQ resolves a name
+attribute by attribute.
 """
 
 import inspect
@@ -31,7 +31,7 @@ class FileTask(Task):
         return opened
 
 
-#: Functions that open the tasks of jobs over files. They are imported when they are called, as they need pyarrow.
+#: Functions that open the tasks of jobs over files. They are imported when they are called, because they need pyarrow.
 _FILE_JOBS: Mapping[str, str] = {
     "jobs.score_shard": "jobs.parquet.shards.shard_work.ShardWork.open",
     "jobs.survey_parquet": "jobs.parquet.planning.survey.SurveyWork",
@@ -70,7 +70,7 @@ def task_of(
     try:
         task = factory(*args, **task_arguments)
     except TypeError:
-        # This is checked only now, as it takes longer than all the rest.
+        # This is checked only now, because it takes longer than all the rest.
         _check_binding(function_name, factory, args, task_arguments)
         raise
     return task if deadline is None else TimedTask(task, deadline)

@@ -19,8 +19,7 @@ Parts = list[dict[str, Any]]
 """Messages of a chat, or parts of a prompt.
 
 A part is {"type": "text", "text": ...} or {"type": "image", "image": the bytes of a file}. The content of a message may
-be a list of such parts.
-"""
+be a list of such parts."""
 
 Prompt = str | list[int] | Parts
 
@@ -31,8 +30,8 @@ class Request:
 
     sampling: keyword arguments of the parameters that engine.request_params makes for this kind.
     chat_options: keyword arguments of engine.Engine.chat_token_ids.
-    continued: token ids of an answer that was cut, which the completion goes on from.
-    resumed: token ids that another worker has computed behind these, by the index of the sample.
+    continued: token ids of an answer that was cut. The completion goes on after them.
+    resumed: token ids that another worker has computed after `continued`, by the index of the sample.
     """
 
     prompt: Prompt | None
@@ -55,7 +54,7 @@ class Request:
 
 
 def _hashed(value: Any) -> Any:
-    """Return JSON in place of a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
+    """Return JSON for a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
     return dict(value) if isinstance(value, Mapping) else list(value)
@@ -127,7 +126,7 @@ class Completion(Protocol):
 
 
 class Task(abc.ABC):
-    """A job for the engine whose arguments have been checked. Nothing else has been read or checked yet."""
+    """A job for the engine. Its arguments have been checked, but nothing else has been read or checked yet."""
 
     #: True if `open` and `result` touch files. The worker then makes both calls in threads.
     blocking: bool = False
@@ -136,7 +135,7 @@ class Task(abc.ABC):
     reads_rows: ClassVar[bool] = False
 
     def made(self, context: JobContext) -> Task:
-        """Return the task that is to be opened. A subclass may have to read something to know it. Raises JobsError."""
+        """Return the task that is to be opened. A subclass may have to read something to make it. Raises JobsError."""
         return self
 
     @abc.abstractmethod
@@ -145,7 +144,7 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """Stands for a task that `make` makes when it is opened. blocking: whether that touches files."""
+    """Stands for a task that `make` makes when it is opened. blocking: whether opening it touches files."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make
@@ -161,9 +160,9 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that is not begun after its deadline. What another worker has begun goes on.
+    """A task that is not begun after its deadline. A task that another worker has begun goes on.
 
-    deadline: as parse_deadline takes it, from the job's making on.
+    deadline: as for parse_deadline. A duration counts from the making of the job.
     """
 
     def __init__(self, task: Task, deadline: Any) -> None:
@@ -192,17 +191,17 @@ class TimedTask(Task):
 class OpenTask(abc.ABC):
     """An engine job under way: a lazy stream of requests and a place to deliver completions.
 
-    The order of calls is requests and deliver interleaved, then result, then close. Close always comes,
-    whatever happened before. All but inspect, result and close are cheap and called from one thread.
+    First `requests` and `deliver` are called in turns, then `result`, then `close`. `close` is always called, whatever
+    happened before. All methods except inspect, result and close are cheap, and are called from one thread.
     """
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
         """Yield the requests lazily. They are numbered from 0 in the order in which they are pulled.
 
-        A delivery may lead to further requests. The stream yields these too before it ends, and first of all, while
-        their prefixes are in the cache. If `has_more` is true after its end, the worker asks for another stream, whose
-        numbers go on.
+        A delivery may lead to further requests. The stream yields these requests before all others, while their
+        prefixes are in the cache. If `has_more` is true after the stream's end, the worker asks for another stream. Its
+        numbers continue those of the first.
         """
 
     @property
@@ -212,7 +211,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. It tells when to claim the next job."""
+        """Return how many requests the task yields in all; None if unknown. It decides when to claim the next job."""
         return None
 
     @property
@@ -220,12 +219,11 @@ class OpenTask(abc.ABC):
         """Whether `inspect` must be called before `deliver`."""
         return False
 
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most look not
-        """Look at what request `index` got, before `deliver` takes it. Raises JobsError to fail the job.
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
+        """Look at the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        It is called in any thread, for several requests at once, and may take as long as a check. It keeps its findings
-        for `deliver`, which may never come.
-        """
+        It is called in any thread, for several requests at the same time, and may take as long as a check. It keeps its
+        findings for `deliver`, which may never be called."""
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
@@ -235,10 +233,11 @@ class OpenTask(abc.ABC):
         """
 
     def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        """Return a function that writes, in any thread, what another worker needs to go on; None if nothing is new.
+        """Return a function that writes what another worker needs to go on, in any thread; None if nothing is new.
 
         tokens: the tokens of requests that were sent and not delivered, by request index and sample index, together
-        with the tokens that they continue. If the function raises, the next call returns one that writes all of it.
+        with the tokens that they continue. If the function raises, the function that the next call returns writes all
+        of that, too.
         """
         return None
 

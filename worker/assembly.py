@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from importlib.metadata import version
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
 from jobs.common.keys import FORMAT
-from jobs.common.release import commit
 from jobs.context.served_model import ServedModel, joined_formats
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
@@ -29,7 +27,7 @@ from worker.store.client import Clients, new_client
 from worker.store.job_store import JobStore, Keeping
 from worker.store.redis_clock import RedisClock
 from worker.store.user_code import Callbacks, Webhooks
-from worker.store.worker_record import WorkerRecord
+from worker.store.worker_record import WorkerRecord, process_facts
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import shield_imports
 from worker.traces.job_trace import Traces
@@ -128,7 +126,7 @@ def assemble(
         redis_clock=redis_clock,
     )
 
-    facts = _facts(worker.name, served)
+    facts = _facts(worker.name, served, settings.model)
     io = IoLoop(
         parts,
         WorkerRecord(clients.io, worker.name, queue_names, worker.beat, facts, redis_clock),
@@ -150,18 +148,18 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     )
 
 
-def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
+def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:
     """Return the constant values of the worker's key in Redis. Jobs may ask for its model by any name in `models`."""
     return {
         "worker": worker_name,
         "model": served.name,
+        "model_source": source,
         "models": served.names,
         "fingerprint": served.fingerprint,
         "max_model_len": served.max_model_len,
         "clock_formats": joined_formats(served.clock_formats),
         "dtype": served.dtype,
         "attention_backend": served.attention_backend,
-        "version": version("tokenmill"),
-        "commit": commit(),
+        **process_facts(),
         "format": FORMAT,
     }

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -29,7 +30,7 @@ from jobs.common.display import shown_error
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
-from worker.logs import start_log
+from worker.logs import LastingTrouble, start_log
 from worker.start import (
     called_by_rq_command,
     leave_out_working_directory,
@@ -40,7 +41,7 @@ from worker.start import (
 )
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.scheduler import Scheduler
-from worker.store.worker_record import shown_loading
+from worker.store.worker_record import living_namesake, shown_loading
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -62,7 +63,8 @@ class BatchWorker(BaseWorker):
 
     The main thread loads and steps the engine, and takes the signals. One I/O thread claims and ends jobs. User
     functions, callbacks and files run in further threads. The constructor loads nothing, because `rq info` builds
-    workers too. `work()` raises StartupError if it cannot serve; under `rq worker` it prints one line and exits with 1.
+    workers too. `work()` raises StartupError if the worker cannot serve. Under `rq worker` it prints one line instead,
+    and exits with 1.
     """
 
     _io: IoLoop | None = None
@@ -70,6 +72,10 @@ class BatchWorker(BaseWorker):
     _traces: OtelTraces | None = None
     _is_cold = False
     _is_stopped_early = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deafness = LastingTrouble(self.log, "listening for commands again")
 
     def load_engine(self, settings: WorkerSettings) -> Engine:
         """Load the model. Override this to serve with another engine."""
@@ -96,7 +102,7 @@ class BatchWorker(BaseWorker):
         with_scheduler: bool = False,
         dequeue_strategy: DequeueStrategy = DequeueStrategy.DEFAULT,
     ) -> bool:
-        """Serve the queues until the worker is told to stop. The arguments are those of `rq worker`.
+        """Serve the queues until the worker must stop. The arguments are those of `rq worker`.
 
         Returns whether any job was brought to an end. Raises StartupError before the first claim; EngineFailed,
         IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on; and SystemExit on a cold
@@ -114,7 +120,7 @@ class BatchWorker(BaseWorker):
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
-            self._tell_no_start(error)
+            self._log_no_start(error)
             raise
         share_freed_memory()
         spin_briefly(os.environ)
@@ -124,12 +130,12 @@ class BatchWorker(BaseWorker):
         try:
             started = time.monotonic()
             loading = shown_loading(
-                self.connection, self.name, self.queue_names(), settings.model_name
+                self.connection, self.name, self.queue_names(), settings.model_name, settings.model
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
-                    give_up_handlers("transformers")  # its import adds a handler
-                self._tell_ready(engine, settings, time.monotonic() - started)
+                    give_up_handlers("transformers")  # importing it adds a handler
+                self._log_ready(engine, settings, time.monotonic() - started)
                 self._heed_early_stop()
                 self._sign_on(logging_level, date_format, log_format)
                 try:
@@ -164,15 +170,15 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            # This comes first, as a person can mend its errors at once.
+            # This comes first, because a person can mend its errors at once.
             load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
-            self._tell_no_start(error)
+            self._log_no_start(error)
             raise
 
-    def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
+    def _log_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
         """Log what is served. seconds: how long the model took to load."""
         served = settings.served_model(
             engine.identity, engine.attention_backend, engine.max_model_len
@@ -186,8 +192,8 @@ class BatchWorker(BaseWorker):
             version("tokenmill"),
         )
 
-    def _tell_no_start(self, error: Exception) -> None:
-        """Log a startup error in one line. Raises SystemExit under RQ's command, and only there."""
+    def _log_no_start(self, error: Exception) -> None:
+        """Log a startup error in one line. Under RQ's command, and only there, raises SystemExit."""
         self._stop_pool(error)
         if called_by_rq_command():
             from worker.settings import with_variables
@@ -213,11 +219,11 @@ class BatchWorker(BaseWorker):
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
-            self.register_death()  # else RQ takes this worker's entry for another worker
+            self.register_death()  # otherwise RQ takes this worker's entry for another worker
             self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
-        """Take the worker off RQ's lists. If the server does not answer, its entry there expires."""
+        """Take the worker off RQ's lists. If the server does not answer, the entry expires."""
         for sign_off in (self.register_death, self.unsubscribe):
             try:
                 sign_off()
@@ -227,7 +233,7 @@ class BatchWorker(BaseWorker):
                 )
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
-        """Return the settings. Raises StartupError if they, or RQ's options, cannot be used."""
+        """Return the settings. Raises StartupError if the settings or RQ's options cannot be used."""
         from worker.settings import WorkerSettings
 
         if not getattr(jobs, "__tokenmill__", False):
@@ -256,7 +262,23 @@ class BatchWorker(BaseWorker):
         if tuple(redis_version) < MIN_REDIS_VERSION:
             version_text = ".".join(map(str, redis_version))
             raise StartupError(f"Redis {version_text} is too old: 6.2 or later is needed")
-        return WorkerSettings.load()
+        settings = WorkerSettings.load()
+        self._take_name()
+        return settings
+
+    def _take_name(self) -> None:
+        """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
+
+        Raises StartupError if a living worker has it.
+        """
+        namesake = living_namesake(self.connection, self.name, socket.gethostname())
+        if namesake:
+            raise StartupError(
+                f"the name {self.name} belongs to another worker, {namesake}: give each worker its own --name; "
+                "that of a dead one on another machine is free after --worker-ttl and a minute"
+            )
+        if self.connection.exists(self.key):
+            self.register_death()
 
     def _serve(
         self,
@@ -301,14 +323,14 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another at least a second later starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one a second later starts a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Claim nothing more and finish what runs. While the model loads, leave at once."""
         if self._io is None:
-            # The code that runs in this thread now may swallow the error.
+            # The code that runs in this thread now may swallow this error.
             self._is_stopped_early = True
             raise SystemExit
         if self._shutdown_requested_date is None:
@@ -316,12 +338,12 @@ class BatchWorker(BaseWorker):
             self._shutdown_requested_date = now()
             self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
-            # Within the first second it is the same request, sent by a pool and by the terminal.
+            # A signal within the first second is the same request, which a pool and the terminal both send.
             self._is_cold = True
             self._io.shut_down(cold=True)
 
     def _heed_early_stop(self) -> None:
-        """Raise SystemExit again if code that was being imported has swallowed it."""
+        """Raise SystemExit again if code that was being imported has swallowed the first one."""
         if self._is_stopped_early:
             raise SystemExit
 
@@ -345,16 +367,21 @@ class BatchWorker(BaseWorker):
 
     def unsubscribe(self) -> None:
         """End the thread that listens for commands. RQ's own order of calls would keep it for a minute."""
-        thread: Any = self.pubsub_thread  # RQ annotates it as None
+        thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:
             thread.stop()
-            self.pubsub.unsubscribe()  # the answer wakes it up
+            self.pubsub.unsubscribe()  # the answer wakes the thread up
             thread.join(_UNSUBSCRIBE_S)
             self.pubsub.close()
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening after any error. RQ goes on only after a lost connection."""
-        self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
+        self._deafness.met(
+            type(exc).__name__,
+            "Worker %s: cannot listen for commands (%s); trying again",
+            self.name,
+            shown_error(exc),
+        )
         time.sleep(_LISTEN_AGAIN_S)
 
     # What RQ shows of the worker
@@ -378,7 +405,7 @@ class BatchWorker(BaseWorker):
                 pipe.hset(self.key, "current_job", job_id)
             pipe.expire(self.key, self.worker_ttl + 60)
             pipe.expire(self.executions_key, self.worker_ttl + 60)
-            # Written each time, because others remove this worker from the lists during a longer outage.
+            # The lists are written each time, because others remove this worker from them during a longer outage.
             worker_registration.register(self, pipe)
             pipe.execute()
 

@@ -59,14 +59,15 @@ def _check_files() -> Iterator[Finding]:
 #: Free bytes below which no run fits on a disk.
 MIN_BYTES = 64 << 20
 
-#: Seconds for the look at an object store. Each request may take a quarter of it.
+#: Seconds that the check of an object store may take. Each of its requests may take a quarter of that time.
 STORE_TIMEOUT_S = 20.0
 
 
 def check_places(roots: Sequence[str]) -> Iterator[Finding]:
-    """Try in each root what a run does there.
+    """Check for each root whether a run could work there.
 
-    A root that only holds inputs need not be writable, so a problem is only a warning while another root has none.
+    A root that only holds inputs need not be writable. So a problem in one root is only a warning if another root is
+    fine.
     """
     findings = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
     has_good_root = any(not finding.mend for finding in findings)
@@ -79,7 +80,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
 
 def _look(root: str) -> Finding:
     """Try to write below a root, and say how that went."""
-    # The import needs pyarrow. Another finding says if that is missing.
+    # This import needs pyarrow. If pyarrow is missing, another finding says so.
     from jobs.parquet.files.storage import Storage, writing
 
     if not is_stored(root) and not os.path.isdir(root):

@@ -71,7 +71,7 @@ class EndNotTaken(WorkerError):
 
 
 class JobRefused(WorkerError):
-    """The job is failed without running any of it, and is not retried."""
+    """The job fails before any of it runs, and is not retried."""
 
     fault = "client"
 
@@ -81,7 +81,7 @@ class BadPayload(JobRefused):
 
 
 class TooLarge(JobRefused):
-    """The payload, unpacked, or the id is beyond its bound."""
+    """The unpacked payload or the job's id is larger than its limit."""
 
 
 class NotAllowed(JobRefused):

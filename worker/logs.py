@@ -1,8 +1,13 @@
-"""Sets the form of a worker's log: RQ's text, or a JSON object for each line."""
+"""Sets the form of a worker's log, and logs a trouble that lasts only once.
+
+The log is RQ's text, or a JSON object for each line.
+"""
 
 import logging
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
@@ -16,12 +21,73 @@ from worker.errors import SettingsError
 _LOGGERS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
 
 
+#: Seconds without a trouble after which it counts as over.
+OVER_S = 20.0
+
+
+class LastingTrouble:
+    """Logs a trouble once while it lasts, and once when it is over. For any thread.
+
+    A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        over: str,
+        level: int = logging.ERROR,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """over: the words of the line at the trouble's end. level: the level of the line at its beginning."""
+        self._log = log
+        self._over = over
+        self._level = level
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_at: float | None = None
+        self._last_at = 0.0
+        self._num_times = 0
+        self._kinds_logged = set[str]()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the trouble was met within OVER_S."""
+        return self._began_at is not None and self._clock() - self._last_at < OVER_S
+
+    def met(self, kind: str, message: str, *args: object) -> None:
+        """Note the trouble. The message is logged if it is the first of its kind since the trouble began."""
+        with self._lock:
+            self._end_if_over()
+            self._last_at = self._clock()
+            self._num_times += 1
+            if self._began_at is None:
+                self._began_at = self._last_at
+            is_new = kind not in self._kinds_logged
+            self._kinds_logged.add(kind)
+        if is_new:
+            self._log.log(self._level, message, *args)
+
+    def passed(self) -> None:
+        """Note that all is well at this moment."""
+        with self._lock:
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self._began_at is None or self._clock() - self._last_at < OVER_S:
+            return
+        lasted_s = self._last_at - self._began_at
+        self._log.info("%s (seen %d times in %.0f s)", self._over, self._num_times, lasted_s)
+        self._began_at = None
+        self._num_times = 0
+        self._kinds_logged.clear()
+
+
 def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:
     """Begin to write this process' log; return whether it is JSON.
 
     worker: the worker's name, which is in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: the options
-    of `rq worker` for text. If the program has set up its own logging, that stays. Raises SettingsError if JSON is
-    wanted but not possible.
+    of `rq worker` for text. If the program has set up its own logging, this logging stays. Raises SettingsError if JSON
+    is wanted but not possible.
     """
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
@@ -66,6 +132,6 @@ def _is_configured() -> bool:
 
 
 def _run_fields(job_id: str) -> Mapping[str, Any]:
-    """Return the run and the shard of a job, as far as it has them."""
+    """Return the run and the shard of a job, if it has them."""
     run_shard = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
     return {name: value for name, value in run_shard if value is not None}

@@ -82,7 +82,7 @@ class WorkerSettings(BaseSettings):
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
-    """The name of the model in answers. Jobs may ask for the model by it, and by the model's own names."""
+    """The name of the model in answers. Jobs may ask for the model by this name, and by the model's own names."""
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders and prefixes of object stores (s3://bucket/prefix), split at ':'. Jobs read and write files only below
@@ -140,7 +140,7 @@ class WorkerSettings(BaseSettings):
 
     journal_s: float = Field(default=10, ge=0)
     """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
-    Entries are also written when the worker is told to stop. 0 turns journals off."""
+    Entries are also written when the worker must stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
     """The most given-up threads that have not ended. With more, the worker gives back its jobs and exits."""

@@ -15,14 +15,14 @@ from worker.errors import FunctionNotFound, StartupError
 from worker.store.user_code import import_function
 
 _SPIN_COUNT = 10_000
-"""Looks at a flag before an idle thread sleeps; 0.1 ms by libgomp's own estimate."""
+"""An idle thread looks at a flag this many times before it sleeps. libgomp's manual puts that at 0.1 ms."""
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Have idle OpenMP threads spin for a moment and then sleep. Call it before torch is loaded.
 
     By default libgomp spins 30 times as long, and a waiting thread holds a processor that others need. Without any
-    spinning, each matrix product wakes its threads anew, which costs a quarter of the speed on a free machine. The
+    spinning, each matrix product wakes its threads again, which costs a quarter of the speed on a free machine. The
     operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
     """
     if "OMP_WAIT_POLICY" not in environment:
@@ -83,9 +83,9 @@ def share_freed_memory() -> None:
     """Let every thread use memory that another thread has freed. Call it before threads are started.
 
     With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: 38 MiB for
-    5 MiB in use after 4,000 shards. glibc's arenas, one for each thread, keep memory that planning has freed from the
-    threads that read, and larger and larger blocks leave gaps in its heap: 10 MiB within 3,000 shards. An engine on a
-    CPU chooses anew when it is loaded (engine/run/forward/memory.py).
+    5 MiB in use after 4,000 shards. glibc has an arena for each thread, so the threads that read cannot use memory that
+    planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within 3,000 shards. An engine on a
+    CPU sets these values again when it is loaded (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
     without mallopt is left alone. Source: mallopt(3).
@@ -115,7 +115,7 @@ def load_parts() -> None:
         pyarrow.array([None])
     except ImportError as error:
         raise StartupError(
-            f"a part of the worker cannot be imported ({error}): install it anew, pip install 'tokenmill[worker]'"
+            f"a part of the worker cannot be imported ({error}): install it again, pip install 'tokenmill[worker]'"
         ) from error
 
 

@@ -107,7 +107,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
 
 @dataclass
 class _Pending:
-    """A request in the engine. num_samples: how many samples it gets. samples: those that are here."""
+    """A request in the engine. num_samples: how many samples it gets. samples: the samples that have arrived."""
 
     num_samples: int
     samples: list[Completion] = field(default_factory=list)
@@ -149,7 +149,7 @@ def _current_job() -> Job:
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     return replace(
         _lent(job.connection, attention_backend),
-        # These are new for each job, as an interrupted job does not give back what it has taken from them.
+        # These are new for each job, because an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
         queue_name=job.origin,

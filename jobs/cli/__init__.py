@@ -7,7 +7,7 @@ import redis
 
 from jobs import client
 from jobs.cli.folder_commands import errors, report, tail, verify
-from jobs.cli.operator_commands import doctor, drain, info, requeue_command, restore_check
+from jobs.cli.operator_commands import doctor, drain, flood, info, requeue_command, restore_check
 from jobs.cli.run_options import (
     check_options,
     input_options,
@@ -43,7 +43,7 @@ def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
     try:
         context.obj = redis.Redis.from_url(url)
-    except ValueError:  # its text may hold the password
+    except ValueError:  # the error's text may hold the password
         raise click.UsageError(
             "--url or RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://, "
             "with %-codes for /, @, : and # in a password"
@@ -80,8 +80,8 @@ def submit(
 ) -> None:
     """Score the rows of files into a folder.
 
-    Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
-    Prints the run's id. Submitting the same again resumes the run.
+    The FILEs are Parquet, CSV, JSONL or Arrow: files, folders or globs. Each of their rows becomes a row in the folder
+    OUT. Prints the run's id. Submitting the same again resumes the run.
     """
     arguments = run_arguments(options)
     if dry_run:
@@ -89,15 +89,15 @@ def submit(
         click.echo("\n".join(dry_run_lines(survey_result, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-    tell = wait_for_end if wait else await_plan
-    tell(connection, run)
+    watch = wait_for_end if wait else await_plan
+    watch(connection, run)
 
 
 @main.command()
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take a run's jobs from the queue and stop those that run.
+    """Take a run's waiting jobs from the queue, and stop its running jobs.
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
@@ -128,6 +128,7 @@ _COMMANDS = (
     tail,
     verify,
     report,
+    flood,
     info,
     drain,
     dashboard,

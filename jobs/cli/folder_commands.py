@@ -74,11 +74,11 @@ def errors(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """List a run's rows that have an error, by reason. With --cut, also those whose answer was cut.
+    """List a run's rows that have an error, by reason. With --cut, list rows with a cut answer too.
 
-    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
-    They are read from the parts if the folder is on this machine, or in a store whose keys are in the
-    environment. Otherwise the reasons that Redis keeps are shown.
+    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file. The errors
+    are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
+    Otherwise the reasons that Redis keeps are shown.
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
@@ -169,7 +169,7 @@ def tail(
 def _follow(
     connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
 ) -> None:
-    """Show each shard that is not shown yet, until the run ends or Ctrl-C is pressed."""
+    """Show each new shard, until the run ends or Ctrl-C is pressed."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
@@ -202,7 +202,7 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
 
 
 def reader_of(run: client.Run) -> FolderReader:
-    """Return what reads a run's folder. Raises RunNotHere if it is out of reach, or is another run's."""
+    """Return the reader of a run's folder. Raises RunNotHere if the folder is out of reach, or is another run's."""
     try:
         return run.reader("to read parts")
     except RunNotHere:
@@ -281,7 +281,7 @@ def report(
     out: str | None,
     prompts: bool,
 ) -> None:
-    """Print where a finished run's page is, or write it anew elsewhere.
+    """Print where a finished run's report page is, or write the page again elsewhere.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
@@ -315,7 +315,7 @@ def report(
 
 
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
-    """Return rows of a run; None without pyarrow, which producers may lack, if no prompts were asked for."""
+    """Return rows of a run as examples. Without pyarrow, returns None if no prompts were asked for."""
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
     except RunNotHere:
@@ -325,13 +325,13 @@ def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
 
 
 def _text_of(run: client.Run, name: str) -> str:
-    """Return the text of a file in a run's folder. On a disk it needs no pyarrow, which producers may lack."""
+    """Return the text of a file in a run's folder. On a disk this needs no pyarrow, which producers may lack."""
     if is_stored(run.output):
         return reader_of(run).text(name)
     return Path(run.output, name).read_text("utf-8")
 
 
-#: Exit codes of `verify`: some row differs, and nothing could be compared.
+#: Exit codes of `verify`: 1 if a row differs, 2 if nothing could be compared.
 DIFFERENT = 1
 NOT_VERIFIED = 2
 
@@ -344,7 +344,7 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
     """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
 
-    If Redis has forgotten the run, all this is read from its folder.
+    If Redis has forgotten the run, all these values are read from its folder.
     """
     run_id, output = named_run(connection, run)
     try:
@@ -391,7 +391,7 @@ def verify(
 
     RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
     a sample of the rows once more. It compares texts, reasons and counts of tokens with the run's parts, and writes
-    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if it cannot tell. Differences may come from
+    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may come from
     rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:

@@ -1,7 +1,11 @@
-"""Commands for operators of queues and workers: `tokenmill info`, `drain`, `requeue`, `restore-check` and `doctor`."""
+"""Commands for operators of queues and workers.
+
+`tokenmill info`, `flood`, `drain`, `requeue`, `restore-check` and `doctor`.
+"""
 
 import importlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -12,16 +16,27 @@ import click
 import redis
 from redis.exceptions import RedisError
 
-from jobs.common.display import safe_name
+from jobs.cli.status_text import print_troubles, table
+from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import command_channel
 from jobs.common.stored import text
 from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
-from jobs.queues import REQUEUE_LIMIT, RESUBMIT, count_queues, queue_names, requeue, requeue_all
+from jobs.doctor.redis_server import Role, check_permissions, check_server, not_served, reach
+from jobs.queues import (
+    REQUEUE_LIMIT,
+    RESUBMIT,
+    count_queues,
+    head_ages,
+    queue_names,
+    requeue,
+    requeue_all,
+)
+from jobs.queues.flood import RUN, UNNAMED, cancel_waiting, read_producers
 
 MAX_SHOWN = 5
+MAX_PRODUCERS = 20
 #: RQ's command that ends a worker.
 _SHUTDOWN = {"command": "shutdown"}
 
@@ -32,8 +47,9 @@ _SHUTDOWN = {"command": "shutdown"}
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """Count the jobs in QUEUES, or in all queues, and list the workers.
 
-    Unlike `rq info` it reads no job, so no pickle. Exits with 1 if a named queue does not exist.
+    Unlike `rq info` this command reads no job, so no pickle is loaded. Exits with 1 if a named queue does not exist.
     """
+    print_troubles(connection)
     known_names = queue_names(connection)
     missing = []
     for queue in count_queues(connection, queues or known_names):
@@ -61,14 +77,51 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         raise click.ClickException(f"no queue is named {_ids(missing)}{existing}")
 
 
+@click.command()
+@click.argument("queue")
+@click.option(
+    "--stop", "who", help="Cancel all waiting jobs of this one: a name of the table, or - for none."
+)
+@click.pass_obj
+def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
+    """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
+
+    A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
+    In a long queue, 10,000 jobs are read, spread over its length.
+    """
+    if who is not None:
+        if who.startswith(RUN):
+            raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
+        click.echo(f"cancelled {cancel_waiting(connection, queue, who)} waiting jobs")
+        return
+
+    producers = read_producers(connection, queue)
+    age_s = head_ages(connection, [queue]).get(queue)
+    since = (
+        ""
+        if age_s is None or not producers.num_waiting
+        else f", the first for {duration_text(age_s)}"
+    )
+    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
+    rows = []
+    for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
+        mend = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
+        if name.startswith(RUN):
+            mend = f"tokenmill cancel {name[len(RUN) :]}"
+        whose = "no producer named" if name == UNNAMED else name
+        rows.append((str(producers.share(name)), whose, safe_name(mend)))
+    if rows:
+        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
+
+
 @click.command("restore-check")
 @click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
 @click.pass_obj
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
-    """Say whether workers claim nothing because Redis came back with older data. With --confirm they go on.
+    """Say whether workers claim nothing because Redis came back with older data. With --confirm the workers go on.
 
-    Prompts that were answered after that data was saved are queued again, and would be answered twice. Needs the
-    workers' Redis user. Exits with 1 while claims are held.
+    A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
+    needs the workers' Redis user. Exits with 1 while workers claim nothing.
     """
     held_since: Any = connection.get(RESTORED_KEY)
     if held_since is None:
@@ -93,7 +146,7 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
 def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     """Have workers finish the jobs that they have begun, give the others back, and stop.
 
-    It is what a first SIGTERM does. `tokenmill workers` shows the names. Exits with 1 if one of them does not listen.
+    A first SIGTERM does the same. `tokenmill workers` shows the names. Exits with 1 if a named worker does not listen.
     """
     absent = []
     for name in names:
@@ -122,10 +175,10 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 def requeue_command(
     connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
 ) -> None:
-    """Put failed jobs back on their queue: those with JOB_IDS, or --all.
+    """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
-    Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay failed: submit the run again. Exits
-    with 1 if a named job could not be requeued.
+    Unlike `rq requeue` this command reads no job, so no pickle is loaded. Jobs of a cancelled run stay failed: submit
+    the run again. Exits with 1 if a named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
@@ -153,8 +206,11 @@ def _ids(job_ids: list[str]) -> str:
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
 
 
-#: Imported when they are used, because these packages import this one.
+#: These commands are imported when they are used, because their packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
+
+#: Roles with rules of their own in Redis.
+_ROLES: dict[str, Role] = {"worker": "worker", "dashboard": "dashboard"}
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
@@ -168,10 +224,11 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
-    """Say what is wrong here, and what to mend; change nothing.
+    """Say what is wrong here, and how to mend it. Changes nothing.
 
-    Looks at Redis, at what its user may do, at settings and the installation. As a worker, it also looks at the model,
-    memory, GPU and data roots; this is the default if a worker is installed. Exits with 1 if there is a fault, else 0.
+    Looks at Redis, at the rights of its user, at settings and at the installation. With the role worker, it also looks
+    at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if there
+    is a fault, else 0.
     """
     url = context.find_root().params["url"]
     if role is None:
@@ -221,4 +278,4 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
         return
     with server.client:
         yield from check_server(server)
-        yield from check_permissions(server, "worker" if role == "worker" else "producer")
+        yield from check_permissions(server, _ROLES.get(role, "producer"))

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import click
@@ -34,7 +33,7 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
 
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
-#: Each says what to ask. A run has exactly one of them.
+#: Each of these options says what to ask. A run has exactly one of them.
 PROMPT_OPTIONS = (
     *("prompt_column", "messages_column", "template", "template_file", "messages_template"),
     *("prompt", "prompts"),
@@ -44,7 +43,7 @@ PROMPT_OPTIONS = (
 def assignments(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str] | None:
-    """Return the texts of a repeatable option NAME=TEXT, by name."""
+    """Return the texts of a repeatable option NAME=TEXT, by their names."""
     text_of: dict[str, str] = {}
     for text in texts:
         name, is_there, value = text.partition("=")
@@ -75,7 +74,7 @@ def column_list(
 def label_list(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> list[Any] | None:
-    """Return labels from a text separated by commas, as columns are, or from a JSON list."""
+    """Return the labels in a JSON list, or in a text that separates them by commas."""
     if text is None or text.lstrip().startswith("["):
         labels: list[Any] | None = json_value(list)(context, parameter, text)
         return labels
@@ -91,7 +90,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError(
             f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
         )
-    # An option that was not given is None, or () if it may be repeated; an empty list was given.
+    # An option that was not given is None, or () if it may be repeated. An empty list was given as such.
     arguments: dict[str, Any] = {}
     for name, value in options.items():
         if value is not None and value != ():
@@ -128,14 +127,14 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return a JSON schema, given as it is or by the name of its file."""
+    """Return a JSON schema. The option has the schema, or the name of its file."""
     if text is not None and not text.lstrip().startswith("{"):
         text = _read(parameter.opts[0], text)
     return json_value(dict)(context, parameter, text)
 
 
 def response_format(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return OpenAI's response_format, given as it is or by its schema alone."""
+    """Return OpenAI's response_format. The option has the whole format, or only its schema."""
     value = schema(context, parameter, text)
     if value is None or value.get("type") in ("text", "json_object", "json_schema"):
         return value
@@ -160,14 +159,14 @@ _NAMED: Any = {"multiple": True, "callback": assignments}
 _JSON_LIST = {"callback": json_value(list)}
 _JSON_OBJECT = {"callback": json_value(dict)}
 
-_FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files."
+_FORMAT_HELP = "Format of the FILEs, where their names do not show it; openai-batch reads OpenAI's batch files."
 
 _INPUT = (
     click.argument("files", metavar="FILE...", nargs=-1, required=True),
-    _option("--queue", "Whose workers do it.", default="bulk", show_default=True),
+    _option("--queue", "Queue whose workers score the rows.", default="bulk", show_default=True),
     _option(
         "--model-alias",
-        "A model that batch files name, for the served one; * for any.",
+        "A name in batch files that stands for the served model; * for any name.",
         **_TEXTS,
         metavar="NAME",
     ),
@@ -194,85 +193,118 @@ _INPUT = (
     ),
     _option(
         "--encoding",
-        "Of CSV and JSONL, such as cp1252 or utf-16; UTF-8 by default.",
+        "Encoding of CSV and JSONL files, such as cp1252 or utf-16; UTF-8 by default.",
         metavar="NAME",
     ),
     _option(
         "--delimiter",
-        "Between fields of CSV, such as ';'; a comma by default.",
+        "Character between CSV fields, such as ';'; a comma by default.",
         metavar="CHARACTER",
     ),
     _option(
         "--decimal",
-        "Before the decimals of numbers in CSV; a point by default.",
+        "Decimal mark of numbers in CSV; a point by default.",
         type=click.Choice([".", ","]),
     ),
 )
 
-_PROMPT_HELP = "One of several prompts of each row, which may name earlier ones; its answer is the column NAME."
+_PROMPT_HELP = "One of several prompts of each row. It may name earlier prompts. Its answer is the column NAME."
 
 _PROMPT = (
-    _option("--prompt-column", "Text to complete as it stands; by default the column `prompt`."),
-    _option("--messages-column", "Chats instead: lists of role and content, or their JSON."),
+    _option("--prompt-column", "Column of texts to complete as they are; `prompt` by default."),
+    _option("--messages-column", "Column of chats: lists of role and content, or their JSON."),
     _option(
-        "--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", **_TEXTS
+        "--image-column",
+        "Column of pictures, as bytes or paths. {NAME} places a picture in a template.",
+        **_TEXTS,
     ),
-    _option("--template", "A prompt text instead, with {column} where a row's value goes."),
+    _option("--template", "Prompt text, with {column} where a row's value goes."),
     _option(
-        "--template-file", "The same from a file, without its last line break.", type=click.Path()
+        "--template-file",
+        "File with the text of --template. Its last line break is left out.",
+        type=click.Path(),
     ),
+    _option("--messages-template", "Chat as JSON: a list of messages with {column}.", **_JSON_LIST),
+    _option("--prompt", _PROMPT_HELP, metavar="NAME=TEMPLATE", **_NAMED),
     _option(
-        "--messages-template",
-        "A chat instead, as JSON: a list of messages with {column}.",
+        "--prompts",
+        "Several prompts of each row as JSON: a list of objects with name, template and sampling.",
         **_JSON_LIST,
     ),
-    _option("--prompt", _PROMPT_HELP, metavar="NAME=TEMPLATE", **_NAMED),
-    _option("--prompts", "The same as JSON: a list of name, template and sampling.", **_JSON_LIST),
     _option(
-        "--sampling", "Any sampling values, as JSON. An option wins.", **_JSON_OBJECT, default="{}"
+        "--sampling",
+        "Any sampling values, as JSON. Single options override them.",
+        **_JSON_OBJECT,
+        default="{}",
     ),
-    _option("--max-tokens", "Tokens of a completion at most; 256 by default.", type=int),
-    _option("--temperature", "1 by default; 0 takes the likeliest token.", type=float),
+    _option("--max-tokens", "The most tokens of a completion; 256 by default.", type=int),
     _option(
-        "--top-p", "Only the likeliest tokens that together have this probability.", type=float
+        "--temperature",
+        "How random the draw of tokens is; 1 by default. 0 takes the likeliest token.",
+        type=float,
+    ),
+    _option(
+        "--top-p", "Draw only the likeliest tokens that together have this probability.", type=float
     ),
     _option("--top-k", "How many of the likeliest tokens may be drawn.", type=int),
     _option(
-        "--min-p", "Only tokens with this share of the likeliest one's probability.", type=float
+        "--min-p",
+        "Draw only tokens with at least this share of the likeliest token's probability.",
+        type=float,
     ),
-    _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
-    _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
     _option(
-        "--logprobs",
-        "A column of log probabilities, of each token and this many likeliest ones, 0 to 20.",
+        "--seed",
+        "Seed of the run. A row's seed follows from this seed and the row's number.",
         type=int,
     ),
-    _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
-    _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
-    _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
+    _option(
+        "--n", "Completions of each row. From 2 on, the output has lists of completions.", type=int
+    ),
+    _option(
+        "--logprobs",
+        "Add a column of log probabilities: of each token, and of this many likeliest tokens, 0 to 20.",
+        type=int,
+    ),
+    _option(
+        "--prompt-logprobs",
+        "Add a column of log probabilities as by --logprobs, for each token of the prompt.",
+        type=int,
+    ),
+    _option(
+        "--presence-penalty",
+        "Subtract this from the logit of each token that was generated before, -2 to 2.",
+        type=float,
+    ),
+    _option(
+        "--frequency-penalty",
+        "Subtract this from a token's logit for each time that it was generated before, -2 to 2.",
+        type=float,
+    ),
     _option(
         "--repetition-penalty",
-        "Divides the logit of each token of prompt and completion.",
+        "Lower the logits of tokens in the prompt and completion by this factor.",
         type=float,
     ),
     _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', **_JSON_OBJECT),
-    _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", **_JSON_LIST),
-    _option("--bad-words", "A text that no completion has; may be given again.", **_TEXTS),
+    _option("--allowed-token-ids", "Draw only these tokens, as JSON: [1, 2].", **_JSON_LIST),
+    _option(
+        "--bad-words", "Text that no completion may contain; may be given more than once.", **_TEXTS
+    ),
     _option(
         "--response-format",
-        "Completions are JSON of this JSON schema, or as OpenAI's response_format says.",
+        "Make completions JSON of this JSON schema, or follow this response_format of OpenAI's.",
         metavar="JSON|FILE",
         callback=response_format,
     ),
     _option(
         "--allow-whitespace",
-        "Let such JSON have blanks and line breaks between its parts.",
+        "Let JSON completions have blanks and line breaks between their parts.",
         is_flag=True,
         default=None,
     ),
     _option(
         "--structured-outputs",
-        'What completions must be, as JSON: {"json": SCHEMA}.',
+        'Form that completions must have, as JSON: {"json": SCHEMA}.',
         **_JSON_OBJECT,
     ),
     _option("--stop", "Text that ends a completion; may be given more than once.", **_TEXTS),
@@ -284,63 +316,65 @@ _PROMPT = (
     ),
     _switch(
         "skip-special-tokens",
-        "Leave special tokens out of a completion's text, as is done by default, or in.",
+        "Whether to leave special tokens out of a completion's text; by default they are left out.",
     ),
     _switch(
         "spaces-between-special-tokens",
-        "With them in, leave the spaces between two, as by default, or do not.",
+        "Whether to put spaces between special tokens that are not left out; by default there are spaces.",
     ),
     _option(
         "--truncate-prompt-tokens",
-        "Read only this many last tokens of a prompt; -1: what fits.",
+        "Read only this many last tokens of a prompt. -1 reads as many as fit.",
         type=int,
     ),
     _option(
         "--labels",
-        "Give each of these labels' probability: yes,no or a JSON list.",
+        "Give the probability of each of these labels: yes,no or a JSON list.",
         callback=label_list,
     ),
     _option(
         "--probabilities",
-        "Write the labels' probabilities as a struct with a field for each, or as a map, the default.",
+        "Write the labels' probabilities as a struct with a field for each label, or as a map (default).",
         type=click.Choice(PROBABILITIES),
     ),
     _option(
         "--calibrate",
-        "Subtract what each of --labels has behind the prompt with N/A for columns.",
+        "Correct the labels' probabilities by those after the prompt with N/A for all columns.",
         is_flag=True,
     ),
     _option(
         "--task",
-        "What each row gives: an answer, its embedding, classes or relevance.",
+        "Result of each row: an answer, an embedding, classes or a relevance.",
         type=click.Choice(TASKS),
     ),
-    _option("--query-column", "Of rerank; by default the column `query`."),
-    _option("--document-column", "What is to answer it; by default `document`."),
+    _option("--query-column", "Column of queries, for --task rerank; `query` by default."),
+    _option(
+        "--document-column", "Column of documents that may answer the query; `document` by default."
+    ),
     _option(
         "--dimensions",
-        "Keep this many first numbers of each embedding, brought to length 1.",
+        "Keep this many first numbers of each embedding, scaled to length 1.",
         type=int,
     ),
-    _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
+    _option(
+        "--prompt-name", "Name of the checkpoint's prompt that stands before each text to embed."
+    ),
     _option(
         "--template-format", "How templates are written.", type=click.Choice(["fields", "jinja"])
     ),
     _option(
         "--default",
-        "Text for null in the template, else its row is an error.",
+        "Text for null in the template. Without it, a row with null is an error.",
         metavar="COLUMN=TEXT",
         **_NAMED,
     ),
     _option(
         "--column",
-        "A row's own value, as max_tokens=limit; null: the run's.",
+        "Column of a sampling value, as max_tokens=limit. Null stands for the run's value.",
         metavar="NAME=COLUMN",
         **_NAMED,
     ),
-    _option(
-        "--model", "Only a worker that serves this model, by name, path or hub id, plans the run."
-    ),
+    _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 
 _CHECK = (
@@ -350,24 +384,28 @@ _CHECK = (
         metavar="JSON|FILE",
         callback=schema,
     ),
-    _option("--check-regex", "Answers must match this pattern of Python's re, whole."),
+    _option("--check-regex", "Whole answers must match this pattern of Python's re."),
     _option(
         "--check-function",
-        "A function(row, completion) -> None or the reason.",
+        "A function(row, completion) that returns None, or why the answer is not valid.",
         metavar="MODULE.NAME",
     ),
-    _option("--check-columns", "What its row has beside the prompt's columns.", **_COLUMNS),
     _option(
-        "--max-attempts", f"Answers of a row at most; {DEFAULT_MAX_ATTEMPTS} by default.", type=int
+        "--check-columns",
+        "Columns that the function's row has beside the prompt's columns.",
+        **_COLUMNS,
+    ),
+    _option(
+        "--max-attempts", f"The most answers of a row; {DEFAULT_MAX_ATTEMPTS} by default.", type=int
     ),
     _option(
         "--continue-on-length",
-        "Let an answer that --max-tokens has cut go on, as an attempt.",
+        "Continue an answer that --max-tokens has cut. This counts as an attempt.",
         is_flag=True,
     ),
     _option(
         "--repair-template",
-        "Text that asks for another answer; the reason stands for {reason} in it.",
+        "Text that asks for another answer. {reason} in it is replaced by the reason.",
     ),
 )
 
@@ -385,10 +423,10 @@ _WAYS = tuple(
 
 _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", **_COLUMNS),
-    _option("--drop", "All columns of the input but these.", **_COLUMNS),
+    _option("--drop", "All columns of the input except these.", **_COLUMNS),
     _option(
         "--parse",
-        "Give answers that are JSON a column with the types of their schema.",
+        "Add a column with the types of the schema for answers that are JSON.",
         is_flag=True,
     ),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
@@ -397,60 +435,77 @@ _OUTPUT = (
     ),
     _option(
         "--escalate-below",
-        "Ask rows whose labels have a lower margin again of a larger model.",
+        "Ask a larger model again about rows whose labels have a lower margin.",
         type=float,
     ),
     _option(
         "--escalate-to",
-        "Queue whose workers serve that; by default the run's own.",
+        "Queue whose workers serve the larger model; by default the run's queue.",
         metavar="QUEUE",
     ),
-    _option("--escalate-model", "Name of that model, where the queue has several.", metavar="NAME"),
-    _option("--limit", "Score only this many rows, the first ones.", type=int),
+    _option(
+        "--escalate-model", "Name of the larger model, if the queue has several.", metavar="NAME"
+    ),
+    _option("--limit", "Score only this many rows, from the first on.", type=int),
     _option(
         "--max-errors",
-        "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",
+        "Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
     ),
     _option(
         "--deadline",
-        "Begin no more rows then: a duration like 2h, or a time like 2026-12-01T08:00:00+01:00.",
+        "Begin no row after this time: a duration like 2h, or a time like 2026-12-01T08:00:00+01:00.",
         metavar="WHEN",
     ),
     _option(
         "--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS
     ),
-    _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
-    _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
+    _option(
+        "--reuse-from-any-model", "Let --reuse take the answers of other models too.", is_flag=True
+    ),
+    _option("--only-new", "Leave out rows that --reuse has answered.", is_flag=True),
     _option(
         "--reused-column",
         "Name of a column that says which row of an earlier run an answer is from.",
     ),
     _option(
         "--order",
-        "Compute rows that share a beginning together; parts keep that.",
+        "Compute rows that share a beginning together. The parts have this order.",
         type=click.Choice(["prefix"]),
     ),
     _option(
-        "--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"
+        "--webhook",
+        "URL that gets a POST once the run ends. Workers must allow its host.",
+        metavar="URL",
     ),
-    _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
+    _option(
+        "--on-end",
+        "Function that is called once the run ends. Workers must allow it.",
+        metavar="MODULE.NAME",
+    ),
     _option(
         "--single-file",
         "In the end, write all rows into one file, OUT/output.parquet.",
         is_flag=True,
     ),
     _option(
-        "--output-format", "Format of that file; Parquet by default.", type=click.Choice(OUTPUTS)
+        "--output-format",
+        "Format of the single file; Parquet by default.",
+        type=click.Choice(OUTPUTS),
     ),
     _option("--rows-per-shard", "Rows of a part.", type=int, default=1000, show_default=True),
 )
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    return lambda command: reduce(
-        lambda decorated, option: option(decorated), reversed(options), command
-    )
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
-check_options, output_options = _all((*_CHECK, *_WAYS)), _all(_OUTPUT)
+input_options = _all(_INPUT)
+prompt_options = _all(_PROMPT)
+check_options = _all((*_CHECK, *_WAYS))
+output_options = _all(_OUTPUT)

@@ -34,7 +34,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
 def dashboard(context: click.Context, /, **options: Any) -> None:
     """Show what waits, runs and fails in a browser.
 
-    On other addresses than 127.0.0.1 browsers have to log in with the token in TOKENMILL_DASHBOARD_TOKEN.
+    If it listens on another address than 127.0.0.1, browsers must log in with the token in TOKENMILL_DASHBOARD_TOKEN.
     """
     _run_server("tokenmill.dashboard.serve", "dashboard", context, options)
 
@@ -55,7 +55,8 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Where files and batches lie: below the workers' data roots. Without it there are none.",
+    help="Where files and batches lie: below the workers' data roots, on a disk or such as s3://bucket/prefix. "
+    "Without it there are none.",
 )
 @click.option(
     "--timeout",
@@ -73,9 +74,9 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
 )
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
-    """Serve OpenAI's HTTP API: calls go to the queue of prompts, batches to that of runs.
+    """Serve OpenAI's HTTP API. Calls go to the queue of prompts, batches to the queue of runs.
 
-    On other addresses than 127.0.0.1 clients need a key of `tokenmill keys add`.
+    If it listens on another address than 127.0.0.1, clients need a key that `tokenmill keys add` has made.
     """
     _run_server("tokenmill.server.serve", "server", context, options)
 
@@ -83,8 +84,8 @@ def serve(context: click.Context, /, **options: Any) -> None:
 def _run_server(name: str, extra: str, context: click.Context, options: Mapping[str, Any]) -> None:
     """Run a server until it is stopped.
 
-    name: its module, which is imported here because its package imports this one. extra: the extra of Tokenmill that
-    installs what it needs.
+    name: the server's module. It is imported here because its package imports this one. extra: the extra of Tokenmill
+    that installs what the server needs.
     """
     try:
         module: Any = importlib.import_module(name)
@@ -110,7 +111,7 @@ def keys() -> None:
 def add_command(connection: redis.Redis, /, project: str, name: str) -> None:
     """Make a key of PROJECT and print it.
 
-    It is shown this once, because only its hash is kept.
+    The key is never shown again, because only its hash is kept.
     """
     click.echo(add_key(connection, project, name))
 
@@ -139,7 +140,7 @@ def limit_command(
 ) -> None:
     """Limit what PROJECT's clients take, and print the limits.
 
-    The options replace all earlier limits: what none of them names is not limited. Without options nothing changes.
+    The options replace all earlier limits. A limit without an option is lifted. Without options nothing changes.
     """
     has_limits = any(limit is not None for limit in limits.values())
     if has_limits and is_unlimited:

@@ -11,8 +11,9 @@ import click
 import redis
 
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
+from jobs.common.redis_info import is_full
 from jobs.common.rq_jobs import last_value
-from jobs.doctor.redis_server import NOT_SERVED, not_served
+from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
@@ -37,6 +38,11 @@ def errors_printed() -> Iterator[None]:
         cause = error
     except redis.exceptions.RedisError as error:
         text = f"Redis refused ({type(error).__name__}): {error}"
+        if is_full(error):
+            text = (
+                "Redis is full, and takes no writes: give it more memory (redis-cli CONFIG SET "
+                "maxmemory), then see what fills it (tokenmill info, tokenmill flood QUEUE)"
+            )
         cause = error
     raise click.ClickException(safe_name(text, MAX_TEXT_CHARS)) from cause
 
@@ -52,6 +58,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
+def print_troubles(connection: redis.Redis) -> None:
+    """Print why Redis takes no jobs or may lose them."""
+    for trouble in troubles(connection):
+        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
+
+
 def rate(value: float | None) -> str:
     """Return a rate as a table shows it; "-" if there is none."""
     if value is None:
@@ -63,7 +75,7 @@ LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """Prints a line when a run's state changes, and one every LINE_EVERY_S in between. clock: in seconds."""
+    """Prints a line when a run's state changes, and every LINE_EVERY_S in between. clock: in seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file = file
@@ -103,7 +115,7 @@ def _has_columns(file: TextIO) -> bool:
 MAX_SHOWN = 5
 
 
-def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
     """Print why planning and the first failed shards failed. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
@@ -146,7 +158,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:
-    """Say when a run's deadline is, and whether it will hold. The run has one."""
+    """Say when a run's deadline is, and whether it will be met. The run must have a deadline."""
     assert snapshot.deadline is not None
     prospects = {
         True: "it will hold",
@@ -157,7 +169,7 @@ def deadline_text(snapshot: RunSnapshot) -> str:
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
-    """Return the line that says that parts are gone, if any are."""
+    """Return the line that says how many parts are gone; nothing if none is."""
     if not num_gone:
         return []
     return [
@@ -176,21 +188,21 @@ def _rest(snapshot: RunSnapshot) -> str:
 
 #: How long `submit` waits for planning to accept the run.
 PLAN_WAIT_S = 10.0
-#: The pause between two looks at it.
+#: The pause between two looks at the planning.
 PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
+    """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
     with _left_going(run, watch):
         while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
-                break  # no worker will plan it soon
+                break  # no worker will plan the run soon
             time.sleep(PLAN_POLL_S)
     if snapshot.plan_status in REFUSED:
-        tell_failures(connection, snapshot)
+        print_failures(connection, snapshot)
         raise click.ClickException(
             REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
         )
@@ -198,10 +210,10 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
     if snapshot.finished and not snapshot.is_planning:
-        _tell_if_already_finished(connection, snapshot)
+        _print_if_already_finished(connection, snapshot)
 
 
-def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)
@@ -209,7 +221,7 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
 
 @contextmanager
 def _left_going(run: str, watch: Watch) -> Iterator[None]:
-    """Turn Ctrl-C into exit status 130, and say that the run goes on, or what it waits for."""
+    """Turn Ctrl-C into exit status 130, and say that the run goes on or what the run waits for."""
     try:
         yield
     except KeyboardInterrupt:
@@ -225,7 +237,7 @@ def _left_going(run: str, watch: Watch) -> Iterator[None]:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
+    """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, 130 on Ctrl-C."""
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))
@@ -233,8 +245,8 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
         followed = follow(watch, time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
-        _tell_if_already_finished(connection, followed.snapshot)
+        _print_if_already_finished(connection, followed.snapshot)
     else:
-        tell_failures(connection, followed.snapshot)
+        print_failures(connection, followed.snapshot)
     if followed.problem is not None:
         raise click.ClickException(followed.problem)

@@ -1,4 +1,4 @@
-"""Runs `tokenmill preview` and `tokenmill submit --dry-run`. Both enqueue a job, await its result, and remove it."""
+"""Runs `tokenmill preview` and `tokenmill submit --dry-run`. Each enqueues a job, awaits its result, and removes it."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ MAX_SHOWN_CHARS = 20_000
 POLL_S = 0.05
 #: Seconds between two looks for workers.
 WORKERS_EVERY_S = 2.0
-#: Seconds until we say that no worker listens.
+#: Seconds until the command says that no worker listens.
 PATIENCE_S = 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
@@ -71,7 +71,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     share = (
         ""
         if result["rows_read"] == result["num_rows"]
-        else f", as {result['rows_read']:,} of them tell"
+        else f", as {result['rows_read']:,} of them show"
     )
     reused = (
         f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -113,7 +113,7 @@ def duration_range(seconds: float) -> str:
 def survey(
     connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any
 ) -> dict[str, Any]:
-    """Have a worker look at a run; return the result of jobs.survey_parquet. how: further arguments of it."""
+    """Have a worker look at a run; return the result of jobs.survey_parquet. options: its further arguments."""
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})
     )

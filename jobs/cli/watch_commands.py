@@ -9,11 +9,10 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.cli.status_text import gone_text, print_failures, print_troubles, rate, status_text, table
+from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
-from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
@@ -24,10 +23,11 @@ MAX_ENDED = 10
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option(
-    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C."
+    "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
-_WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
+_WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
+_WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 
 
 @click.command()
@@ -44,9 +44,10 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
+    Only runs that Redis knows are listed. It keeps a run's keys for 30 days after the last part. The run's folder
+    stays.
     """
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection, limit, states)
     click.echo(
         json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -60,13 +61,13 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 @watch_option
 @click.pass_obj
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
-    """List the workers and what they hold.
+    """List the workers: where each runs, what it serves, and what it holds.
 
-    "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
+    A "draining" worker takes nothing new. A "silent" worker is frozen, cut off or dead; --json has its last numbers.
     """
 
     def show() -> str:
-        tell_troubles(connection)
+        print_troubles(connection)
         workers_known = read_workers(connection)
         samples = [worker.sample for worker in workers_known if worker.sample is not None]
         if not as_json:
@@ -101,7 +102,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if watch:
         raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-    tell_troubles(connection)
+    print_troubles(connection)
     run, output = named_run(connection, run)
     try:
         snapshot = read_planned(connection, run)
@@ -118,17 +119,11 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
-    tell_failures(connection, snapshot)
-
-
-def tell_troubles(connection: redis.Redis) -> None:
-    """Print why Redis takes no jobs or may lose them."""
-    for trouble in troubles(connection):
-        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
+    print_failures(connection, snapshot)
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what an output folder tells of its run, without Redis."""
+    """Return as JSON what is known about a run from its output folder, without Redis."""
     plan = output.plan
     return json.dumps(
         {
@@ -159,7 +154,7 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -170,7 +165,7 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: do so again and again, on a terminal in the same place."""
+    """Print the text that `show` returns. watch: print it again and again, on a terminal in the same place."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -200,9 +195,7 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
             "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
-            run.output
-            if len(run.output) <= MAX_PATH_CHARS
-            else f"...{run.output[3 - MAX_PATH_CHARS :]}",
+            _cut_path(run.output),
         )
         for run in runs
     ]
@@ -216,39 +209,47 @@ def workers_table(samples: Sequence[WorkerSample]) -> str:
             "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
         )
     heads = (
-        "WORKER",
-        "STATE",
-        "MODEL",
-        "FINGERPRINT",
-        "DTYPE",
-        "VERSION",
-        "LANES",
-        "HOLDS",
-        *_WORKER_NUMBERS,
+        *("WORKER", "STATE", "MODEL", "FINGERPRINT", "VERSION"),
+        *("HOST", "PID", "UP", "MEMORY", "LANES", "HOLDS"),
+        *_WORKER_ACTIVITY,
+        *("SEEN", "PATH"),
     )
     return table(heads, list(map(_worker_row, samples)), _WORKER_NUMBERS)
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
-    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
+    up = duration_text(worker.up_s)
+    memory = bytes_text(worker.memory_bytes) if worker.memory_bytes else ""
+    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
     activity: tuple[str, ...] = (
-        held_jobs,
         f"{worker.num_requests_running}/{worker.max_num_seqs}",
         str(worker.num_requests_waiting),
         f"{worker.kv_cache_usage:.0%}",
     )
-    if (
-        worker.is_silent
-    ):  # its last sample is outdated: other workers have its jobs, or will have them
-        activity = ("-",) * len(activity)
-    return (
+    if worker.is_silent:
+        # The worker's last sample is outdated. Other workers have its jobs, or will have them.
+        up = memory = held_jobs = ""
+        activity = ("",) * len(activity)
+
+    cells = (
         safe_name(worker.name),
         "silent" if worker.is_silent else worker.state,
         worker.model,
         worker.fingerprint[:8],
-        worker.dtype,
         release_text(worker.version, worker.commit),
+        worker.host,
+        str(worker.pid) if worker.pid else "",
+        up,
+        memory,
         " ".join(worker.queues),
+        held_jobs,
         *activity,
         duration_text(worker.silent_s),
+        _cut_path(worker.model_source),
     )
+    return tuple(cell or "-" for cell in cells)
+
+
+def _cut_path(path: str) -> str:
+    """Return a path, or its end if it is long."""
+    return path if len(path) <= MAX_PATH_CHARS else f"...{path[3 - MAX_PATH_CHARS :]}"

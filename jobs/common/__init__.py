@@ -1,1 +1,1 @@
-"""What every room uses and what needs none of them: Redis keys, RQ's jobs, how values are read and shown."""
+"""What all packages of `jobs` use: Redis keys, RQ's jobs, how values are read and shown."""

@@ -1,4 +1,4 @@
-"""Makes values safe to show: arguments may hold prompts, and names may be anything that somebody wrote."""
+"""Makes values safe to show, because arguments may hold prompts, and names may be anything that somebody wrote."""
 
 import datetime
 import json
@@ -49,7 +49,7 @@ def printable(text: str | bytes, allowed: str = "") -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether files and Redis can hold a text. They cannot if it has half of a surrogate pair."""
+    """Whether files and Redis can hold a text. They cannot hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -58,9 +58,19 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Return a text that somebody chose as a message may show it: printable, and cut after `most` characters."""
+    """Return a text that somebody chose in a form for messages: printable, and cut after `most` characters."""
     cut = name[:most]
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Return an amount of memory in its largest unit, such as "3.2 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            digits = 1 if unit == "GiB" else 0
+            return f"{num_bytes:.{digits}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
 
 
 def duration_text(seconds: float) -> str:

@@ -13,14 +13,14 @@ from jobs.common.plain_log import JOB_ID
 #: The most that a line holds of an exception: characters of its text, and frames of its traceback.
 MAX_EXCEPTION_CHARS = 2000
 MAX_FRAMES = 20
-#: One encoder for all lines: json.dumps would make one for each, which takes as long as all the rest.
+#: One encoder for all lines. json.dumps would make an encoder for each line, which takes as long as all the rest.
 _json = json.JSONEncoder(default=str).encode
 
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
 
 
 class JsonLine(logging.Formatter):
-    """Writes a record as one line. Tracebacks show no values of variables, as these hold prompts.
+    """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
 
     bound: the fields of every line. job_fields: returns further fields for a job's id.
     """

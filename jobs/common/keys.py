@@ -11,6 +11,12 @@ tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, wher
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
+tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
+tokenmill:dashboard:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (history/rings.py)
+tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which something was last told of it
+tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
+tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
+tokenmill:dashboard:history:turn     string: the dashboard that writes these
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
@@ -21,6 +27,7 @@ The keys below belong to worker/store/. They tell which worker has a job, or who
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
+tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
@@ -47,7 +54,7 @@ OWN = "tokenmill" if RQ == "rq" else f"{RQ}:tokenmill"
 
 
 def prefixed(key: str) -> str:
-    """Return a key that is written with `rq:` or `tokenmill:`, as these are named here."""
+    """Return a key in which the prefix replaces `rq:` or `tokenmill:`."""
     kind, _, rest = key.partition(":")
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
@@ -55,7 +62,7 @@ def prefixed(key: str) -> str:
 def executions_key(job_id: str) -> str:
     """Return the key of RQ's registry of a job's executions, which is there while a worker holds the job.
 
-    It stands here and not with RQ's other keys, because contexts of jobs need it without loading RQ.
+    This function is here and not with RQ's other keys, because contexts of jobs need it without loading RQ.
     """
     return f"{RQ}:executions:{job_id}"
 
@@ -66,31 +73,40 @@ def executions_key(job_id: str) -> str:
 FORMAT = 10
 #: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
 FORMAT_FIELD = "tokenmill_format"
-#: Another one: how many sequences a job brings, so that one worker does not claim every shard of a run.
+#: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-#: Another one: the one model that may run the job, by one of ServedModel.names; other workers leave it queued.
+#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Other workers leave the
+#: job queued.
 MODEL_FIELD = "tokenmill_model"
-#: Another one: FUNCTION for a job that calls a function, FILE for a shard. Each kind waits for places of its own.
+#: A field in RQ's job hash: FUNCTION for a job that calls a function, FILE for a shard. Each kind has places of its
+#: own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION = "function"
 FILE = "file"
-#: Another one: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
+#: A field in RQ's job hash: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
-#: Another one: somebody reads the job's text as it grows, from `text_stream_key`.
+#: A field in RQ's job hash: whether somebody reads the job's text as it grows, from `text_stream_key`.
 STREAM_FIELD = "tokenmill_stream"
-#: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
+#: A field in the hash of a shard's job: the submission of its run that enqueued the job, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
-#: A run's keys are kept this long after the last write; the files alone are enough to resume it.
+#: A run's keys are kept this long after the last write. The files are enough to resume the run.
 RUN_TTL_S = 30 * 24 * 3600
-#: By this key workers see that Redis came back with older data.
+#: Which workers died while they held jobs.
+DEATHS_KEY = f"{OWN}:worker-deaths"
+#: The key by which workers see that Redis came back with older data.
 EPOCHS_KEY = f"{OWN}:epochs"
 #: While this key is set, workers claim nothing.
 RESTORED_KEY = f"{OWN}:restored"
 #: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
-#: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
+#: Records of API servers for others to show. They are below `tokenmill:run:` too, because the dashboard is a producer.
 API_BATCHES_KEY = f"{OWN}:run:api-batches"
 API_LIMITED_KEY = f"{OWN}:run:api-limited"
+
+#: The log of what people did in the dashboard. Only its Redis user writes below `tokenmill:dashboard:`.
+ACTIONS_KEY = f"{OWN}:dashboard:actions"
+#: The beginning of the keys of what dashboards keep for charts.
+HISTORY_PREFIX = f"{OWN}:dashboard:history"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"
@@ -100,7 +116,7 @@ API_LIMITS_KEY = f"{OWN}:api-limits"
 WORKER_STATS_TTL_S = 3600
 #: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
 JOURNAL_TTL_S = 24 * 3600
-#: A worker writes its sample every two seconds. After this long without one, it is frozen, cut off or dead.
+#: A worker writes its sample every two seconds. After this long without a sample, it is frozen, cut off or dead.
 SILENT_S = 10
 
 
@@ -115,12 +131,12 @@ def loading_key(name: str) -> str:
 
 
 def served_key(name: str) -> str:
-    """Return the key of what a worker serves. Producers may not write it."""
+    """Return the key of what a worker serves. Producers may not write this key."""
     return f"{OWN}:served:{name}"
 
 
 def fleet_key(queue: str) -> str:
-    """Return the key of a queue's workers. RQ's own list will not do: by writing it, producers could throttle them."""
+    """Return the key of a queue's workers. RQ's list is not used: producers may write it, and so throttle workers."""
     return f"{OWN}:fleet:{queue}"
 
 
@@ -154,7 +170,7 @@ def text_stream_key(job_id: str) -> str:
     return f"{OWN}:text:{job_id}"
 
 
-#: The ids of all jobs with a journal. By these, maintenance finds journals whose jobs are gone.
+#: The ids of all jobs with a journal. Maintenance uses them to find journals whose jobs are gone.
 JOURNALS_KEY = f"{OWN}:journals"
 
 

@@ -23,7 +23,7 @@ _VALUE = re.compile(r"%[a-z.0-9]")
 
 
 class PlainLine(logging.Filter):
-    """Cuts the values of a record's message, escapes characters that are not printable, and notes the record's job."""
+    """Cuts the values of a record's message, escapes characters that are not printable, and notes its job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Change a record; return True."""
@@ -43,7 +43,7 @@ PLAIN = PlainLine()
 
 @lru_cache(maxsize=256)
 def _place_of_job(message: object) -> int | None:
-    """Return which of a message's values is a job's id: the one behind "job", as in all messages of ours and RQ's."""
+    """Return which of a message's values is a job's id. In our messages and RQ's, that is the value after "job"."""
     if not isinstance(message, str):
         return None
     match = _JOB.search(message)

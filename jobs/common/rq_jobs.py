@@ -1,6 +1,6 @@
-"""Enqueues jobs and names RQ's keys. Beside the stock worker's module, only this one imports rq.
+"""Enqueues jobs and names RQ's keys. Only this module and the stock worker's module import rq.
 
-RQ's keys are read directly, because RQ's own accessors also clean up, which only workers should do, and unpack anything
+RQ's keys are read directly. RQ's own accessors also clean up, which only workers should do, and they unpack anything
 that somebody wrote.
 """
 
@@ -20,6 +20,7 @@ from rq.job import Retry as Retry
 from rq.rate_limit import RateLimitRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS
@@ -35,6 +36,9 @@ QUEUE_PREFIX = Queue.redis_queue_namespace_prefix
 WORKERS_KEY = REDIS_WORKER_KEYS
 WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
+#: While this key is set, no worker claims anything.
+SUSPENDED_KEY = WORKERS_SUSPENDED
+
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 JOB_PREFIX = Job.redis_job_namespace_prefix
 #: How a job ended, in the entries of `results_key`.
@@ -46,8 +50,8 @@ NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 class QueueKeys:
     """The keys of a queue.
 
-    waiting: a list of job ids. popped: a list of the ids that RQ's own workers are taking. All others are sorted sets:
-    `started` of `<job>:<execution>`, the rest of job ids.
+    waiting: a list of job ids. popped: a list of the ids that RQ's own workers are taking. All other keys are sorted
+    sets. `started` holds `<job>:<execution>`, the others hold job ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,7 +104,7 @@ def results_key(job_id: str) -> str:
 
 
 def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
-    """Return how a job ended, by an entry of its results; None if the entry does not say it."""
+    """Return how a job ended, as an entry of its results says; None if the entry does not say it."""
     return next((kind for kind in ResultType if b"%d" % kind.value == entry.get(b"type")), None)
 
 
@@ -120,7 +124,7 @@ def time_text() -> str:
 
 
 def job_queue(connection: Redis, name: str) -> Queue:
-    """Return RQ's queue of this name, to put jobs of JSON on it. It asks the server for its version once."""
+    """Return RQ's queue of this name, for jobs whose payload is JSON. RQ asks the server once for its version."""
     return Queue(name, connection=connection, serializer=JSONSerializer)
 
 

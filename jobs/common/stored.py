@@ -11,19 +11,18 @@ MAX_OBJECT_BYTES = 1 << 20
 
 
 def text(raw: bytes) -> str:
-    """Return a stored name. Bytes that are not UTF-8 become escapes, which none of our names has."""
+    """Return a stored name. Bytes that are not UTF-8 become escapes. None of our names has such escapes."""
     return raw.decode(errors="backslashreplace")
 
 
 def unpacked(packed: bytes, most: int) -> bytes | None:
-    """Return bytes that RQ may have packed; None if they are more than `most`. No more than that is unpacked."""
+    """Return unpacked bytes; None if they are more than `most`. Never unpacks more than `most` bytes."""
     inflater = zlib.decompressobj()
     content = packed
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
-        if (
-            inflater.eof or len(inflated) > most
-        ):  # else they are not packed, and RQ takes them as they are
+        if inflater.eof or len(inflated) > most:
+            # Other bytes are not packed, and RQ takes them as they are.
             content = inflated
     return content if len(content) <= most else None
 

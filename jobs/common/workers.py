@@ -1,7 +1,7 @@
-"""Reads what workers say of themselves: how each stands now, points of the last hour, and RQ's registration.
+"""Reads the records of workers: the state of each, points of the last hour, and RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
-`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics.
+`tokenmill:samples:<name>`, the latest first, every ten seconds. Names follow vLLM's metrics.
 """
 
 import json
@@ -25,9 +25,9 @@ from jobs.common.stored import count, json_object, text
 
 #: Seconds between two points.
 POINT_PERIOD_S = 10.0
-#: How many points are kept: those of an hour.
+#: How many points are kept: the points of an hour.
 MAX_POINTS = 360
-#: The most jobs that a sample names. They are the oldest ones that the worker holds.
+#: The most jobs that a sample names. These are the oldest jobs that the worker holds.
 MAX_HELD_NAMED = 20
 #: The state of a worker that loads its model.
 LOADING = "loading"
@@ -39,7 +39,7 @@ RESTORED_TEXT = (
     "Redis came back with older data, and prompts that were answered since may be queued again: "
     "`tokenmill restore-check` says what to do"
 )
-#: How long a silent worker is still listed: as long as RQ keeps it with the default --worker-ttl.
+#: How long a silent worker is still listed. RQ keeps it as long, with the default --worker-ttl.
 LISTED_S = 480.0
 #: The most characters of a text in a worker's record.
 MAX_TEXT_CHARS = 4096
@@ -97,6 +97,8 @@ class Point:
     at: Unix seconds by the worker's clock. prompt_tokens: computed or cached. num_requests_running: sequences in the
     batch. kv_cache_usage: 0 to 1. jobs_held: claimed and not ended. rows: answered rows of files. depth: the waiting
     jobs of each of its queues, the most urgent queue first.
+    ended, ended_badly, waited_ms, ran_ms: by queue, the jobs that ended here, how many of them did not finish, and how
+    long all these jobs together have waited and run.
     """
 
     at: float = 0.0
@@ -113,6 +115,10 @@ class Point:
     jobs_failed: int = 0
     rows: int = 0
     depth: Mapping[str, int] = field(default_factory=dict)
+    ended: Mapping[str, int] = field(default_factory=dict)
+    ended_badly: Mapping[str, int] = field(default_factory=dict)
+    waited_ms: Mapping[str, int] = field(default_factory=dict)
+    ran_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_fill(self) -> float:
@@ -141,28 +147,33 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """How a worker stands now.
+    """The state of a worker now.
 
-    silent_s: the seconds since it wrote this, by Redis' clock. started_at: Unix seconds.
+    silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
     models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
+    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
     queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
-    MAX_HELD_NAMED. claimed: for each of its queues, the jobs that any worker has taken and not begun.
+    MAX_HELD_NAMED. claimed: for each of its queues, how many jobs all workers have taken and not begun.
     """
 
     name: str = ""
     silent_s: float = 0.0
     state: str = ""
     model: str = ""
+    model_source: str = ""
     models: Sequence[str] = ()
     fingerprint: str = ""
     max_model_len: int = 0
     clock_formats: str = ""
     dtype: str = ""
     attention_backend: str = ""
+    host: str = ""
+    pid: int = 0
+    memory_bytes: int = 0
     version: str = ""
     commit: str = ""
     format: int = 0
@@ -174,13 +185,18 @@ class WorkerSample(Point):
     stuck_threads: int = 0
 
     @property
+    def up_s(self) -> float:
+        """The seconds since it started, by its own clock up to its last sample."""
+        return max(0.0, self.at - self.started_at) + self.silent_s
+
+    @property
     def is_silent(self) -> bool:
-        """Whether it has written nothing for so long that it must be frozen, cut off or dead."""
+        """Whether the worker has written nothing for so long that it must be frozen, cut off or dead."""
         return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
 
 
 def worker_names(connection: Redis) -> list[str]:
-    """Return the names of registered workers, sorted. RQ's own workers and recently killed ones are among them."""
+    """Return the names of registered workers, sorted. These include RQ's own workers, and recently killed ones."""
     keys: Any = connection.smembers(WORKERS_KEY)
     return sorted(text(key).removeprefix(WORKER_PREFIX) for key in keys)
 
@@ -199,8 +215,8 @@ _FIELDS = (
 class Worker:
     """A worker in Redis.
 
-    queues: the queues that it serves. registered: RQ's fields, safe to show; {} once those of a killed worker have
-    expired. sample: the last one that it wrote; None for one of RQ's own workers, which write none.
+    queues: the queues that it serves. registered: RQ's fields, safe to show; {} once the fields of a killed worker have
+    expired. sample: the last sample that it wrote; None for RQ's own workers, which write no samples.
     """
 
     name: str
@@ -210,7 +226,7 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it must be frozen, cut off or dead. One of RQ's own workers is never silent."""
+        """Whether the worker must be frozen, cut off or dead. RQ's own workers are never silent."""
         return self.sample is not None and self.sample.is_silent
 
 
@@ -227,7 +243,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
             for key in (worker_key(name), loading_key(name)):
                 pipe.get(key)
                 pipe.pttl(key)
-        # Producers may write to these keys too. So a reply may be an error, and costs that worker alone.
+        # Producers may write to these keys too. So a reply may be an error. Then only that worker is left out.
         replies = iter(pipe.execute(raise_on_error=False))
 
     workers = []
@@ -251,7 +267,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
 
 
 def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
-    """Return a worker's sample; None if it has none. left_ms: how long its key lives, which tells its age."""
+    """Return a worker's sample; None if it has none. left_ms: how long its key still lives, which shows its age."""
     record = json_object(raw)
     if not record:
         return None
@@ -272,7 +288,7 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
     for worker in listening:
         if worker.sample is None:
             return len(listening), None
-        if not worker.is_silent:  # a killed worker's sample lives on for minutes
+        if not worker.is_silent:  # a killed worker's sample stays for minutes
             models.update(worker.sample.models)
     return len(listening), models
 
@@ -286,7 +302,7 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return how many jobs of each queue are taken and not begun. The latest sample counts."""
+    """Return how many jobs of each queue are taken and not begun, as the latest sample says."""
     samples = [worker.sample for worker in workers if worker.sample is not None]
     claimed: dict[str, int] = {}
     for sample in sorted(samples, key=lambda sample: -sample.silent_s):
@@ -301,7 +317,7 @@ _SERVED = ("queues", "model", "models", "dtype", "max_model_len", "clock_formats
 def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
     """Return what a queue's living workers serve, from keys that only workers may write. Raises RedisError.
 
-    The samples have no fields but those of `served_text`.
+    The samples have only the fields of `served_text`.
     """
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:

@@ -48,11 +48,11 @@ class JobContext:
     check_sampling: raises InvalidJob for sampling values that no request could use.
     files, answers, shard_bytes: shared by the shards of this process.
     check_interrupted: raises if the job was stopped or taken over, or is late. Long work calls it.
-    lease: refuses writes once the job was taken over; None if nobody can take it over.
+    lease: refuses writes once another worker has taken the job over; None if nobody can take it over.
     file_timeout_s: the time in which a file's store must answer.
-    meter: returns a PromptMeter, and loads an engine if there is none; None if prompts cannot be counted here.
-    trace: W3C's trace context, for the meta of jobs that this one enqueues.
-    journal: the journal of a job of prompts; None if it has none.
+    meter: returns a PromptMeter, and loads an engine if none is loaded; None if this process cannot count prompts.
+    trace: W3C's trace context, for the meta of jobs that this job enqueues.
+    journal: the journal of a job of prompts; None for other jobs.
     creation: when the job was made, as RQ has stored it.
     """
 

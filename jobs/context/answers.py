@@ -40,14 +40,14 @@ class Answer:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a completion, or that of one of several prompts, ended at its limit of tokens."""
+        """Whether a completion ended at its limit of tokens. Any completion counts if the row has several."""
         if self.error is not None or not self.all_completion_tokens:
             return False
         return "length" in self.all_finish_reasons
 
     @property
     def all_finish_reasons(self) -> list[str]:
-        """Return why each completion ended, or that of each of several prompts."""
+        """Return why each completion ended. With several prompts, these are the completions of all prompts."""
         reasons = []
         for name, value in self.columns.items():
             if name.endswith("finish_reason") and value is not None:
@@ -75,18 +75,18 @@ def failed_answer(
 
 #: The most bytes of a worker's answers.
 DEFAULT_BYTES = 16 << 20
-#: The bytes of an answer besides its text: key, object, numbers, and its places in two tables.
+#: The bytes of an answer without its text: key, object, numbers, and its places in two tables.
 ENTRY_BYTES = 400
 #: The bytes of a label and its probability. The label's text belongs to the run.
 PAIR_BYTES = 96
 
 
 class AnswerMemo:
-    """Remembers answers within a process, and which ones are being computed. Thread-safe.
+    """Remembers the answers of one process, and which answers are being computed. Thread-safe.
 
-    It is the log of answers (jobs/parquet/reuse/answer_log.py) in memory: by the same whole keys, which name a row's
-    ask and the model. Answers that were not used for longest make room, so that all take at most `max_bytes`.
-    num_bytes: what the answers take, as estimated.
+    It is like the log of answers (jobs/parquet/reuse/answer_log.py), but in memory. Both use the same keys, which name
+    a row's ask and the model. If the answers take more than `max_bytes`, those that were unused for longest are
+    dropped. num_bytes: the estimated bytes of all answers.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -116,7 +116,7 @@ class AnswerMemo:
                 self.num_bytes -= _size(oldest)
 
     def begin(self, key: bytes) -> bool:
-        """Note that a job computes an answer; return False if another one does."""
+        """Note that a job computes an answer; return False if another job already computes it."""
         with self._lock:
             if key in self._begun:
                 return False
@@ -124,7 +124,7 @@ class AnswerMemo:
             return True
 
     def end(self, key: bytes) -> None:
-        """Note that the job that computed an answer has ended, or has given it up."""
+        """Note that the job that computed an answer has ended or given up."""
         with self._lock:
             self._begun.discard(key)
 

@@ -15,11 +15,11 @@ from jobs.context.own_sources import hash_of, own_files
 from sandbox.child import Worker, unlimited_memory
 from sandbox.recent import Recent
 
-#: Characters of a reason: it stands in a prompt, and in a column.
+#: The most characters of a reason. The reason becomes part of a prompt and of a column.
 MAX_REASON_CHARS = 2_000
 
 Check = Callable[[Any, str], object]
-"""Takes a row and the text of its answer; returns None, or why that is not valid."""
+"""Takes a row and the text of its answer. Returns None, or the reason why the text is not valid."""
 
 
 class Unusable(Exception):
@@ -64,7 +64,7 @@ def _files(check: Check) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _version(check: Check) -> str:
-    """Return the hash that these files had when this process imported the function. It goes on running that version."""
+    """Return the hash that these files had when this process imported the function. The process runs that version."""
     return hash_of(_files(check))
 
 
@@ -97,7 +97,7 @@ def _compiled(text: str) -> Check:
         ((kind, argument),) = json.loads(text).items()
         check = _MAKE[kind](argument)
         if _known.put(text, check):
-            re.purge()  # its cache would keep hundreds of patterns that nobody uses any more
+            re.purge()  # the cache of `re` would keep hundreds of patterns that nobody uses any more
     return check
 
 
@@ -113,7 +113,7 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            # The colon marks the module's end, because it may have a submodule with the function's name.
+            # The colon marks the module's end, because the module may have a submodule with the function's name.
             function = resolve_name(":".join(dotted.rsplit(".", 1)))
     except BaseException as error:  # a module may raise anything
         raise Unusable(
@@ -157,7 +157,7 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make a function that hashes the compared part of a text; None for a text without that part."""
+    """Make a function that hashes the compared part of a text. It returns None for a text without that part."""
     pattern = None
     if agree_on != "json" and not agree_on.startswith("/"):
         try:
@@ -204,14 +204,14 @@ def _number(text: str) -> float | int:
 
 
 def _place(name: str) -> int:
-    """Return a place in an array. Raises ValueError for what a JSON pointer does not take, such as -1 and 01."""
+    """Return a place in an array. Raises ValueError for a name that JSON pointers do not allow, such as -1 and 01."""
     place = int(name)
     if name != str(place) or place < 0:
         raise ValueError(f"{name} is no place in an array")
     return place
 
 
-#: Characters of a tool's result, which stands in the chat from then on.
+#: The most characters of a tool's result. The result stays in the chat.
 MAX_RESULT_CHARS = 1 << 20
 
 

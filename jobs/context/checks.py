@@ -1,6 +1,6 @@
-"""Checks of answers: which checks there are, and the child processes that make them within a time limit.
+"""Checks of answers: which checks exist, and the child processes that run them within a time limit.
 
-A pattern that backtracks holds Python's lock, and a user's function may do anything. In the worker's own process either
+A pattern that backtracks holds Python's lock, and a user's function may do anything. In the worker's own process both
 would hold up the engine.
 """
 
@@ -16,16 +16,17 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
-#: Kinds that no producer names. AGREE_ON gives the part of a text that is compared; TOOL carries out a tool's call.
+#: Kinds of checks that producers cannot ask for. AGREE_ON returns the part of a text that is compared. TOOL runs a
+#: tool.
 AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
-#: The most characters of a repair template. Each prompt that is tried again holds its text.
+#: The most characters of a repair template. Each prompt that is tried again holds the template's text.
 MAX_REPAIR_CHARS = 1 << 16
-#: How often the reason may stand in it.
+#: How often the reason may stand in a repair template.
 MAX_REASONS = 8
-#: Where the reason stands in the text that follows an answer that failed.
+#: Stands for the reason in the text that follows a failed answer.
 REASON = "{reason}"
 
 CHAT_REPAIR = f"This answer is not valid: {REASON}\nAnswer again, with the corrected answer alone."
@@ -34,9 +35,10 @@ PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer a
 
 @dataclass(frozen=True)
 class RepairOptions:
-    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
+    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
 
-    max_attempts: the first one included. continue_on_length: an answer that ended with "length" goes on.
+    max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
+    with "length" is continued.
     """
 
     check: Mapping[str, Any] | None = None
@@ -46,17 +48,17 @@ class RepairOptions:
 
     @cached_property
     def is_asked_for(self) -> bool:
-        """Whether answers may be asked for again."""
+        """Whether a prompt may be asked again."""
         return self.check is not None or self.continue_on_length
 
     @cached_property
     def check_text(self) -> str:
-        """Return the check as JSON: equal checks are equal texts."""
+        """Return the check as JSON. Equal checks have equal texts."""
         return json.dumps(self.check, sort_keys=True)
 
     @property
     def function(self) -> str | None:
-        """Return the dotted name of the function that is called, if one is."""
+        """Return the dotted name of the check's function; None if it has no function."""
         check = self.check or {}
         return check.get("function") or check.get(TOOL)
 
@@ -69,7 +71,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Return keyword arguments without the checks of answers, and these checks. Raises InvalidJob."""
+    """Split keyword arguments. Returns the arguments that are not about checks, and the checks. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {
         name: parse(name, values[name])
@@ -118,7 +120,7 @@ def _repair_template(name: str, value: Any) -> str:
     return text
 
 
-#: Checks each option, by its name, and brings its value into one form.
+#: By the name of an option: checks a value, and brings it into one form.
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "check": _check,
     "continue_on_length": truth,
@@ -130,9 +132,9 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 #: The names of all options.
 REPAIR_OPTIONS = PARSERS.keys()
 
-#: Seconds of a check.
+#: The most seconds of a check.
 DEFAULT_LIMIT_S = 5.0
-#: Seconds to import a function, and to compile a schema or a pattern.
+#: The most seconds to import a function, or to compile a schema or a pattern.
 BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
 
 _TASK = "jobs.context.check_child:check"
@@ -156,7 +158,7 @@ class Checks:
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Raise InvalidJob for a check that can never work. It may take as long as an import."""
+        """Raise InvalidJob for a check that can never work. This may take as long as an import."""
         self.admit(options)
         try:
             return {} if options.check is None else self._ask(options, **question)
@@ -170,10 +172,10 @@ class Checks:
         )
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
+        """Return why an answer's text is not valid, or None. row: the row for a check function. Raises InvalidJob.
 
-        AGREE_ON returns a hash of the part that is compared, or None if the text has no such part. TOOL returns JSON
-        with the result of the call, or with its error.
+        For AGREE_ON it returns a hash of the part that is compared, or None if the text has no such part. For TOOL it
+        returns JSON with the result or the error of the call.
         """
         self.admit(options)
         try:

@@ -1,4 +1,4 @@
-"""Deadlines of runs and jobs: how they are written, and what is said of work that one has left undone."""
+"""Deadlines of runs and jobs: how they are written, and the error of work that was not begun in time."""
 
 import re
 import time
@@ -15,7 +15,7 @@ Deadline = str | float | datetime | timedelta
 
 _DURATION = re.compile(r"(?P<count>\d{1,6})(?P<unit>[smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-#: Smaller numbers are seconds that somebody meant to count from now.
+#: A smaller number is an error: somebody meant seconds from now.
 _EARLIEST = 1e9
 _LATEST = 1e11
 _FORMS = (
@@ -27,8 +27,8 @@ _FORMS = (
 def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     """Return a deadline in Unix seconds. Raises InvalidJob.
 
-    value: a duration, a time as ISO 8601 writes it, with its offset, a datetime with its offset, or Unix seconds.
-    now: what a duration counts from, in Unix seconds; by default this moment.
+    value: a duration, Unix seconds, or a time with its offset, as ISO 8601 or a datetime. now: the Unix seconds from
+    which a duration counts; by default this moment.
     """
     start = time.time() if now is None else now
     moment: float | None = None

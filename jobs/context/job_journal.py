@@ -11,17 +11,17 @@ from redis import Redis, WatchError
 
 from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journal_key
 
-#: The most bytes of one job's journal. It is written whole each time, and read with the job's claim.
+#: The most bytes of one job's journal. The whole journal is written each time, and read with the job's claim.
 MAX_BYTES = 256 << 10
 
 
 def short_name(owner: str) -> str:
-    """Return a short name of a journal's owner, which stands beside sent tokens."""
+    """Return a short name of a journal's owner. It is stored beside sent tokens."""
     return blake2b(owner.encode(), digest_size=8).hexdigest()
 
 
 class SentTokens(NamedTuple):
-    """Tokens of a sample whose text somebody may have read. num_before: the sample's tokens before these."""
+    """Tokens of a sample whose text somebody may have read. num_before: how many of its tokens come before these."""
 
     sample: int
     num_before: int
@@ -34,7 +34,7 @@ class JobJournal:
 
     owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
     job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
-    None for always. sent: what earlier executions of a followed job have sent, in that order.
+    None if it is always written. sent: the tokens that earlier executions of a followed job have sent, in that order.
     """
 
     connection: Redis
@@ -50,19 +50,19 @@ class JobJournal:
         return short_name(self.owner)
 
     def read(self) -> list[Any]:
-        """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
+        """Return the prompts' records as they were written; none of a journal that is damaged or of another job."""
         owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
         if owner != self.owner:
             return []
         try:
             return [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # it only saves time
+        except (ValueError, RecursionError):  # a journal only saves time
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """Return the tokens of a prompt's samples: the journal's, and then those that were sent to a client.
+        """Return the tokens of a prompt's samples: those of the journal, then those that were sent to a client.
 
-        tokens: the journal's tokens, by sample. Where the two differ, the sent ones count.
+        tokens: the journal's tokens, by sample. Where the two differ, the sent tokens count.
         """
         merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
         for sample, num_before, token_ids in self.sent:

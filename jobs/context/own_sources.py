@@ -6,16 +6,16 @@ from hashlib import blake2b
 from pathlib import Path
 
 MAX_FILES = 1000
-"""The most files that count. In a larger package, only the first ones found do."""
+"""The most files that count. In a larger package, only the files that are found first count."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def own_files(module: str, path: Path) -> list[Path]:
-    """Return a module's file and all that it imports, directly or not, from its own package.
+    """Return a module's file, and all files that it imports from its own package, directly or not.
 
-    A module without a package counts what lies beside it, unless it is installed. Other packages do not count. Only
-    import statements count, wherever in a file they stand.
+    For a module without a package, the files beside it count, unless the module is installed. Other packages do not
+    count. Only import statements are followed, at any place in a file.
     """
     *packages, _ = module.split(".")
     if path.name == "__init__.py":
@@ -53,7 +53,8 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
     """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # its import will raise the error
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        # The import of this file will raise the error.
         return
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):
@@ -68,9 +69,9 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
 
 
 def _files_of(root: Path, parts: list[str], package: str | None) -> Iterator[Path]:
-    """Yield the files that importing a name runs: its packages', and its own.
+    """Yield the files that importing a name runs: the files of its packages, and its own file.
 
-    package: the outermost package. A name of another one has no files here. None if there is none.
+    package: the outermost package, or None. A name of another package has no files here.
     """
     if not parts:
         return

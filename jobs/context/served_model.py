@@ -14,9 +14,9 @@ from jobs.errors import InvalidJob, ModelNotServed
 class PinnedModel:
     """A model whose answers a run holds.
 
-    fingerprint: a text that differs when the weights, the tokenizer, the chat template or the dtype do. max_model_len:
-    the most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that its chat
-    template wrote when the run was planned; "" if it writes none.
+    fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype. max_model_len: the
+    most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that the chat template
+    wrote when the run was planned; "" if the template writes none.
     """
 
     name: str
@@ -38,7 +38,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return the parts of the model that decide an answer. Its length limit is not among them."""
+        """Return the parts of the model that decide an answer. The length limit does not."""
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
@@ -47,9 +47,9 @@ class ServedModel(PinnedModel):
     """One model as one process serves it.
 
     aliases: its other names. embedding_size: 0 for a model without embeddings. embedding_prompts: the names of prompts
-    that may stand before a text. classes: the labels of its sequence-classification head; empty without one.
-    control_tokens: the texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats:
-    the formats in which its chat template writes the time; None if they cannot be known beforehand.
+    that may stand before a text. classes: the labels of its sequence-classification head; empty without such a head.
+    control_tokens: the texts of tokens that open or end turns. A value in a prompt must not become such a token.
+    clock_formats: the formats in which its chat template writes the time; None if they cannot be known beforehand.
     """
 
     attention_backend: str = ""
@@ -81,7 +81,7 @@ class ServedModel(PinnedModel):
             raise ModelNotServed(name, self.name)
 
     def check_ranks(self) -> None:
-        """Raise InvalidJob if the model's head has several classes: none of them scores a document."""
+        """Raise InvalidJob if the model's head has several classes, because then no class is a document's score."""
         if len(self.classes) > 1:
             raise InvalidJob(
                 f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, not a score"
@@ -117,8 +117,8 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 class PromptMeter:
     """Counts the tokens of prompts as this process' engine would.
 
-    token_ids: returns the tokens of a request's prompt (see tasks.Request), in any thread. It raises InvalidJob if the
-    engine would refuse the prompt. block_size: the tokens of a block, the unit of the prefix cache.
+    token_ids: returns the tokens of a request's prompt (see tasks.Request). May be called in any thread. Raises
+    InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of the prefix cache.
     """
 
     token_ids: Callable[[Any], Sequence[int]]

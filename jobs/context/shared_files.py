@@ -1,4 +1,4 @@
-"""Shared by the jobs of one process: children, plans, open readers, and the memory that shards take."""
+"""What the jobs of one process share: children, plans, open readers, and the memory of shards."""
 
 import threading
 from collections import Counter
@@ -11,12 +11,12 @@ from sandbox import Pool
 
 CHILDREN = Pool()
 DECODERS = Pool()
-"""Children that only decode pictures. The decoders are written in C, so these children get nothing else to read."""
+"""Children that only decode pictures. The decoders are written in C, so these children read nothing else."""
 
 
-#: The most plans that are kept. A run's shards come one after the other, so no more are in use at once.
+#: The most plans that are kept. A run's shards come one after the other, so few plans are in use at once.
 MAX_PLANS = 4
-#: The most files that are read at once. Each has its own child, and holds a decoded page of each column.
+#: The most files that are read at once. Each file has its own child, which holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
@@ -30,7 +30,7 @@ class NoRoomYet(Exception):
 
 
 class SharedFiles:
-    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe.
+    """Keeps the reader of a file while a shard of the file is open. So an idle worker holds no file. Thread-safe.
 
     current_call: see Turns.
     """
@@ -39,7 +39,7 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
-        self._idle: list[tuple[ReaderKey, Any]] = []  # the one used last comes last
+        self._idle: list[tuple[ReaderKey, Any]] = []  # the reader that was used last comes last
         self._users = Counter[Hashable]()
         self.num_readers = 0
 
@@ -54,19 +54,19 @@ class SharedFiles:
             return plan
 
     def enter(self, path: str) -> None:
-        """Note that a shard of this file is open: it may read the file until it leaves."""
+        """Note that a shard of this file is open. The shard may read the file until `leave`."""
         with self._lock:
             self._users[path] += 1
 
     def leave(self, path: str) -> None:
-        """Note that a shard is closed; the last one closes the file's readers."""
+        """Note that a shard is closed. The last shard of a file closes the file's readers."""
         with self._lock:
             self._users[path] -= 1
             self._users += Counter()  # drops files without users
         self.close_idle(self._users)
 
     def close_idle(self, but: Container[Hashable] = ()) -> None:
-        """Close the readers that nobody uses. but: files whose readers stay open."""
+        """Close the readers that nobody uses. but: the files whose readers stay open."""
         unused = []
         with self._lock:
             still_idle = []
@@ -81,16 +81,17 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest one, or a new one.
+        """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest reader, or a new one.
 
-        Only one reader of a key is lent at a time, so a shard waits for the one before it. The reader is closed if the
-        body raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS are lent.
+        Only one reader of a key is lent at a time, so a shard waits for the shard before it. The reader is closed if
+        the body raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are
+        lent.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
-            except BaseException:  # it may have read a file that is not the planned one
+            except BaseException:  # the reader may have read another file than the planned one
                 self._close(reader)
                 raise
             with self._lock:
@@ -137,15 +138,15 @@ class SharedFiles:
 
 #: Room for 250,000 prompts of 1 KB in a shard.
 DEFAULT_BYTES = 256 << 20
-#: No further shard begins once open shards hold 1 / BEGIN_SHARE of the limit. The rest is left for these.
+#: No further shard begins once the open shards hold 1 / BEGIN_SHARE of the limit. The rest is left for the open shards.
 BEGIN_SHARE = 2
 
 
 class ShardBytes:
     """Counts the bytes of prompts that all open shards hold. Thread-safe.
 
-    limit: how many they may hold together. A shard that would exceed it waits, and holds nothing meanwhile. A shard
-    that is alone never waits: a file has its own bounds.
+    limit: the most bytes that they may hold together. A shard that would exceed the limit waits, and holds nothing
+    meanwhile. A shard that is alone never waits, because a file has limits of its own.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
@@ -159,13 +160,13 @@ class ShardBytes:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
-        """Count bytes of prompts that a shard takes. already_held: bytes that it holds by now. Raises NoRoomYet."""
+        """Count bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
         with self._lock:
             if self.held > already_held and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count off bytes of prompts that a shard no longer holds."""
+        """Subtract bytes of prompts that a shard no longer holds."""
         with self._lock:
             self.held -= num_bytes

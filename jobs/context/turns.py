@@ -11,10 +11,10 @@ LOOK_S = 0.2
 
 
 class Caller(Protocol):
-    """A call that can be interrupted, and will be if it shows no sign of life for long."""
+    """A call that can be interrupted. It is interrupted if it shows no sign of life for long."""
 
     def wait_for(self, holder: Any) -> None:
-        """Raise the call's interrupt if it has one, else count the holder's signs of life as its own.
+        """Raise the call's interrupt if it has one; else count the holder's last sign of life as a sign of this call.
 
         holder: the call that has the turn; None if unknown.
         """
@@ -30,9 +30,8 @@ class Turns:
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
         self._current_call = current_call
         self._lock = threading.Lock()
-        self._turns = WeakValueDictionary[
-            Hashable, _Turn
-        ]()  # a turn stays while a thread holds it or waits for it
+        # A turn stays while a thread holds it or waits for it.
+        self._turns = WeakValueDictionary[Hashable, _Turn]()
 
     def __len__(self) -> int:
         return len(self._turns)

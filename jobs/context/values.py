@@ -16,7 +16,7 @@ def truth(name: str, value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, most: int | None = None) -> int:
-    """Return an integer from 1 on. most: the largest one that is allowed."""
+    """Return an integer from 1 on. most: the largest integer that is allowed."""
     if isinstance(value, str):
         raise InvalidValue(
             f"{name} arrived as the text {{}}: write {name}:={{}}",

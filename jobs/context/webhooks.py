@@ -15,11 +15,11 @@ from urllib.parse import SplitResult, urlsplit
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue
 
-#: Seconds for one call, from looking up the host's name to the answer's headers.
+#: The most seconds of one call, from looking up the host's name to the answer's headers.
 DEADLINE_S = 10.0
 
 MAX_URL_CHARS = 2000
-#: Headers that only this module sets. With other values, a request could end elsewhere than it seems to.
+#: Headers that only this module sets. With other values, a request could go to another place than it shows.
 _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 
 
@@ -48,9 +48,9 @@ def call_webhook(
 ) -> int:
     """Make one HTTP request and return the answer's status. Follows no redirect and asks no proxy.
 
-    hosts: names and addresses that an operator allows; a loopback or private address is called only if it is among
-    them. The address that was checked is called. Raises InvalidJob for one that is not allowed; OSError, HTTPException
-    or ValueError where no answer came within DEADLINE_S. Looking up a name can take longer.
+    hosts: names and addresses that an operator allows. A loopback or private address is called only if it is in
+    `hosts`. The call goes to the very address that was checked. Raises InvalidJob for an address that is not allowed.
+    Raises OSError, HTTPException or ValueError if no answer came within DEADLINE_S. Looking up a name can take longer.
     """
     check_host(url, hosts)
     parts = _parsed(url)
@@ -61,7 +61,7 @@ def call_webhook(
     until = time.monotonic() + DEADLINE_S
     sock = _connected(_allowed_addresses(parts, hosts, resolve))
     sock.settimeout(DEADLINE_S)  # for one read; the timer ends the whole call
-    end = sock.dup()  # TLS takes `sock` itself, and this one shuts down the same connection
+    end = sock.dup()  # TLS takes over `sock`, and this copy shuts down the same connection
     timer = threading.Timer(until - time.monotonic(), _shut_down, [end])
     timer.start()
     try:

@@ -1,4 +1,4 @@
-"""Findings, each with what mends it; and checks of the installation."""
+"""Findings of the doctor, each with what to do about it; and checks of the installation."""
 
 import os
 import re
@@ -31,7 +31,7 @@ ok, warning, fault = (partial(Finding, level) for level in Level)
 
 
 def fault_of(subject: str, error: str) -> Finding:
-    """Return the fault in the text of one of our errors, such as "problem (why): remedy" or "problem; remedy"."""
+    """Turn one of our errors into a fault. Its text is such as "problem (why): remedy" or "problem; remedy"."""
     problem, *remedy = re.split(r"(?<=\)): |; ", error, maxsplit=1)
     return fault(subject, problem, "".join(remedy))
 
@@ -48,7 +48,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
     """Carry out examinations one after the other. One that takes too long, or raises, is reported as a fault."""
     for examination in examinations:
         findings: list[Finding] = []
-        # A call of the system that hangs, on a network mount for example, cannot be ended: it is left behind.
+        # A system call that hangs, for example on a network mount, cannot be ended. Its thread is left behind.
         thread = threading.Thread(target=_examine, args=(examination, findings), daemon=True)
         thread.start()
         thread.join(examination.limit_s)
@@ -70,7 +70,7 @@ def _examine(examination: Examination, findings: list[Finding]) -> None:
         findings.append(fault(examination.subject, problem, remedy))
 
 
-#: The classes that variables of RQ may name.
+#: The classes that may be named in RQ's variables.
 CLASSES = {
     "RQ_JOB_CLASS": ("rq.job.Job",),
     "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),
@@ -90,7 +90,7 @@ def check_installation() -> Iterator[Finding]:
     )
 
 
-#: Packages that a worker or dashboard does without, slower or with less to see.
+#: Packages that are not needed. Without them a worker is slower, or a dashboard shows less.
 OPTIONAL = frozenset(
     {"hiredis", "numba", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"}
 )

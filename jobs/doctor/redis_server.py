@@ -22,6 +22,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from jobs.common.keys import RQ, prefixed
+from jobs.common.redis_info import redis_health
 from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
@@ -31,7 +32,7 @@ NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: the settings that this user may read. ahead_s: its clock minus ours."""
+    """A server that answers. config: the settings that this user may read. ahead_s: how far its clock is ahead."""
 
     client: Redis
     user: str
@@ -52,7 +53,7 @@ def reach(url: str) -> Server:
         info: Any = client.info("everything")
         took_s.append(time.time() - sent_at)
     config: dict[str, str] = {}
-    with suppress(ResponseError):  # this user may not read them; on some hosted servers nobody may
+    with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
     ahead_s = info.get("server_time_usec", sent_at * 1e6) / 1e6 - sent_at
@@ -60,7 +61,7 @@ def reach(url: str) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
-    """Return the fault that explains why a server does not serve us."""
+    """Return the fault for a server that does not serve us."""
     user, address = _user_and_address(url)
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
@@ -70,13 +71,26 @@ def not_served(url: str, error: RedisError) -> Finding:
     elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
-        if "SSL" in str(error):
-            mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+        if url.startswith("rediss:"):
+            mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
     return fault("redis", f"{address} {problem} ({error})", mend)
+
+
+def _mend_of_tls(error: str) -> str:
+    """Return how to mend an error of TLS; "" for any other error."""
+    if "mismatch" in error:
+        return "name the server in RQ_REDIS_URL as its certificate does"
+    if "expired" in error:
+        return "renew the certificate that the error speaks of, then CONFIG SET tls-cert-file, or restart Redis"
+    if "SSL" in error:
+        return "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+    if "No such file" in error:
+        return "correct the path ssl_ca_certs in RQ_REDIS_URL"
+    return ""
 
 
 def _user_and_address(url: str) -> tuple[str, str]:
@@ -86,11 +100,11 @@ def _user_and_address(url: str) -> tuple[str, str]:
     return unquote(parts.username or "default"), address
 
 
-#: A round trip that takes longer is slow. A worker's claims wait for it.
+#: A round trip that takes longer is slow. A worker's claims wait for round trips.
 SLOW_S = 0.01
 #: Seconds by which two clocks may differ.
 MAX_SKEW_S = 1.0
-#: Above this share, the memory is nearly full.
+#: Above this share, memory counts as nearly full.
 FULL = 0.9
 
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
@@ -125,11 +139,11 @@ def troubles(connection: Redis) -> list[str]:
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
-    failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
+    health = redis_health(info)
+    failed = ", ".join(health.failed_writes)
     policy = info.get("maxmemory_policy", "noeviction")
-    used_bytes = info.get("used_memory", 0)
-    max_bytes = info.get("maxmemory") or info.get("total_system_memory", 0)
+    used_bytes = health.used_bytes
+    max_bytes = health.limit_bytes
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -152,10 +166,8 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
     if max_bytes and used_bytes > FULL * max_bytes:
-        problem = (
-            f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: "
-            "soon no job can be enqueued or ended"
-        )
+        when = "no job can" if used_bytes >= max_bytes else "soon no job can"
+        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
         yield fault("redis memory", problem, mend)
 
@@ -180,9 +192,8 @@ def _durability(server: Server) -> Iterator[Finding]:
     # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
-    with suppress(
-        ResponseError
-    ):  # this user may not ask, or Redis 6.2, which replays without a user
+    with suppress(ResponseError):
+        # This user may not ask, or this is Redis 6.2, which replays without a user.
         replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
         are_allowed = all(reply in (b"OK", "OK") for reply in replies)
         if server.info.get("aof_enabled") and not are_allowed:
@@ -199,16 +210,18 @@ def _set(name: str, value: object) -> str:
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
 
-Role = Literal["worker", "producer"]
+Role = Literal["worker", "producer", "dashboard"]
 
 #: Keys, as rules name them, that each role uses.
+_PRODUCERS_KEYS = """
+    rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
+    rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
+    tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
+"""
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
-    "producer": """
-        rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
-        rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
-        tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
-    """,
+    "producer": _PRODUCERS_KEYS,
+    "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
@@ -224,12 +237,14 @@ _WORKERS = """
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
+_DASHBOARDS = "ltrim K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a"
 _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    text = _PRODUCERS + (_WORKERS if role == "worker" else "")
+    own = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
+    text = f"{_PRODUCERS}\n{own[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())
@@ -243,7 +258,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     commands = commands_of(role)
     keys = list(map(prefixed, KEYS[role].split()))
     writes = {key: ("set", key.replace("*", "a"), "1") for key in keys}
-    rules: dict[str, None] = {}  # in the order in which they are found missing
+    rules: dict[str, None] = {}  # in the order in which they were found to be missing
     for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
         if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
             for key, write in writes.items():
@@ -265,7 +280,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield how the server refuses each command to this user; "" if it does not. No command is carried out."""
+    """Yield for each command how the server refuses it to this user; "" if it does not. No command is carried out."""
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A question to a child process: whether an answer's text is valid.
+    """Asks a child process whether an answer's text is valid.
 
-    The item gets the reason why it is not, or None. It gets InvalidJob if the check can never work.
-    row: what a check function gets beside the text.
+    The item gets None, or the reason why the text is not valid. The item gets InvalidJob if the check can never work.
+    row: what a check function gets in addition to the text.
     """
 
     options: RepairOptions
@@ -28,8 +28,7 @@ Step = list[Request] | Check
 
 The requests of a list run side by side. The item then gets a list with the completions of each request, in the order
 of the requests. The completions of one request are ordered by their index. The runner takes the requests out of the
-list as it sends them, so that nothing holds their prompts meanwhile.
-"""
+list as it sends them, so that nothing holds their prompts meanwhile."""
 
 Samples = Sequence[Completion]
 """The completions of one request, ordered by their index."""
@@ -37,16 +36,15 @@ Samples = Sequence[Completion]
 Item = Generator[Step, Any, T]
 """A generator of steps that returns a `T`.
 
-It depends on its prompt, its seed and what it was given, on nothing else. So an item that was interrupted resumes by
-replay: a fresh generator is given the same replies again. If you change the steps of an item, raise FORMAT
-(jobs/common/keys.py), because journals hold replies to the old steps.
-"""
+An item depends only on its prompt, its seed and the replies that it was given. So an interrupted item resumes by
+replay: a new generator is given the same replies again. If you change the steps of an item, raise FORMAT
+(jobs/common/keys.py), because journals hold replies to the old steps."""
 
 
 class Ask(Generic[T]):
-    """What a job asks of each of its prompts or rows, as far as the runner needs to know it.
+    """What the runner must know about what a job asks of each prompt or row.
 
-    has_checks: whether items yield checks. Their completions go through another thread before they are delivered.
+    has_checks: whether items yield checks. Then completions go through another thread before they are delivered.
     is_single: each item begins with one request.
     """
 
@@ -54,15 +52,15 @@ class Ask(Generic[T]):
     is_single = True
 
     def opening(self) -> Item[Any] | None:
-        """Return an item that ends before all others begin, if there is one."""
+        """Return an item that must end before all others begin; None if the job needs no such item."""
         return None
 
     def prepared(self, request: Request) -> Request:
-        """Return a request as it is sent."""
+        """Return a request in the form in which it is sent."""
         return request
 
     def is_remembered(self, answer: T) -> bool:
-        """Whether an answer is given to equal prompts of other jobs, too."""
+        """Whether equal prompts of other jobs get this answer, too."""
         return True
 
 
@@ -77,7 +75,7 @@ def asked_once(request: Request) -> Item[Samples]:
 def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
     """Run several items as one; return their answers in order.
 
-    Each round asks the requests of all items that are not done, and goes on once it has all completions.
+    Each round asks the requests of all items that are not done. The next round begins when all completions are here.
     """
     answers: dict[int, T] = {}
     steps: dict[int, Step] = {}

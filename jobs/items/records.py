@@ -1,4 +1,4 @@
-"""Records of items under way. With them, another execution goes on where the last one stopped."""
+"""Records of items under way. With these records, another execution goes on where the last one stopped."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from jobs.items.item import Samples
 
 Reply = str | None | Sequence[Samples]
-"""What an item was given for a step: the completions of its requests, or the reason that a check gave."""
+"""What an item was given for a step: the completions of its requests, or the reason from a check."""
 
 Tokens = Mapping[int, Sequence[int]]
 """The tokens that the samples of one request have so far, by their index."""
@@ -54,7 +54,7 @@ class PlainCompletion:
         return cls(**{**values, **changes})
 
 
-#: Values that no record has, as the engine makes them again in one pass.
+#: Values that no record has, because the engine can make them again in one pass.
 _NOT_WRITTEN = ("prompt_text", "prompt_tokens", "embedding", "loglikelihoods", "class_scores")
 
 _DEFAULTS = {
@@ -79,15 +79,15 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return numbers that are greater for a record that is further."""
-        num_tokens = sum(
-            len(sample) for samples in self.tokens.values() for sample in samples.values()
-        )
+        """Return numbers by which records are compared. A record that is further has greater numbers."""
+        num_tokens = 0
+        for samples in self.tokens.values():
+            num_tokens += sum(map(len, samples.values()))
         return len(self.replies), len(self.received), num_tokens
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record of it saves work, and all its values can be written."""
+        """Whether a record of this progress saves work, and all its values can be written."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
@@ -107,10 +107,7 @@ class Progress:
             "received": [
                 [place, _samples_json(samples)] for place, samples in self.received.items()
             ],
-            "tokens": [
-                [place, [[index, _packed(token_ids)] for index, token_ids in samples.items()]]
-                for place, samples in self.tokens.items()
-            ],
+            "tokens": [[place, _tokens_json(samples)] for place, samples in self.tokens.items()],
             "num_tokens": self.num_tokens,
         }
 
@@ -120,15 +117,12 @@ class Progress:
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
             received={int(place): _samples(samples) for place, samples in value["received"]},
-            tokens={
-                int(place): {int(index): _unpacked(packed) for index, packed in samples}
-                for place, samples in value["tokens"]
-            },
+            tokens={int(place): _tokens(samples) for place, samples in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 
 
-#: The progress of an item that was given nothing.
+#: The progress of an item that was given nothing yet.
 NOTHING = Progress()
 
 
@@ -142,6 +136,14 @@ def _reply(value: Any) -> Reply:
     if value is None or isinstance(value, str):
         return value
     return [_samples(samples) for samples in value]
+
+
+def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+    return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
+
+
+def _tokens(value: Any) -> dict[int, list[int]]:
+    return {int(index): _unpacked(packed) for index, packed in value}
 
 
 def _samples_json(samples: Samples) -> list[Any]:
@@ -176,10 +178,11 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
-    return [
-        row and [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
-        for row in rows
-    ]
+    return [row and _row_json(row) for row in rows]
+
+
+def _row_json(row: Mapping[int, Any]) -> list[Any]:
+    return [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
 
 
 def _logprob_json(entry: Any) -> list[Any]:
@@ -188,7 +191,11 @@ def _logprob_json(entry: Any) -> list[Any]:
 
 
 def _logprobs(rows: Any) -> list[Any]:
-    return [row and {token_id: _logprob(*entry) for token_id, *entry in row} for row in rows]
+    return [row and _row(row) for row in rows]
+
+
+def _row(value: Any) -> dict[int, PlainLogprob]:
+    return {token_id: _logprob(*entry) for token_id, *entry in value}
 
 
 def _logprob(

@@ -1,4 +1,4 @@
-"""The runner of items, which sends their requests and delivers completions, and the task that it works for."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ PromptTokens = Mapping[int, Tokens]
 
 @dataclass(slots=True)
 class Counts:
-    """What a runner has done.
+    """Counts what a runner has done.
 
-    done, open: places that are answered, and those whose items are under way. resumed: places that another execution
-    had begun, with the tokens that it had generated.
+    done: places that are answered. open: places whose items are under way. resumed: places that another execution had
+    begun. resumed_tokens: the tokens that it had generated.
     """
 
     done: int = 0
@@ -33,15 +33,15 @@ class Counts:
 
 
 class ItemRunner(Generic[T]):
-    """Drives the items of one job. It is made in any thread; then all methods belong to one, but for `inspect`.
+    """Drives the items of one job. All methods must be called in one thread, except `inspect` and the constructor.
 
-    Items are begun in their order, so that shared prefixes meet in the cache. What an item asks next comes before other
-    items. An item whose memo key another job of the process works on comes last. If it has no answer by then, it is
-    computed here too, so that no job waits for another.
+    Items are begun in their order, so that shared prefixes meet in the cache. The next requests of an item come before
+    other items. An item that another job of the process computes too comes last. If there is no answer by then, the
+    item is computed here too, so that no job waits for another.
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
-    expired: returns the answer of items that are not begun any more; None while items are begun.
+    expired: returns the answer for items once none is begun any more; None before that.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class ItemRunner(Generic[T]):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests were sent or wait to be; None if items may begin with several."""
+        """Return how many requests were sent or wait to be sent; None if items may begin with several requests."""
         if self._unsent and not self._ask.is_single:
             return None
         return len(self._sent) + len(self._following) + len(self._unsent)
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests` would yield some now."""
+        """Whether `requests` would yield a request now."""
         return bool(self._following) or (self._opening is None and bool(self._unsent))
 
     @property
     def inspects(self) -> bool:
-        """Whether completions go through `inspect`, in another thread, before they are delivered."""
+        """Whether completions must go through `inspect`, in another thread, before they are delivered."""
         return self._ask.has_checks
 
     def requests(self) -> Iterator[Request]:
@@ -123,7 +123,7 @@ class ItemRunner(Generic[T]):
                 return
 
     def inspect(self, index: int, samples: Samples) -> None:
-        """Have the checks made that follow from the completions of request `index`, in any thread.
+        """Run the checks that follow from the completions of request `index`. May be called in any thread.
 
         Raises JobsError if a check can never work.
         """
@@ -149,7 +149,7 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
-        """Take items up where another execution has left them, before a request is pulled. Raises JobsError.
+        """Go on with items where another execution has left them. Call it before a request is pulled. Raises JobsError.
 
         progress_of: the progress of items, by each item's first place.
         """
@@ -165,9 +165,10 @@ class ItemRunner(Generic[T]):
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
-        """Return how far the items under way are, by their first places.
+        """Return the progress of the items under way, by their first places.
 
-        tokens_of: the tokens of requests that were sent and not delivered, with those that they continue.
+        tokens_of: the tokens of requests that were sent and not delivered, with the tokens that these requests
+        continue.
         """
         tokens: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
         for index, samples in tokens_of.items():
@@ -194,7 +195,7 @@ class ItemRunner(Generic[T]):
         return answers
 
     def close(self) -> None:
-        """Leave to other jobs what was sent and not delivered; may be called more than once."""
+        """Leave the items without an answer to other jobs. May be called more than once."""
         for memo_key in list(self._claimed_keys):
             self._release(memo_key)
 
@@ -283,7 +284,7 @@ class ItemRunner(Generic[T]):
             num_tokens = 0
 
     def _settle(self, entry: Entry[T], answer: T) -> None:
-        """Put the answer into the item's places, and let go of an item that was not begun."""
+        """Put the answer into the item's places. Drop the item if it was not begun."""
         for place in entry.places:
             self._answers[place] = answer
         self.counts.done += len(entry.places)
@@ -293,9 +294,9 @@ class ItemRunner(Generic[T]):
             make().close()
 
     def _let_expire(self, entry: Entry[T]) -> bool:
-        """Answer an item without beginning it, if the deadline has passed. Return whether it has.
+        """Answer an item without beginning it, if the deadline has passed. Return whether the deadline has passed.
 
-        A journal does not get the answer, because a later submission may have a later deadline.
+        This answer is not put into a journal, because a later submission may have a later deadline.
         """
         answer = self._expired()
         if answer is None:
@@ -306,7 +307,7 @@ class ItemRunner(Generic[T]):
     # The memo of the process
 
     def _take_known(self, entry: Entry[T]) -> bool:
-        """Answer an item with another job's answer to the same; return whether there is one."""
+        """Answer an item with another job's answer to an equal item; return whether there is such an answer."""
         answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
         if answer is None:
             return False
@@ -314,7 +315,7 @@ class ItemRunner(Generic[T]):
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:
-        """Take an item on; return False where another job is at it."""
+        """Claim an item for this job; return False if another job works on it."""
         if entry.memo_key is not None:
             if not self._memo.begin(entry.memo_key):
                 return False
@@ -328,7 +329,7 @@ class ItemRunner(Generic[T]):
 
 
 class ItemsTask(OpenTask):
-    """Asks what the runner's items ask. A subclass sets `runner`, or leaves it None if nothing is asked."""
+    """Sends the requests of a runner's items. A subclass sets `runner`, or leaves it None if nothing is asked."""
 
     runner: ItemRunner[Any] | None = None
 
@@ -338,7 +339,7 @@ class ItemsTask(OpenTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the runner's number of requests, 0 without one."""
+        """Return the runner's number of requests, 0 without a runner."""
         return 0 if self.runner is None else self.runner.num_requests
 
     @property
@@ -352,7 +353,7 @@ class ItemsTask(OpenTask):
         return self.runner is not None and self.runner.inspects
 
     def inspect(self, index: int, completions: Samples) -> None:
-        """Have the runner make checks."""
+        """Have the runner run checks."""
         assert self.runner is not None, "nothing was asked"
         self.runner.inspect(index, completions)
 
@@ -362,6 +363,6 @@ class ItemsTask(OpenTask):
         self.runner.deliver(index, completions)
 
     def close(self) -> None:
-        """Leave what is not answered to other jobs."""
+        """Leave the items without an answer to other jobs."""
         if self.runner is not None:
             self.runner.close()

@@ -15,10 +15,10 @@ from jobs.tasks import Request
 class ItemUnderWay(Generic[T]):
     """Drives one item from step to step.
 
-    `receive` may be called in any thread, and has the item's checks made there. All other methods belong to the thread
-    that sends requests and delivers completions.
+    `receive` may be called in any thread, and runs the item's checks there. All other methods belong to the thread that
+    sends requests and delivers completions.
 
-    is_done, answer: once the item has returned.
+    is_done: whether the item has returned. answer: what it has returned.
     """
 
     def __init__(self, item: Item[T], checks: Checks) -> None:
@@ -34,9 +34,9 @@ class ItemUnderWay(Generic[T]):
         self.answer: T | None = None
 
     def begin(self, replies: list[Reply]) -> None:
-        """Go to the first step that is not in `replies`, which an earlier execution has written.
+        """Go to the first step without a reply. replies: the replies that an earlier execution has written.
 
-        Raises what the item raises.
+        Raises the errors of the item.
         """
         step = self._next(None)
         for reply in replies:
@@ -53,10 +53,10 @@ class ItemUnderWay(Generic[T]):
         return requests
 
     def receive(self, step: int, place: int, samples: Samples) -> None:
-        """Take the completions of a request, by its step's number and its place in it.
+        """Take the completions of a request. step: the number of its step. place: its place in the step.
 
-        Once all of the step are here, the item goes on to its next requests or its answer. A request that is received
-        again changes nothing. Raises what the item and its checks raise.
+        Once the completions of the whole step are here, the item goes on to its next requests or its answer. A request
+        that is received again changes nothing. Raises the errors of the item and of its checks.
         """
         with self._lock:
             if step != self.num_steps or self.is_done or place in self._received:
@@ -107,8 +107,9 @@ class Entry(Generic[T]):
     make: begins the item. It is called once, when the item's turn comes.
     memo_key: names the answer in the memo; None for an item whose answer is its own.
     num_awaited: requests of the present step that are not delivered yet.
-    resumed: where another execution left the item, until it has come there.
-    replies, received: what was delivered, for steps that are over and for the present one; see Progress.
+    resumed: the progress at which another execution left the item; None once the item has come that far.
+    replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
+    Progress.
     """
 
     places: list[int]
@@ -123,7 +124,7 @@ class Entry(Generic[T]):
 
 
 class Sent(NamedTuple, Generic[T]):
-    """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
+    """A request that was sent: its item, its step, its place in the step, and how many tokens it continues."""
 
     entry: Entry[T]
     step: int
@@ -132,10 +133,10 @@ class Sent(NamedTuple, Generic[T]):
 
 
 class Answered(NamedTuple, Generic[T]):
-    """An answer as it came.
+    """An answer at the moment when it is known.
 
-    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
-    was given, if the runner keeps that.
+    num_tokens: the tokens that were generated for it; 0 for a further place with the same answer. replies: what the
+    item was given, if the runner keeps replies.
     """
 
     place: int

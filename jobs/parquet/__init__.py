@@ -1,1 +1,1 @@
-"""A run's files. This room alone imports pyarrow, but not at the top of this package."""
+"""A run's files. Only this package imports pyarrow. This file does not."""

@@ -1,1 +1,1 @@
-"""Jobs of prompts: what they may ask, their task, and the responses that they return."""
+"""Jobs of prompts: their arguments, their task, and their responses."""

@@ -1,6 +1,6 @@
-"""Which prompts and sampling values a job may have, checked before the engine sees them.
+"""Checks a job's prompts and sampling values, before the engine sees them.
 
-Arguments that OpenAI's clients send in any case are taken where they change nothing.
+Arguments that OpenAI's clients always send are accepted if they change nothing.
 """
 
 import json
@@ -12,13 +12,14 @@ from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.values import some_text, truth
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
-#: A longer prompt exceeds every context. It would only cost a tokenizer's time and Redis' memory.
+#: The most bytes of a prompt. A longer prompt exceeds every context, and would only cost a tokenizer's time and Redis'
+#: memory.
 MAX_PROMPT_BYTES = 1 << 20
-#: A job holds all its answers until the last one is there. Larger work is a run over files.
+#: The limits of a job, which holds all its answers until the last one is there. Larger work is a run over files.
 MAX_PROMPTS = 10_000
 MAX_CHOICES = 10_000
 
-#: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
+#: Sampling values that are never text. If such a value is text, `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
     {
         "max_tokens",
@@ -51,14 +52,14 @@ NOT_TEXT = frozenset(
 
 #: An option of chats and of prompts from templates: whether control tokens in their values are text.
 OF_VALUES = "split_special_tokens"
-#: A variable of templates that OpenAI's clients send beside the others.
+#: A variable of chat templates that OpenAI's clients send as an argument of its own.
 EFFORT = "reasoning_effort"
 #: Whether answers that are JSON may have blanks and line breaks between their parts.
 WHITESPACE = "allow_whitespace"
 #: Options that only chats have.
 OF_CHATS = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
 
-#: Sampling values that a run takes beside its other arguments, as the command line does.
+#: Sampling values that a run takes as arguments of their own, like the command line.
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 MAX_MODEL_CHARS = 4096
@@ -74,12 +75,12 @@ class Unusable:
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
+    """Return the model that a job's argument asks for. Raises InvalidJob if the argument cannot be a name."""
     return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 def text_problem(text: object, name: str = "prompt") -> str | None:
-    """Return why a value can be no prompt's text; None if it can. name: the value's."""
+    """Return why a value cannot be a prompt's text; None if it can be one. name: the value's name in the error."""
     if not isinstance(text, str):
         return f"{name} is {type(text).__name__}, expected a string"
     try:
@@ -94,7 +95,7 @@ def text_problem(text: object, name: str = "prompt") -> str | None:
 
 
 def checked_text(text: Any, name: str) -> str:
-    """Return a text. Raises InvalidJob for a value that can be no prompt's text."""
+    """Return a text. Raises InvalidJob for a value that cannot be a prompt's text."""
     problem = text_problem(text, name)
     if problem:
         raise InvalidJob(problem)
@@ -104,8 +105,8 @@ def checked_text(text: Any, name: str) -> str:
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     """Return one entry for each prompt of a string, of token ids, or of a list of either.
 
-    An entry of a list that can be no prompt is Unusable. Raises InvalidJob if no other is left, and for more than
-    MAX_PROMPTS.
+    An entry of a list that cannot be a prompt is Unusable. Raises InvalidJob if all entries are unusable, or if there
+    are more than MAX_PROMPTS.
     """
     if not isinstance(prompt, list) or _are_token_ids(prompt):
         return [one_prompt(prompt, "prompt")]
@@ -139,7 +140,7 @@ def one_prompt(prompt: object, name: str) -> Prompt:
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling` without what changes nothing. The engine checks names and ranges.
+    """Return a copy of `sampling` without values that change nothing. The engine checks names and ranges.
 
     Raises InvalidJob for a number that arrived as text, and for an argument that is not built.
     """
@@ -184,11 +185,11 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    # The type of a truth value is another one. A loop would take longer than all the rest.
+    # A truth value has another type. A loop would take longer than all the rest.
     return set(map(type, items)) == {int}
 
 
-#: Arguments that are not built, with the values at which they change nothing. Null is always such a value.
+#: Arguments that are not built, each with the values that change nothing. Null is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
     **dict.fromkeys(
@@ -206,12 +207,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: Arguments that say something to a service's operator and nothing to the model.
+#: Arguments for a service's operator. They mean nothing to the model.
 FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without values that change nothing. Raises InvalidJob for one not built yet."""
+    """Return values under our names, without values that change nothing. Raises InvalidJob if one is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:
@@ -225,7 +226,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidValue(
                 f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
             )
-    if used.get("parallel_tool_calls") is True:  # the default: equal requests look alike
+    if used.get("parallel_tool_calls") is True:
+        # The default is left out, so that equal requests look alike.
         del used["parallel_tool_calls"]
     newer = used.pop("max_completion_tokens", None)
     if newer is not None:
@@ -241,7 +243,7 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     """Say whether an argument of NEUTRAL has a value at which it changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
-    # 1 and true are equal in Python, and mean different things.
+    # In Python 1 and true are equal, but here they mean different things.
     return any(
         value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
         for neutral in NEUTRAL[name]
@@ -251,7 +253,7 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with all that is asked of a text's form in `structured_outputs`. Raises InvalidJob.
 
-    `response_format` and `allow_whitespace` are in it then.
+    The values of `response_format` and `allow_whitespace` are moved into it.
     """
     forms = ("response_format", WHITESPACE, "structured_outputs")
     others = {name: value for name, value in values.items() if name not in forms}
@@ -273,7 +275,7 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form_of(response_format: Any) -> dict[str, Any] | None:
-    """Return OpenAI's response_format as structured outputs; None for any text. Raises InvalidJob."""
+    """Return OpenAI's response_format as structured outputs; None if any text is allowed. Raises InvalidJob."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
         return None

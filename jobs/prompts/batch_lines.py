@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch files: each is a request, with the body that OpenAI's server would take.
+"""Lines of OpenAI's batch files. Each line is a request, with a body as for OpenAI's server.
 
 Source: OpenAI's "Batch API" guide and reference ("request input object", "request output object").
 """
@@ -28,16 +28,16 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     RESPONSES: (lambda **body: chat_task(**chat_of(body)), "input"),
 }
 
-#: The error code of a line that was not answered. What is wrong is in the line, or its shard would be tried again.
+#: The error code of a line that was not answered. The fault is in the line, or else its shard would be tried again.
 ERROR_CODE = "invalid_request"
-#: How the error of a line for another endpoint than the batch's begins, and its code.
+#: The beginning and the code of the error of a line for another endpoint than the batch's.
 MISMATCHED, MISMATCHED_CODE = "mismatched endpoint", "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
 
 
 def custom_id(line: Any) -> str | None:
-    """Return the custom_id of a line; None if it has none."""
+    """Return the custom_id of a line; None if the line has none."""
     value = line.get("custom_id") if isinstance(line, dict) else None
     return value if isinstance(value, str) and value else None
 
@@ -59,9 +59,9 @@ def line_task(
 ) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: the seed of a line that names none. aliases: names of models that the served one stands for; "*" is any name.
-    endpoint: the only one that a line may ask for; None for any. drops: takes the arguments that are not served; None
-    where they are refused.
+    seed: the seed for a line that names no seed. aliases: names of models that the served model stands for; "*" is any
+    name. endpoint: the only endpoint that a line may name; None for any. drops: takes the arguments that are not
+    served; None if they are refused.
     """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
@@ -93,9 +93,9 @@ def line_task(
 
 
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return what makes the body of a line's response from the result of its task.
+    """Return a function that makes the body of a line's response from the result of its task.
 
-    It does not hold the line's prompt, because many lines wait for their answers at the same time.
+    The function does not hold the line's prompt, because many lines wait for their answers at the same time.
     """
     if line["url"] != RESPONSES:
         return lambda answer: answer
@@ -109,7 +109,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return an error's reason as a line's answer shows it."""
+    """Return an error's reason in the form of a line's answer."""
     if isinstance(error, ModelNotServed):
         name = str(error.args[0])
         return (

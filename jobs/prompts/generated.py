@@ -1,4 +1,4 @@
-"""Generates an answer: asks a prompt, and asks again if the answer is refused or was cut."""
+"""Generates an answer: asks a prompt, and asks again if a check refuses the answer or the answer was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
-#: Stands for the reason of a completion that failed and says nothing.
+#: The reason for a completion that failed without a reason.
 NO_REASON = "the engine gave no reason"
 
-#: The engine's limit of tokens where a request names none.
+#: The engine's limit of tokens for a request without max_tokens.
 DEFAULT_MAX_TOKENS = 256
 #: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
@@ -26,10 +26,10 @@ _OF_PROMPT = ("echo", "prompt_logprobs")
 class PromptAnswer:
     """The completions of one prompt.
 
-    samples: the samples by index; a prompt that failed has an error in each. Where there were several attempts,
-    the one sample counts the prompt tokens of all.
+    samples: the samples by index; a prompt that failed has an error in each. After several attempts there is one
+    sample, which counts the prompt tokens of all attempts.
     num_generated: tokens generated for each sample, in all attempts.
-    attempts: how often the prompt was asked; 0 where it is asked only once.
+    attempts: how often the prompt was asked; 0 if it can only be asked once.
     check_error: why the answer is not valid; None if it is, or nothing checks it.
     extras: what a way to the answer adds to it, by the names of its columns.
     """
@@ -47,7 +47,7 @@ class PromptAnswer:
 
     @property
     def failed_sample(self) -> Completion | None:
-        """Return the first sample that failed, if one did: then the prompt has no answer."""
+        """Return the first sample that failed; None if all are good. With a failed sample the prompt has no answer."""
         for sample in self.samples:
             if sample.finish_reason == "error":
                 return sample
@@ -55,7 +55,7 @@ class PromptAnswer:
 
     @property
     def num_chars(self) -> int:
-        """Return the least number of characters that the answer takes in a response."""
+        """Return a lower bound of the characters that the answer takes in a response."""
         total = 0
         for sample in self.samples:
             numbers = sample.embedding or sample.class_scores or ()
@@ -65,7 +65,7 @@ class PromptAnswer:
 
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
-    """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""
+    """Return the answer of a prompt that failed. n: how many samples it has. Each sample has the reason."""
     sample = PlainCompletion(finish_reason="error", error=reason or NO_REASON)
     return PromptAnswer([sample] * n, [0] * n)
 
@@ -77,10 +77,10 @@ def merged(
     extras: Mapping[str, Any],
     error: str | None = None,
 ) -> PromptAnswer:
-    """Return one answer that several requests led to.
+    """Return the one answer to which several requests have led.
 
-    answer: the completion that stands. prefills: a completion of each request, whose prompt tokens are counted.
-    samples: all completions, whose generated tokens are counted. error: stands beside the answer.
+    answer: the completion that is the answer. prefills: one completion of each request, to count the prompt tokens.
+    samples: all completions, to count the generated tokens. error: why the answer is not valid, or None.
     """
     sample = PlainCompletion.of(
         answer,
@@ -98,8 +98,8 @@ def generated(
 ) -> Item[PromptAnswer]:
     """Ask a prompt for its completions.
 
-    row: what a check function gets beside the answer. control_tokens: texts that answers and reasons behind a text
-    prompt must not forge; in chats the engine prevents that.
+    row: what a check function gets in addition to the answer. control_tokens: texts that answers and reasons must not
+    contain if they are added to a text prompt. In chats the engine prevents that.
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
@@ -114,7 +114,7 @@ def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
 def _tried(
     request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
 ) -> Item[PromptAnswer]:
-    """Ask until an answer stands; see RepairOptions."""
+    """Ask until an answer is accepted; see RepairOptions."""
     tally = _Tally()
     first = replace(request, sampling=_later_sampling(request))
     turn = request
@@ -168,14 +168,14 @@ class _Tally:
         self._error: str | None = None
 
     def add(self, completion: Completion, continued: Sequence[int]) -> None:
-        """Take the completion of an attempt. continued: tokens of the answer before that it goes on from."""
+        """Take the completion of an attempt. continued: the tokens of an earlier answer that this attempt continues."""
         self._num_attempts += 1
         if self._first is None:
             self._first = completion
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The answer before stands. It was refused, unless it was only cut.
+            # The previous answer stays. It was refused, unless it was only cut.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -188,7 +188,7 @@ class _Tally:
         self.answer = completion
 
     def sample(self) -> Completion:
-        """Return the answer with the counts of all attempts, and with the prompt's values of the first one."""
+        """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
         return PlainCompletion.of(
@@ -204,7 +204,7 @@ class _Tally:
 
 
 def _is_refused(completion: Completion) -> bool:
-    """Whether the engine refused a request before it ran, as it does where a prompt is too long."""
+    """Whether the engine refused a request before it ran, for example because the prompt is too long."""
     return completion.finish_reason == "error" and not completion.num_prompt_tokens
 
 
@@ -216,7 +216,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
 
 
 def _sampling_of(first: Request, attempt: int) -> dict[str, Any]:
-    """Return the sampling values of an attempt, whose seed follows from the first one's."""
+    """Return the sampling values of an attempt. Its seed follows from the seed of the first attempt."""
     return reseeded(first.sampling, f"attempt {attempt}")
 
 
@@ -227,7 +227,7 @@ def _repaired(
     reason: str,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return a request for another answer, behind the one that is not valid."""
+    """Return a request for another answer, which follows the answer that is not valid."""
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)
@@ -241,7 +241,7 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request with the reason behind it, and without the answers that took up the room."""
+    """Return the first request followed by the reason, without the answers that took up the room."""
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
         return _repaired(request, repairs, "", reason, control_tokens)
@@ -284,9 +284,9 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for an option that does not go with answers that are tried again.
+    """Raise InvalidJob for an option that cannot be combined with answers that are tried again.
 
-    has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
+    has_tools: the chat offers tools. prompt_only: nothing is generated after the prompt. has_steps: rows of a run have
     several prompts. has_labels: the run asks for labels.
     """
     if options.repair_template is not None and options.check is None:
@@ -319,7 +319,7 @@ def check_repairs(
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with another seed, made of theirs and `name`. Without a seed they stay as they are."""
+    """Return sampling values with another seed, made of their seed and `name`. Without a seed they stay as they are."""
     if sampling.get("seed") is None:
         return dict(sampling)
     return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}

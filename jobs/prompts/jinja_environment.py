@@ -1,4 +1,4 @@
-"""Jinja in its sandbox. Strangers write templates, so a child process renders them within its limits."""
+"""Jinja in its sandbox. Strangers write templates, so a child process with limits renders them."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _WRITTEN = (
 )
 #: Tags that read other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
-#: A filter and a global that give another text each time.
+#: A filter and a global of Jinja that give another text each time.
 _RANDOM_FILTER = "random"
 _RANDOM_GLOBAL = "lipsum"
 
@@ -64,7 +64,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             undefined=jinja2.StrictUndefined,
             finalize=jinja2.pass_context(lambda context, value: _written(value)),
-            optimized=False,  # computed beforehand, a mistake would fail the run and not its row
+            optimized=False,  # so that a mistake fails its row, and not the run
             keep_trailing_newline=True,
         )
         del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
@@ -80,7 +80,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.joined(d, value)
 
     def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        """Return a template, and the names that it takes from outside. Raises TemplateProblem."""
+        """Return a template, and the names that the template takes from outside. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
             for node in tree.find_all(_UNSERVED):
@@ -120,7 +120,7 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
         raise TemplateProblem(
             "it takes more memory than the process that renders it may have"
         ) from None
-    except Exception as error:  # noqa: BLE001  # a template is a program: whatever it raises is the row's
+    except Exception as error:  # noqa: BLE001  # a template is a program, and its errors belong to the row
         raise TemplateProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
     chars = sum(map(len, rendered))
     if chars > MAX_PROMPT_BYTES:
@@ -133,7 +133,7 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
 def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
     """Render the texts of a template with values of JSON.
 
-    Without values, reply with the names that the texts take from outside.
+    Without values, reply with the names that the template takes from outside.
     """
     texts = worker.question["texts"]
     reply: dict[str, Any]

@@ -17,16 +17,16 @@ from jobs.prompts.arguments import (
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
-#: What a message may hold beside its role and content, in the order in which equal chats are equal texts.
+#: What a message may hold beside its role and content. The order is fixed, so that equal chats are equal texts.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 
 
 def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
-    """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
+    """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text or a list of texts and pictures; an assistant's with tool calls may be null. drops_keys: whether
-    keys that are not read are left out. Raises InvalidJob.
+    A content is a text or a list of texts and pictures. An assistant's content may be null if there are tool calls.
+    drops_keys: whether keys that are not read are left out. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
@@ -81,7 +81,7 @@ def _part(part: object, number: int) -> dict[str, Any]:
         values = {key: value for key, value in part.items() if value is not None}
     is_image = values.keys() == {"type", "image"} and values["type"] == "image"
     if is_image and isinstance(values["image"], bytes):
-        return values  # JSON has no bytes: the part was parsed before
+        return values  # JSON has no bytes, so the part was parsed before
     if values.get("type") == "image_url":
         return {"type": "image", "image": _picture(values, number)}
     if values.keys() != {"type", "text"} or values["type"] != "text":
@@ -93,7 +93,7 @@ def _part(part: object, number: int) -> dict[str, Any]:
 
 
 def _picture(part: dict[str, Any], number: int) -> Picture:
-    """Return the picture of an image_url. Its `detail` changes nothing: a picture is read as it is."""
+    """Return the picture of an image_url. `detail` changes nothing, because a picture is read in its own size."""
     image_url = part.get("image_url")
     picture = image_url if isinstance(image_url, dict) else {"url": image_url}
     url = picture.get("url")
@@ -145,7 +145,7 @@ def _num_bytes(value: Any) -> int:
 NAMES = (*OF_CHATS, OF_VALUES)
 
 
-#: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
+#: Keyword arguments of engine.Engine.chat_token_ids. With `tools`, answers are searched for calls of these tools.
 ChatOptions = Mapping[str, Any]
 
 
@@ -174,7 +174,7 @@ def forces_call(values: Mapping[str, Any]) -> bool:
 
 
 def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a choice that forces a call of one of these tools. Raises InvalidJob for any other."""
+    """Return a choice that forces a call of one of these tools. Raises InvalidJob for any other tool."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)

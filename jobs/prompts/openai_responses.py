@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over a chat: the chat that a body asks for, and the response object of its answer.
+"""OpenAI's Responses API: turns a body into a chat, and the chat's answer into a response object.
 
 Source: OpenAI's API reference, "Responses".
 """
@@ -12,7 +12,7 @@ from jobs.errors import InvalidJob, InvalidValue, NotBuilt
 
 PATH = "/v1/responses"
 
-#: Arguments that are not built, with the values that ask for nothing.
+#: Arguments that are not built, with those values that change nothing.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
@@ -24,7 +24,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
-#: Arguments that a chat has by the same name.
+#: Arguments that have the same name in a chat.
 _SAME = (
     "model",
     "temperature",
@@ -37,7 +37,7 @@ _SAME = (
     "prompt_cache_key",
     "service_tier",
 )
-#: Arguments that become others of a chat, or of the response object.
+#: Arguments with another name in a chat, or in the response object.
 _OWN = (
     "input",
     "instructions",
@@ -59,7 +59,7 @@ def is_served(name: str, value: Any) -> bool:
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `jobs.chat` that a body asks for.
+    """Return the arguments of `jobs.chat` for a body.
 
     Raises InvalidJob, whose text begins with the argument that is wrong.
     """
@@ -109,7 +109,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. Calls that follow each other are one message."""
+    """Add an item of the input to the messages. Calls that follow each other become one message."""
     kind = item.get("type", "message")
     if kind == "message":
         messages.append(
@@ -188,7 +188,8 @@ def response_object(
 ) -> dict[str, Any]:
     """Return OpenAI's object of a response.
 
-    answer: the chat's. body: what was asked for. name: what the ids in it are made of. created_at: Unix seconds.
+    answer: the chat's answer. body: the request's body. name: the text from which ids are made. created_at: Unix
+    seconds.
     """
     (choice,) = answer["choices"]
     message = choice["message"]
@@ -215,7 +216,7 @@ def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
 
 
 def call_item(name: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the item of a function call. call: the chat's. index: the item's place in the output."""
+    """Return the item of a function call. call: from the chat's answer. index: the item's place in the output."""
     return {
         "type": "function_call",
         "id": f"fc_{name}_{index}",
@@ -233,7 +234,7 @@ def response_with(
     name: str,
     created_at: int,
 ) -> dict[str, Any]:
-    """Return a response object with these items. answer: the chat's; None while there is none."""
+    """Return a response object with these items. answer: the chat's answer; None while there is no answer."""
     status = "in_progress"
     reason = None
     usage = None

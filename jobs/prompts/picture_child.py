@@ -43,7 +43,7 @@ def _decoded(file: bytearray, most: int) -> Image.Image | str:
         # Pillow would make all but the darkest of 65,536 greys white.
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode in ("I", "F"):
-        return "has pixels of 32 bits, and does not tell which is white: write it in 8 or 16 bits"
+        return "has pixels of 32 bits, and does not say which is white: write it in 8 or 16 bits"
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)

@@ -1,4 +1,4 @@
-"""Pictures in prompts: what stands for a picture, where it may be, and how large it may be."""
+"""Pictures in prompts: how a prompt holds them, where they may be, and how large they may be."""
 
 import re
 from base64 import b64decode
@@ -12,7 +12,7 @@ from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
 
-#: The most pictures of a prompt, and the most bytes and pixels of all its pictures together.
+#: The most pictures of a prompt, and the most bytes and pixels that its pictures may have together.
 MAX_PICTURES = 100
 MAX_BYTES = 20 << 20
 MAX_PIXELS = 1 << 26
@@ -26,12 +26,12 @@ ReadFile = Callable[[str], bytes]
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a data: URL or a URL of the web, and so no path."""
+    """Whether a text is a URL (data: or of the web), and not a path."""
     return text[:6].lower().startswith(("data:", "http:", "https:"))
 
 
 def picture_of(url: str, name: str) -> Picture:
-    """Return the bytes in a data: URL, or the path that a text is. Raises InvalidJob for a URL of the web."""
+    """Return the bytes in a data: URL. Return any other text, as a path. Raises InvalidJob for a URL of the web."""
     data = _DATA_URL.match(url)
     if data is not None:
         try:
@@ -39,7 +39,7 @@ def picture_of(url: str, name: str) -> Picture:
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
     is_data = url[:5].lower() == "data:"
-    if is_url(url) and not is_data:  # not shown: it may hold keys
+    if is_url(url) and not is_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, and none is fetched: give a data: URL, or a path"
         )
@@ -50,7 +50,7 @@ def picture_of(url: str, name: str) -> Picture:
 
 
 def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
-    """Return a copy of messages or parts with what `of` makes of each picture, in order."""
+    """Return a copy of messages or parts in which `of(picture)` replaces each picture, in order."""
     changed = []
     for part in value:
         if part.get("type") == "image":
@@ -69,13 +69,13 @@ def pictures_in(value: Parts) -> list[Any]:
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    """Return messages or parts with other pictures in the place of theirs, in order."""
+    """Return messages or parts in which other pictures replace their pictures, in order."""
     replacements = iter(pictures)
     return with_pictures(value, lambda _: next(replacements))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
-    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than it may hold, and what `read` does."""
+    """Return the bytes of a prompt's pictures. Raises the errors of `read`, or InvalidJob beyond a prompt's limits."""
     files: list[bytes] = []
     size = 0
     for picture in pictures:
@@ -90,7 +90,7 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
     return files
 
 
-#: Seconds for a picture, and bytes: some copies of MAX_PIXELS, of four bytes each.
+#: The most seconds and bytes for a picture. The bytes are room for some copies of MAX_PIXELS, four bytes each.
 LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 
 
@@ -110,7 +110,7 @@ def decode(file: bytes, name: str, most: int) -> tuple[int, int, bytearray]:
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
-    """Return the task that `make` makes of messages, once their pictures are there. Raises InvalidJob."""
+    """Return the task that `make` makes of messages once their pictures are loaded. Raises InvalidJob."""
     pictures = pictures_in(messages)
 
     def read(context: JobContext) -> Task:

@@ -49,7 +49,7 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 def _split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
-    """Split keyword arguments into the rest, the checks of answers, and options of ways. Raises InvalidJob."""
+    """Split keyword arguments into the checks of answers, the options of ways, and the rest. Raises InvalidJob."""
     rest = dict(options)
     repairs = NO_REPAIRS
     way_options: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def _checked_way(
     repairs: RepairOptions,
     tools: list[dict[str, Any]],
 ) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
+    """Return the way that options ask for. Raises InvalidJob for an argument that cannot be combined with this way."""
     way = way_of(options) if options else None
     if way is not None:
         check_beside(way, sampling, repairs)
@@ -75,10 +75,10 @@ def _checked_way(
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
+    """Return the task for the argument that says what to ask. Raises InvalidJob unless there is exactly one.
 
-    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
-    answers are text. sources: the arguments, each of which may be None.
+    make: makes the task from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens
+    in answers are text. sources: the arguments, each of which may be None.
     """
     names = [name for name, value in sources.items() if value is not None]
     if not names:

@@ -22,11 +22,11 @@ from jobs.prompts.template_texts import as_shown
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Request, Task
 
-#: A job shows its progress from this age on, so that the many short ones never do.
+#: A job shows its progress from this age on, so that the many short jobs never show it.
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: How ids of results begin; by default with the result's kind. A list has no id.
+#: The beginning of a result's id, by the result's kind; by default the kind itself. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",
@@ -34,10 +34,11 @@ ID_PREFIXES = {
     "list": None,
 }
 
-#: Kinds of results with OpenAI's system_fingerprint. It is the model's, and covers all that changes its answers.
+#: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
+#: changes its answers.
 _OF_COMPLETIONS = ("text_completion", "chat.completion")
 
-#: Makes the job's result from the answers and the job's id, without its id, time and model.
+#: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
 Respond = Callable[[Answers, str], dict[str, Any]]
 
 
@@ -45,9 +46,9 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are answered.
 
-    respond: makes the result. model: the one that the job asks for; None takes any. sampling: what all requests have.
-    values_are_text: whether control tokens in earlier answers are text. way: how each prompt gets its answer; None asks
-    it once.
+    respond: makes the result. model: the model that the job asks for; None takes any. sampling: the sampling values of
+    all requests. values_are_text: whether control tokens in earlier answers are text. way: how each prompt gets its
+    answer; None asks each prompt once.
     """
 
     prompts: Sequence[Request | Unusable]
@@ -60,12 +61,12 @@ class PromptTask(Task):
     way: Way | None = None
 
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job and get ready. Raises as `check`."""
+        """Check the job and get ready. Raises the errors of `check`."""
         self.check(context)
         return OpenPrompts(context, self)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed for another model, InvalidJob for sampling values or a check that are not possible."""
+        """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
         if self.model is not None:
             context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
@@ -117,7 +118,7 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer that has failed in all its samples if it has in one."""
+        """Return an answer. If one of its samples has failed, all samples of the returned answer have failed."""
         sample = answer.failed_sample
         if sample is None or self.repairs.is_asked_for:
             return answer
@@ -130,7 +131,7 @@ def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     return answer
 
 
-#: Remembers nothing: a job asks each of its prompts, also equal ones.
+#: Remembers nothing, because a job asks each of its prompts, also if prompts are equal.
 NO_MEMO = AnswerMemo(0)
 
 
@@ -142,7 +143,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job. It holds all of them in memory: a job is no larger than what Redis took."""
+    """Asks the prompts of one job. It holds all prompts in memory, because Redis has taken the job whole."""
 
     runner: ItemRunner[PromptAnswer]
 
@@ -179,7 +180,7 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return a name for each prompt's request in the journal. Most jobs are over before they need it."""
+        """Return the name of each prompt's request in the journal. Most jobs are over before they need these names."""
         clock = self._context.model.pinned(self._opened_at).clock
         requests = enumerate(self._task.prompts)
         return {
@@ -203,7 +204,7 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Have the prompt of a followed job continue what was sent, so that this stays the beginning of its answer."""
+        """Have the prompt of a followed job continue the text that was sent. So its answer begins with that text."""
         journal = self._context.journal
         task = self._task
         if journal is None or not journal.sent or len(task.prompts) != 1:
@@ -219,7 +220,7 @@ class OpenPrompts(ItemsTask):
         return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the progress of all prompts, as the journal is written whole each time."""
+        """Return a function that writes the progress of all prompts, because the whole journal is written each time."""
         if self._context.journal is None:
             return None
         progress_of = dict(self._earlier_progress)  # some of these may still wait for the engine
@@ -237,7 +238,7 @@ class OpenPrompts(ItemsTask):
         return partial(self._context.journal.write, records) if records else None
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests; the job's progress counts from the first one."""
+        """Yield the requests. The job's age counts from the first request."""
         if self._began_at is None:
             self._began_at = self._task.clock()
         return super().requests()

@@ -1,4 +1,4 @@
-"""OpenAI's response shapes, built from completions, and what a job may ask of them."""
+"""OpenAI's response shapes, built from completions; and the arguments that change them."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from jobs.errors import InvalidJob, unlike
 from jobs.prompts.generated import PromptAnswer
 from jobs.tasks import Completion, Logprob
 
-#: Stands for minus infinity, which JSON does not have. vLLM writes the same.
+#: Stands for minus infinity, which JSON does not have. vLLM writes the same number.
 LOWEST = -9999.0
 
 #: Stands in a text for part of a character that never became whole.
@@ -27,8 +27,8 @@ NAMES = ("echo", "top_logprobs", *LOGPROBS)
 class ResponseOptions:
     """What a response shows.
 
-    echo: the prompt's text too. prompt_only: nothing behind it. num_top: how many likeliest tokens stand beside each
-    token's log probability; None shows no log probabilities.
+    echo: whether the prompt's text is shown too. prompt_only: whether nothing follows the prompt. num_top: how many
+    likeliest tokens are shown with each token's log probability; None shows no log probabilities.
     """
 
     echo: bool = False
@@ -55,7 +55,9 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
         sampling["prompt_logprobs"] = num_top
     prompt_only = type(values.get("max_tokens")) is int and values["max_tokens"] == 0
     if prompt_only:
-        sampling["max_tokens"] = 1  # the engine generates one at least; the response leaves it out
+        sampling["max_tokens"] = (
+            1  # the engine generates at least one token, which the response leaves out
+        )
     return sampling, ResponseOptions(True, prompt_only, num_top)
 
 
@@ -84,7 +86,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's values without those that are off. Raises InvalidJob for one that the output has no column for."""
+    """Return a run's values without those that are off. Raises InvalidJob for a value that has no output column."""
     asking: dict[str, Any] = {}
     for name, value in values.items():
         asks_nothing = name in NAMES and (value is None or value is False)
@@ -104,9 +106,9 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Make `logprobs` of a text_completion's choice.
 
-    text: the choice's; `text_offset` counts its characters. echo: whether the prompt's tokens come first, the first of
-    which has no log probability. prompt_only: whether no others follow. A part of a character is shown as OpenAI does:
-    "bytes:\\xe2\\x80".
+    text: the choice's text; `text_offset` counts its characters. echo: whether the prompt's tokens come first. The very
+    first token has no log probability. prompt_only: whether no other tokens follow. A part of a character has OpenAI's
+    form: "bytes:\\xe2\\x80".
     """
     tokens: list[str] = []
     places: list[tuple[str, bytes | None]] = []
@@ -133,8 +135,8 @@ def text_logprobs(
 def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list[int]:
     """Return where in a text each of its tokens begins, in characters.
 
-    A token that the text leaves out, such as a special one, has length 0. Parts of a character begin where the
-    character does. tokens: the text of each, and its bytes if it is part of a character.
+    A token that the text leaves out, such as a special one, has length 0. A part of a character begins where the
+    character begins. tokens: the text of each token, and the bytes of a token that is part of a character.
     """
     offsets = []
     offset = 0
@@ -151,11 +153,11 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _behind(text: str, offset: int, characters: str) -> int:
-    """Return the place in a text behind these characters; the same place if the text leaves them out."""
+    """Return the place in a text after these characters. Return `offset` if the text leaves them out."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
-        # sentencepiece adds a space before a text, and takes it away again.
+        # sentencepiece adds a space before a text, and removes it again.
         return len(characters) - 1
     return offset
 
@@ -198,7 +200,7 @@ def _shown(entry: Logprob) -> float:
 
 
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Return log probabilities by the token's text, likeliest first; by the token's id if the text is taken."""
+    """Return log probabilities by the token's text, likeliest first. If a text is taken, the key is the token's id."""
     by_text: dict[str, float] = {}
     for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
         token = text_token(entry)
@@ -207,14 +209,14 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def text_token(entry: Logprob) -> str:
-    """Return a token as `text_completion` shows it: by its bytes if it is part of a character."""
+    """Return a token in the form of `text_completion`. A part of a character is shown by its bytes."""
     if entry.partial_bytes is None:
         return entry.decoded_token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
 
 
 def _entry(entry: Logprob) -> dict[str, Any]:
-    """Return a token as `chat.completion` shows it. Part of a character has its own bytes, as OpenAI gives them."""
+    """Return a token in the form of `chat.completion`. A part of a character has its own bytes, as with OpenAI."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
         token_bytes = token.encode()
@@ -225,7 +227,7 @@ def _entry(entry: Logprob) -> dict[str, Any]:
 
 
 def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
-    """Return calls as OpenAI's `tool_calls`. seed: names the answer, so that its ids are the same each time."""
+    """Return calls as OpenAI's `tool_calls`. seed: names the answer, so that the calls' ids are the same each time."""
     return [
         {
             "id": "call_" + blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest(),
@@ -237,7 +239,7 @@ def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, An
 
 
 def finish_reason_of(sample: Completion) -> str:
-    """Return why a sample ended, as OpenAI says it: one that calls tools ended with them."""
+    """Return why a sample ended, in OpenAI's words. A sample that calls tools ended with `tool_calls`."""
     if sample.tool_calls and sample.finish_reason == "stop":
         return "tool_calls"
     return sample.finish_reason
@@ -251,7 +253,7 @@ Answers = Sequence[PromptAnswer]
 def text_completion(
     answers: Answers, job_id: str, options: ResponseOptions = PLAIN
 ) -> dict[str, Any]:
-    """Return a `text_completion`, with choices in the order of prompts and samples. A failed one has an `error`."""
+    """Return a `text_completion`, with choices in the order of prompts and samples. A failed choice has an `error`."""
     choices = []
     for number, answer, sample in _numbered(answers):
         text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)

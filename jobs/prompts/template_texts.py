@@ -1,4 +1,4 @@
-"""The texts of a template. Jinja's are compiled and rendered by child processes."""
+"""The texts of a template. Child processes compile and render Jinja's templates."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from sandbox import ChildFailed, Limits
 
-#: The template stands in a run's job and plan, and each of a million rows repeats it.
+#: The limits of a template. It stands in a run's job and plan, and each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_TEMPLATE_MESSAGES = 100
 
@@ -43,18 +43,18 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return texts, tuple(roles)
 
 
-#: Goes into a control token that a value spells or begins. engine.text.control_tokens then reads the characters as
-#: text.
+#: This character goes into a control token that a value spells or begins. Then engine.text.control_tokens reads the
+#: token's characters as text.
 BREAK = "\ufdd0\ufdd1"
 
 
 def as_values(value: Any, control_tokens: Collection[str]) -> Any:
-    """Return a template's values. BREAK goes into each control token that they spell, so that it stays text."""
+    """Return a template's values with BREAK in each control token that they spell, so that the token stays text."""
     return _spellings(tuple(control_tokens)).broken(value) if control_tokens else value
 
 
 class _Spellings:
-    """Finds tokens that a value spells: whole ones, and one begun at its end, which the next value may complete."""
+    """Finds the tokens that a value spells: whole tokens, and the beginning of a token at the value's end."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
@@ -64,7 +64,7 @@ class _Spellings:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each token that its texts spell."""
         if isinstance(value, str):
-            while self._pattern.search(value):  # again, as a token may be within another one
+            while self._pattern.search(value):  # again, because a token may be within another one
                 value = self._pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return self._broken_end(value)
         if isinstance(value, dict):
@@ -87,7 +87,7 @@ def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
 
 
 def as_shown(prompt: Any) -> Any:
-    """Return a prompt without BREAK, as people read it."""
+    """Return a prompt without BREAK, for people to read."""
     return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 
@@ -96,11 +96,11 @@ _TASK = "jobs.prompts.jinja_environment:fill_in"
 
 
 class TemplateProblem(Exception):
-    """Raised when a template or a row cannot be rendered: (why, the part of the template that {} stands for)."""
+    """Raised when a template or a row cannot be rendered: (why, the part of the template for the {} in it)."""
 
 
 class JinjaTexts:
-    """A prompt's text, or the contents of a chat's messages. names: what they take from outside."""
+    """A prompt's text, or the contents of a chat's messages. names: the names that the texts take from outside."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
@@ -111,7 +111,7 @@ class JinjaTexts:
         self.names = frozenset(reply["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Have a child render the texts. Raises as the child does."""
+        """Have a child render the texts. Raises the child's errors."""
         return list(_asked_child(texts=self.texts, values=values)["texts"])
 
 

@@ -21,7 +21,7 @@ from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, as_values, 
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
-#: How many jobs' results come in one reply.
+#: The most jobs whose results come in one reply.
 TOGETHER = 16
 
 _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDED)
@@ -55,9 +55,9 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
 
 
 def answer_of(value: Any) -> Any:
-    """Return the text of a job's value, a list for several choices, or the label of `classify`.
+    """Return the text of a job's value: a text, a list of texts for several choices, or the label of `classify`.
 
-    A choice that failed has None. Any other value is its own answer.
+    A choice that failed becomes None. Any other value is returned as it is.
     """
     if not isinstance(value, dict):
         return value
@@ -95,14 +95,14 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
 
 
 def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
-    """Return a job's value, None for one that failed. Raises AnswerMissing."""
+    """Return a job's value; None for a failed job. Raises AnswerMissing."""
     kind = result_type(ended)
     if kind is ResultType.SUCCESSFUL:
         return _parsed(job_id, ended.get(b"return_value"))
     if kind in _FAILED or (kind is None and status in _FAILED_STATUSES):
         return None
     if not status:
-        problem = "job and result are gone: enqueue it anew, with a longer result_ttl"
+        problem = "job and result are gone: enqueue it again, with a longer result_ttl"
     else:
         problem = f"it has left no result, and its status is {safe_name(status)!r}"
     raise AnswerMissing(safe_name(job_id), problem)
@@ -133,7 +133,7 @@ ARGUMENTS = ("prompt_template", "messages_template")
 def templated_task(
     argument: str, template: Any, make: Callable[[Any], Task], *, values_are_text: bool
 ) -> Task:
-    """Return a task that is made once the template is filled in. Raises InvalidJob.
+    """Return a task that fills in the template when it is opened. Raises InvalidJob.
 
     argument: the template's name. make: makes the task of a prompt or of messages. values_are_text: whether control
     tokens in answers are text.
@@ -170,7 +170,7 @@ def templated_task(
 
 
 def refuse_template(values: dict[str, Any]) -> None:
-    """Raise InvalidJob for a template where there is no job that could depend on others."""
+    """Raise InvalidJob for a template outside a job, because only jobs can depend on other jobs."""
     for name in ARGUMENTS:
         if values.get(name) is not None:
             raise InvalidJob(

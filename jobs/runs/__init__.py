@@ -1,1 +1,1 @@
-"""Parquet runs as far as no file is read: arguments, plan, state in Redis, jobs. Nothing here imports pyarrow."""
+"""The part of Parquet runs that reads no table: arguments, plan, state in Redis, jobs. Nothing here imports pyarrow."""

@@ -1,6 +1,9 @@
 """Submits, retries and cancels runs. The command line calls these functions."""
 
+import getpass
 import json
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from jobs.common.rq_jobs import (
     job_queue,
 )
 from jobs.errors import PlanningUnderWay, UnknownRun
-from jobs.runs.end_notices import tell_of
+from jobs.runs.end_notices import enqueue_notices
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
@@ -41,7 +44,7 @@ CHUNK = 500
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were told to stop."""
+    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were asked to stop."""
 
     removed: int
     stopped: int
@@ -53,9 +56,10 @@ def submit_run(
     check_run: Callable[[RunSpec], None] = lambda spec: None,
     **arguments: Any,
 ) -> str:
-    """Enqueue the planning of a run unless it is already under way; return the run's id.
+    """Enqueue the planning of a run, unless the planning is already under way; return the run's id.
 
-    check_run: raises what the planning would. Raises InvalidJob or UnsupportedScheme before anything is enqueued.
+    check_run: raises the errors that planning would raise. Raises InvalidJob or UnsupportedScheme before anything is
+    enqueued.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)
@@ -63,7 +67,7 @@ def submit_run(
     run = spec.run
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
-    # The output is passed on as it was named: its real path may be another one on the worker's machine.
+    # The output is passed on as it was named, because its real path may be another one on the worker's machine.
     planning = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
@@ -72,18 +76,27 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
-        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held)
+        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held, by=submitter())
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
-    # The submission and its planning job are one write: a submission without a job would wait for ever.
+    # The submission and its planning job are written together, because a submission without a job would wait for ever.
     popped = QueueKeys(queue_name).popped
     state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
     return run
 
 
+def submitter() -> str:
+    """Return the user of this process and its machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output, which takes the old one's answers. Return the new run's id.
+    """Submit a run again with another output, which takes the answers of the old output. Return the new run's id.
 
     max_tokens: a larger limit. Rows that ended with `length` are then asked again.
     """
@@ -113,11 +126,12 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
 def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop running ones, and enqueue its notices.
 
-    Raises UnknownRun, or RunResubmitted if another submission came before all jobs were told.
+    Raises UnknownRun, or RunResubmitted if another submission came before all jobs were stopped.
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    state.cancel(submission)  # a planner has enqueued its jobs before this, or it will see the mark
+    # A planner has enqueued its jobs before this, or else it will see the mark.
+    state.cancel(submission)
     facts = state.facts()
     done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
@@ -135,14 +149,14 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
                 submission, partial(stop_held, connection, ids[start : start + CHUNK])
             )
     if removed or stopped or "finished" not in facts:
-        tell_of(state, submission, "cancelled")
+        enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
     """Whether the jobs are in the second half of the queue. LREM may search from either end.
 
-    The place of one job is looked up: the middle one, or else the last one.
+    Only the place of one job is looked up: the middle job, or else the last one.
     """
     if not job_ids:
         return False
@@ -196,7 +210,7 @@ def _enqueue_planning(
 
 
 def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> bool:
-    """Whether a worker has the planning already. Raises PlanningUnderWay if it plans for another model."""
+    """Whether a worker already holds the planning job. Raises PlanningUnderWay if that job plans for another model."""
     jobs = read_earlier(connection, [plan_job])
     if not jobs:
         return False

@@ -1,8 +1,8 @@
-"""Sends notices of a run's end: an HTTP call or a user's function, each a job on the run's queue.
+"""Sends notices of a run's end: an HTTP call or a user's function. Each notice is a job on the run's queue.
 
-A submission that asks for notices gets them once: when its run has finished, failed, or was stopped or cancelled. They
-are enqueued in one transaction with a mark, before the end of the last job is written. If a worker is killed in
-between, the shard runs again and enqueues them.
+A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. The
+notices and a mark are written in one transaction, before the end of the last job is written. If a worker is killed in
+between, the shard runs again and enqueues the notices.
 """
 
 import json
@@ -35,15 +35,15 @@ from jobs.runs.redis_state.submission import (
 POSTING = "jobs.post_run_end"
 #: RQ's default for jobs.
 TIMEOUT_S = 180
-#: How long a person can look up what became of a notice.
+#: How long the result of a notice is kept for people.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-#: How often a failed notice is tried again, each time from the end of its queue.
+#: How often a failed notice is tried again. Each time it goes to the end of its queue.
 RETRIES = 3
 
 
 def tell_failed(connection: Redis, lease: Lease, error: str) -> None:
-    """Enqueue a run's notices if the run ends with the lease's job, which is about to fail for good.
+    """Enqueue a run's notices if the run ends with the lease's job. This job is about to fail for good.
 
     Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.
     """
@@ -57,20 +57,22 @@ def tell_failed(connection: Redis, lease: Lease, error: str) -> None:
         if shard is None:
             if facts.get("plan_job") == lease.job_id:
                 state.describe({PLAN_ERROR: error})
-                tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
+                enqueue_notices(
+                    state, state.submission(), "failed", f"its planning failed: {error}"
+                )
         elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
-                tell_shards_failed(state, count, f", the last one: {error}")
+                notify_shards_failed(state, count, f", the last one: {error}")
             elif "finished" not in state.facts():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
-                tell_of(state, state.submission(), "failed", reason)
+                enqueue_notices(state, state.submission(), "failed", reason)
 
 
-def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue a run's notices if shards have failed and nothing is left to run. more: put behind the reason."""
+def notify_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
+    """Enqueue a run's notices if shards have failed and nothing is left to run. more: added to the reason."""
     if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
-        tell_of(
+        enqueue_notices(
             state,
             state.submission(),
             "failed",
@@ -78,7 +80,7 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
         )
 
 
-def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
+def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
     """Enqueue a submission's notices, once, in one transaction. word: how the run ended."""
     transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
 
@@ -86,7 +88,7 @@ def tell_of(state: RunState, submission: int, word: str, reason: str | None = No
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
     """Stop a run if too many rows fail, and enqueue its notices. Return its submission, or None if the run goes on.
 
-    All this is one transaction: a shard that ends meanwhile is judged too, and no worker ends a run that is stopped.
+    All this is one transaction. So a shard that ends meanwhile is judged too, and no worker ends a stopped run.
     is_whole: see RunState.judge.
     """
     return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
@@ -112,7 +114,7 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         return
     if not facts.keys() & set(ASKED_FOR):
         return
-    # A failed run may go on, if a person enqueues its jobs again. So a failure has a mark of its own.
+    # A failed run may go on if a person enqueues its jobs again. So a failure has a mark of its own.
     is_end = word != "failed"
     if not is_end and (facts.get(TOLD_FAILED) == last or "cancelled" in facts):
         return
@@ -139,7 +141,7 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         "reason": reason,
     }
 
-    notices: list[tuple[str, str, list[Any]]] = []  # kind, function and its arguments
+    notices: list[tuple[str, str, list[Any]]] = []  # kind, function and the function's arguments
     if WEBHOOK in facts:
         notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
     if ON_END in facts:
@@ -172,8 +174,8 @@ _HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST a notice to a URL whose host this worker may call; return the answer's status.
 
-    It is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed, InvalidJob or
-    WebhookRefused.
+    The call is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed,
+    InvalidJob or WebhookRefused.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

@@ -13,7 +13,7 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.state import transact
 
-#: Where a job may be that a person may cancel, by what its hash says.
+#: The places of jobs that a person may cancel, by the status in the job's hash.
 CANCELLABLE = (
     *(JobStatus.QUEUED, JobStatus.DEFERRED, JobStatus.SCHEDULED, JobStatus.STARTED),
     *(JobStatus.READY_TO_ENQUEUE, JobStatus.RATE_LIMITED),
@@ -21,17 +21,17 @@ CANCELLABLE = (
 
 
 class JobCancel(enum.Enum):
-    REMOVED = "removed"  # it waited, and will not run
-    STOPPING = "stopping"  # the worker that has it was told to stop it
-    GONE = "gone"  # it neither waits nor runs
+    REMOVED = "removed"  # the job waited, and will not run
+    STOPPING = "stopping"  # the job's worker was asked to stop it
+    GONE = "gone"  # the job neither waits nor runs
 
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a job from where it waits, or tell its worker to stop it. Its dependents wait on. Raises RedisError."""
-    for _ in range(2):  # a worker may take the job between the two looks: then look again
+    """Take a waiting job from its place, or ask its worker to stop it. Its dependents still wait. Raises RedisError."""
+    for _ in range(2):  # look again if a worker took the job between the two looks
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
-        # A worker that claims the job meanwhile changes one of these keys: then this look is made again.
+        # If a worker claims the job meanwhile, one of these keys changes, and this look is made again.
         had_waited = transact(
             connection,
             partial(_take, job_id),
@@ -44,15 +44,16 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
 
 
 def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Return whether the job waited; None if a worker has it."""
+    """Return whether the job waited; None if a worker holds the job."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
         return None
     raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     if not raw[0]:
         return False
     keys = rq_jobs.QueueKeys(stored.text(raw[0]))
-    limit = stored.text(raw[1] or b"")
-    registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
+    registries = [keys.deferred, keys.ready, keys.scheduled]
+    if raw[1]:  # not every user may read the keys of rate limits
+        registries.append(rq_jobs.rate_limited_key(stored.text(raw[1])))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]
     if on_queue is None and not any(waits):

@@ -21,9 +21,9 @@ from jobs.runs.plans.plan import Plan
 class RunOutput:
     """The output folder of a planned run.
 
-    parts: how many there are. state: "finished", "incomplete" if parts of a finished run are gone, or "forgotten" if
-    only Redis could say more. errors: rows with an error; None until the run has ended. expired: those of them that
-    were not begun before the run's deadline.
+    parts: how many parts there are. state: "finished", "incomplete" if parts of a finished run are gone, or "forgotten"
+    if only Redis could say more. errors: the number of rows with an error; None until the run has ended. expired: how
+    many of these rows were not begun before the run's deadline.
     """
 
     plan: Plan
@@ -40,9 +40,9 @@ class RunOutput:
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged.
+    """Return the run that an id or a folder names, and the run's output. Raises UnknownRun, PlanDamaged.
 
-    The second value is None for an id, and for a folder that this machine cannot read.
+    The output is None for an id, and for a folder that this machine cannot read.
     """
     if is_run_id(name):
         return name, None
@@ -58,10 +58,9 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 
 def output_here(folder: str, run: str) -> RunOutput | None:
-    """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    with suppress(
-        JobsError
-    ):  # Redis names the folder, and anybody who writes there may name a wrong one
+    """Return a run's output on this machine; None if the folder is elsewhere or belongs to another run."""
+    with suppress(JobsError):
+        # Redis names the folder, and anybody who may write to Redis may name a wrong one.
         output = _read_output(folder)
         if output is not None and output.plan.run == run:
             return output
@@ -75,7 +74,7 @@ def _read_output(name: str) -> RunOutput | None:
         return None
     try:
         plan = Plan.from_text(Path(path).read_text("utf-8"))
-        # The folder as this machine names it: the plan's own path may be another machine's.
+        # This is the folder's path on this machine. The path in the plan may be another machine's.
         parts_folder = os.path.join(folder, PARTS if plan.spec.single_file else "")
         names = os.listdir(parts_folder) if os.path.isdir(parts_folder) else []
     except ValueError as error:
@@ -89,7 +88,7 @@ def _read_output(name: str) -> RunOutput | None:
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
     expired = 0
-    # There may be no manifest yet, or it is damaged.
+    # There may be no manifest yet, or a damaged one.
     with suppress(OSError, ValueError, KeyError, TypeError):
         manifest = json.loads(Path(folder, MANIFEST).read_text("utf-8"))
         errors = int(manifest["errors"])

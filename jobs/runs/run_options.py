@@ -13,7 +13,7 @@ BatchEndpoint = Literal[
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of `submit`, as the command line and jobs.score_parquet have them. All may be left out."""
+    """The options of `submit`, for the command line and jobs.score_parquet. All may be left out."""
 
     # What is asked of each row
 
@@ -38,11 +38,11 @@ class RunOptions(TypedDict, total=False):
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
     probabilities: Literal["map", "struct"]
-    """What the labels' probabilities are written as; by default a map."""
+    """The form of the labels' probabilities: a struct, or a map (default)."""
     calibrate: bool
-    """Whether to subtract what each label has behind the prompt with N/A for columns."""
+    """Whether to correct the labels' probabilities by those after the prompt with N/A for all columns."""
     task: Literal["generate", "embed", "classify", "rerank"]
-    """What each row gives: an answer, its embedding, classes or relevance."""
+    """The result of each row: an answer, an embedding, classes or a relevance."""
     query_column: str
     """The column of queries for reranking; by default "query"."""
     document_column: str
@@ -50,14 +50,14 @@ class RunOptions(TypedDict, total=False):
     dimensions: int
     """How many first numbers of each embedding are kept."""
     prompt_name: str
-    """Which of the checkpoint's prompts stands before a text to embed."""
+    """The name of the checkpoint's prompt that stands before each text to embed."""
 
-    # How it is answered
+    # How a row is answered
 
     model: str
     """The model that the run needs, by name, path or hub id; by default any."""
     sampling: Mapping[str, Any]
-    """Sampling values by name. Those that are given by themselves win."""
+    """Sampling values by name. Values that are given as options of their own override them."""
     sampling_columns: Mapping[str, str]
     """The columns that hold each row's own values, by the names of the values."""
     column: Mapping[str, str]
@@ -75,11 +75,11 @@ class RunOptions(TypedDict, total=False):
     top_k: int
     """How many of the likeliest tokens may be drawn."""
     min_p: float
-    """Only tokens with this share of the likeliest one's probability are drawn."""
+    """Only tokens with at least this share of the likeliest token's probability are drawn."""
     seed: int
-    """The run's seed. Each row's own follows from it and from the row's number."""
+    """The run's seed. A row's seed follows from this seed and the row's number."""
     n: int
-    """How many completions each row gets. From 2 on the output has lists of them."""
+    """How many completions each row gets. From 2 on, the output has lists of completions."""
     stop: str | Sequence[str]
     """Texts that end a completion."""
     stop_token_ids: Sequence[int]
@@ -87,31 +87,31 @@ class RunOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     """Whether a completion keeps the text that ended it."""
     ignore_eos: bool
-    """Whether generation goes on behind the model's end token."""
+    """Whether generation goes on after the model's end token."""
     presence_penalty: float
-    """What is taken off the logit of each token that is there, from -2 to 2."""
+    """The number that is subtracted from the logit of each token that was generated before, from -2 to 2."""
     frequency_penalty: float
-    """The same, as often as the token is there."""
+    """The number that is subtracted from a token's logit for each time that it was generated before."""
     repetition_penalty: float
-    """What divides the logit of each token of prompt and completion."""
+    """The factor by which the logits of tokens in the prompt and completion are lowered."""
     logit_bias: Mapping[str, float]
-    """What is added to logits, by token id."""
+    """The numbers that are added to logits, by token id."""
     allowed_token_ids: Sequence[int]
     """The only tokens that may be drawn."""
     bad_words: Sequence[str]
-    """Texts that no completion has."""
+    """Texts that no completion may contain."""
     response_format: Mapping[str, Any] | type
     """The JSON that completions must be: a pydantic model's class, or OpenAI's mapping."""
     structured_outputs: Mapping[str, Any]
-    """What completions must be, such as {"json": schema}; a schema may be a pydantic model's class."""
+    """The form that completions must have, such as {"json": schema}. A schema may be a pydantic model's class."""
     allow_whitespace: bool
-    """Whether such JSON may have blanks and line breaks between its parts; by default it is compact."""
+    """Whether JSON completions may have blanks and line breaks between their parts. By default they have none."""
     logprobs: int
-    """Ask for log probabilities: of each token, and of this many likeliest ones, from 0 to 20."""
+    """Adds a column of log probabilities: of each token, and of this many likeliest tokens, from 0 to 20."""
     prompt_logprobs: int
-    """The same for each token of the prompt."""
+    """Adds a column of log probabilities as by `logprobs`, for each token of the prompt."""
     top_logprobs: int
-    """The number of likeliest tokens, as a chat of OpenAI's names it."""
+    """The number of likeliest tokens in `logprobs`, under the name that OpenAI's chats use."""
     logprob_type: Literal["float32", "float16"]
     """How log probabilities are written."""
     skip_special_tokens: bool
@@ -141,68 +141,68 @@ class RunOptions(TypedDict, total=False):
     check_function: str
     """A function(row, completion) that returns None or the reason, as "module.name"."""
     check_columns: Sequence[str]
-    """What the function's row has beside the prompt's columns."""
+    """The columns that the function's row has beside the prompt's columns."""
     max_attempts: int
     """The most answers of a row."""
     continue_on_length: bool
-    """Whether an answer that was cut at max_tokens goes on, as an attempt."""
+    """Whether an answer that was cut at max_tokens is continued. This counts as an attempt."""
     repair_template: str
-    """The text that asks for another answer. {reason} in it stands for the reason."""
+    """The text that asks for another answer. {reason} in it is replaced by the reason."""
     agree: float
     """Each prompt is sampled until this share of its samples agrees, such as 0.7."""
     max_samples: int
     """The most samples of a prompt; by default 16."""
     agree_on: str
-    """What is compared: "json", a JSON pointer, or a pattern with a group."""
+    """The part of a text that is compared: "json", a JSON pointer, or a pattern with a group."""
     tool: str | Sequence[str]
     """Functions that answer the calls of tools, as "module:function"."""
     max_turns: int
     """The most answers of a chat; by default 8."""
     escalate_below: float
-    """Rows whose labels have a lower margin are asked again of a larger model."""
+    """A larger model is asked again about rows whose labels have a lower margin."""
     escalate_to: str
-    """The queue whose workers serve that model; by default the run's own."""
+    """The queue whose workers serve the larger model; by default the run's queue."""
     escalate_model: str
-    """The name of that model, if the queue has several."""
+    """The name of the larger model, if the queue has several."""
 
     # What is read and written
 
     input_format: Literal["parquet", "csv", "tsv", "jsonl", "arrow", "openai-batch"]
-    """The format of the input, if the files' names do not tell it."""
+    """The format of the input, if the files' names do not show it."""
     encoding: str
     """The encoding of CSV and JSONL, such as "cp1252"; by default UTF-8."""
     delimiter: str
-    """What stands between fields of CSV; by default a comma."""
+    """The character between fields of CSV; by default a comma."""
     decimal: Literal[".", ","]
-    """What stands before the decimals of numbers in CSV; by default a point."""
+    """The decimal mark of numbers in CSV; by default a point."""
     filename_column: str
     """The name of a column that is added and holds each row's file."""
     model_alias: str | Sequence[str]
-    """Models that batch files name, for the served one; "*" for any."""
+    """Names in batch files that stand for the served model; "*" for any name."""
     batch_endpoint: BatchEndpoint
-    """The only endpoint that lines of batch files may ask. Others get an error."""
+    """The only endpoint that lines of batch files may name. Lines with another one get an error."""
     drop_unsupported: bool
     """Whether what cannot be honoured is left out: arguments of batch files' lines, and extra keys of messages."""
     inline_pictures: bool
     """Whether lines of batch files that name a picture's file are refused."""
     limit: int
-    """How many rows are scored, the first ones."""
+    """How many rows are scored, from the first on."""
     rows_per_shard: int
     """Rows of a part; by default 1,000."""
     keep: Sequence[str]
     """The only columns of the input that the output has."""
     drop: Sequence[str]
-    """Columns of the input that the output has not."""
+    """Columns of the input that the output leaves out."""
     parse: bool
-    """Whether answers that are JSON get a column with the types of their schema."""
+    """Whether a column with the types of the schema is added for answers that are JSON."""
     output_prefix: str
     """A text before the names of the columns that are added."""
     single_file: bool | str
-    """Whether all rows are written into one file in the end, or its format."""
+    """Whether all rows are written into one file in the end. May be the format of this file."""
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
-    """The format of that file; by default Parquet."""
+    """The format of the single file; by default Parquet."""
     order: Literal["prefix"]
-    """Rows that share a beginning are computed together. Parts keep that order."""
+    """Rows that share a beginning are computed together. The parts have this order."""
     reuse: Path | Sequence[Path]
     """Outputs of earlier runs whose answers are taken."""
     reuse_from_any_model: bool
@@ -212,7 +212,7 @@ class RunOptions(TypedDict, total=False):
     reused_column: str
     """The name of a column that says which row of an earlier run an answer is from."""
 
-    # When it stops, and who is told
+    # When the run stops, and who gets a notice
 
     max_errors: int | str
     """How many rows may have an error, or a share like "5%"; by default 90 %."""
@@ -221,4 +221,4 @@ class RunOptions(TypedDict, total=False):
     webhook: str
     """A URL that gets a POST once the run ends. Workers must allow its host."""
     on_end: str
-    """A function that runs then, as "module.name". Workers must allow it."""
+    """A function that is called once the run ends, as "module.name". Workers must allow it."""

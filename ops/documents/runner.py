@@ -16,7 +16,7 @@ from jobs.common.keys import held_key
 from jobs.queues import count_queues
 from ops.documents.blocks import Block
 from ops.documents.stage import Stage
-from tokenmill.dashboard.jobs_seen import FailedJob, newest_failed
+from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
 
 BLOCK_S = 180.0
 """How long a block may take before it counts as hung."""

@@ -31,7 +31,7 @@ def redis(redis: Redis) -> Iterator[Redis]:
     """Set up well, and again so afterwards."""
     yield redis
     set_up(redis, {**OTHERS, **WELL})
-    redis.execute_command("ACL", "DELUSER", "worker", "producer")
+    redis.execute_command("ACL", "DELUSER", "worker", "producer", "dashboard")
 
 
 def set_up(client: Redis, settings: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from jobs.doctor import redis_server
@@ -75,12 +76,7 @@ def quick(url: str) -> Server:
             "at most snapshots (save 3600 1)",
             "appendonly",
         ),
-        (
-            {"maxmemory": "800kb"},
-            Level.FAULT,
-            "soon no job can be enqueued",
-            "CONFIG SET maxmemory",
-        ),
+        ({"maxmemory": "800kb"}, Level.FAULT, "no job can be enqueued", "CONFIG SET maxmemory"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
 )
@@ -132,7 +128,7 @@ def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) ->
     assert "Wr0ng" not in str(finding)
 
 
-@pytest.mark.parametrize("role", ["worker", "producer"])
+@pytest.mark.parametrize("role", ["worker", "producer", "dashboard"])
 def test_the_rules_that_we_document_are_enough(redis: Redis, redis_url: str, role: Role) -> None:
     url = as_user(redis, redis_url, role, rules_of(role))
     server = quick(url)
@@ -177,3 +173,26 @@ def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
         (finding,) = found
         assert "a restart drops every transaction" in finding.text
         assert "ACL SETUSER default off ~* &* +@all" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("error", "mend"),
+    [
+        (
+            "[SSL] certificate verify failed: unable to get local issuer certificate",
+            "ssl_ca_certs=",
+        ),
+        ("certificate verify failed: Hostname mismatch, not valid for 'a'", "as its certificate"),
+        ("certificate verify failed: certificate has expired", "renew the certificate"),
+        (
+            "Error 2 connecting to h:6380. No such file or directory.",
+            "correct the path ssl_ca_certs",
+        ),
+        ("Connection refused", "start Redis"),
+    ],
+    ids=["unknown", "other name", "expired", "no file", "away"],
+)
+def test_each_error_of_tls_is_told_with_what_mends_it(error: str, mend: str) -> None:
+    finding = not_served("rediss://worker:secret@h:6380/0", RedisConnectionError(error))
+    assert mend in finding.mend
+    assert "secret" not in finding.text

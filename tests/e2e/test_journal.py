@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import Process, stats_of, wait_until
 
-ROWS = 12
+ROWS = 6
 DRAWN: dict[str, Any] = {"max_tokens": 160, "temperature": 4.0, "seed": 7, "ignore_eos": True}
 ASKS: dict[str, dict[str, Any]] = {
     "two samples": {"prompt_column": "text", "sampling": {**DRAWN, "n": 2}},

@@ -40,7 +40,7 @@ def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     running.redis.close()
 
 
-@pytest.mark.parametrize("planner", ["newer", "older"])
+@pytest.mark.parametrize("planner", ["newer", pytest.param("older", marks=pytest.mark.long)])
 def test_each_leaves_the_runs_of_the_other_on_the_queue(
     workers: Workers, newer: Path, redis_url: str, tmp_path: Path, planner: str
 ) -> None:

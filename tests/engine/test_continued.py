@@ -34,7 +34,13 @@ WISHES = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "overlapping"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="in turns", marks=pytest.mark.long),
+        pytest.param(True, id="overlapping"),
+    ],
+)
 def engine(folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Engine]:
     config = EngineConfig(
         str(folders["gqa2_tied_hub"]),

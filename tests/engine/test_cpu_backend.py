@@ -45,7 +45,13 @@ def backend() -> CpuBackend:
 
 @both_dtypes
 @pytest.mark.parametrize(
-    "features", [{}, {"window": 70}, {"has_sinks": True, "soft_cap": 1.5}], ids=str
+    "features",
+    [
+        {},
+        {"window": 70},
+        pytest.param({"has_sinks": True, "soft_cap": 1.5}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_prompt_gets_the_same_bits_in_chunks(
     backend: CpuBackend, features: dict[str, Any], dtype: torch.dtype
@@ -276,6 +282,7 @@ print(totals.view(torch.int32).long().cumsum(0).cumsum(0)[-1].item())
 """
 
 
+@pytest.mark.long
 def test_code_from_the_cache_gives_the_bits_that_it_gave_where_it_was_compiled(
     tmp_path: Path,
 ) -> None:

@@ -48,7 +48,9 @@ members = st.tuples(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
+)
 @settings(max_examples=examples(10), deadline=None)
 @given(
     st.lists(members, min_size=8, max_size=20),

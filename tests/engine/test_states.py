@@ -48,7 +48,12 @@ def start(folder: Path, **changes: Any) -> Engine:
     return Engine(small(folder, attention_backend=backend, **values))
 
 
-@pytest.fixture(params=[False, True], ids=["in turns", "overlap"])
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="in turns", marks=pytest.mark.long),
+        pytest.param(True, id="overlap"),
+    ]
+)
 def built(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     with start(folder, async_scheduling=request.param) as made:
         yield made

@@ -21,7 +21,7 @@ DRAINED_S = 15
 
 #: What a worker reads; one that is given any other variable with our prefix does not start.
 SETTINGS = {f"TOKENMILL_{name.upper()}" for name in WorkerSettings.model_fields}
-DASHBOARD_SETTINGS = {"TOKENMILL_DASHBOARD_TOKEN"}
+DASHBOARD_SETTINGS = {"TOKENMILL_DASHBOARD_TOKEN", "TOKENMILL_DASHBOARD_TOKENS"}
 
 
 def assert_is_a_command(words: Sequence[str]) -> None:

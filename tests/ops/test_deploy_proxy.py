@@ -63,8 +63,18 @@ def test_a_proxy_closes_an_idle_connection_before_the_server_does() -> None:
 
 
 def test_the_numbers_are_not_shown_outside() -> None:
-    assert re.search(r"location = /metrics \{\s+return 404;", NGINX)
-    assert re.search(r"^\s*respond /metrics 404$", CADDY, re.MULTILINE)
+    sites = len(re.findall("^server ", NGINX, re.MULTILINE))
+    assert sites == 2
+    assert len(re.findall(r"location = /metrics \{\s+return 404;", NGINX)) == sites
+    assert len(re.findall(r"^\s*respond /metrics 404$", CADDY, re.MULTILINE)) == sites
+
+
+def test_the_dashboard_learns_its_name_and_that_its_reader_came_by_tls() -> None:
+    """Caddy sends both by itself."""
+    site = NGINX.partition("server_name tokenmill.example.com;")[2]
+    assert "proxy_pass http://127.0.0.1:9181;" in site
+    for header in ("Host $host", "X-Forwarded-Proto $scheme"):
+        assert f"proxy_set_header {header};" in site
 
 
 @pytest.mark.processes

@@ -2,13 +2,16 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
+from worker.store.worker_record import living_namesake
 
 F = "tests.worker.functions."
 
@@ -37,6 +40,49 @@ def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path
     assert pool.wait(timeout=30) == 0
     assert text_of(workers.result(job)) == f"echo:{gate}"
     workers.redis.flushall()  # the killed one could not sign off; RQ forgets it when its hash expires
+
+
+NAMESAKE = {"hostname": socket.gethostname(), "pid": "999999999", "birth": "2026-11-29T10:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("namesake", "is_heard", "holder"),
+    [
+        ({}, True, ""),
+        (NAMESAKE, True, ""),
+        ({**NAMESAKE, "pid": str(os.getpid())}, True, ""),
+        ({**NAMESAKE, "pid": "1"}, False, ""),
+        ({**NAMESAKE, "pid": "1"}, True, f"process 1 on host {socket.gethostname()}"),
+        ({**NAMESAKE, "hostname": "other", "death": "2026-11-29T10:00:00Z"}, True, ""),
+        ({**NAMESAKE, "hostname": "other"}, False, "process 999999999 on host other"),
+    ],
+    ids=["none", "killed", "own id", "silent", "living", "left", "elsewhere"],
+)
+def test_a_name_is_free_once_its_worker_is_known_to_be_dead(
+    redis: Redis, namesake: dict[str, str], is_heard: bool, holder: str
+) -> None:
+    if namesake:
+        redis.hset("rq:worker:w", mapping=namesake)
+    if is_heard:
+        redis.set("tokenmill:served:w", "{}")
+    assert living_namesake(redis, "w", socket.gethostname()) == holder
+
+
+def test_a_worker_starts_under_the_name_of_one_that_was_killed_and_not_under_that_of_a_living_one(
+    workers: Workers,
+) -> None:
+    workers.redis.hset("rq:worker:w", mapping=NAMESAKE)
+    workers.redis.sadd("rq:workers", "rq:worker:w")
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    assert "started" in workers.burst("--name", "w")
+    assert text_of(workers.result(job)) == "echo:a"
+
+    workers.redis.hset("rq:worker:x", mapping={**NAMESAKE, "hostname": "other"})
+    refused = workers.start("--burst", "--name", "x")
+    assert refused.wait(timeout=30) == 1
+    assert "the name x belongs to another worker, process 999999999 on host other" in workers.log(
+        refused
+    )
 
 
 @pytest.mark.parametrize(

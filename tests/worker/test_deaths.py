@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
+from jobs.common.worker_deaths import read_deaths
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 
 
@@ -32,8 +34,11 @@ def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(
 ) -> None:
     gate = f"file:{tmp_path}/go"
     jobs = [enqueue(workers, gate, retry=Retry(max=1) if i % 2 else None) for i in range(8)]
-    first = workers.start()
+    first = workers.start("--name", "first")
     wait_until_started(*jobs)
+    told = stats_of(workers, "first")
+    assert (told["host"], told["pid"]) == (socket.gethostname(), first.pid)
+    assert told["memory_bytes"] > 1 << 20
     first.kill()
     first.wait()
     (tmp_path / "go").touch()
@@ -46,6 +51,8 @@ def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(
         assert job.retries_left == (1 if i % 2 else None), "a worker's death used up a retry"
     assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
     assert leftovers(workers.redis, "bulk") == []
+    (death,) = read_deaths(workers.redis)
+    assert (death.worker, sorted(death.job_ids)) == ("first", sorted(job.id for job in jobs))
 
 
 def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(

@@ -13,6 +13,7 @@ from redis import Redis
 from rq import Queue, Repeat
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
+from rq.utils import now
 
 from jobs.common.keys import PROGRESS_FIELD
 from tests.worker.fake_engine import FakeEngine
@@ -145,17 +146,27 @@ def test_deaths_count_for_one_try_and_go_with_its_end(
     assert queue.connection.keys("tokenmill:deaths:*") == []
 
 
-def test_a_takeover_tells_which_job_it_takes_and_how_many_workers_have_died_with_it(
-    queue: Queue, whole: WholeWorker, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("has_begun", "holder"),
+    [(True, "worker dead"), (False, "a worker that had not begun it")],
+    ids=["begun", "held"],
+)
+def test_a_takeover_tells_whose_job_it_takes_why_and_how_many_workers_have_died_with_it(
+    queue: Queue, whole: WholeWorker, caplog: pytest.LogCaptureFixture, has_begun: bool, holder: str
 ) -> None:
     redis, dead = queue.connection, worker_store(queue.connection, "dead")
     whole.turn()
     job = queue.enqueue("jobs.complete", "a", max_tokens=1)
     (held,) = claim(dead)
+    if has_begun:
+        assert dead.begin([(held, now())]) == []
     redis.delete(f"rq:execution:{job.id}:{held.execution_id}", "tokenmill:maintenance:bulk")
     work_off_once = [whole.turn() for _ in range(6)]
     assert all(work_off_once)
-    assert f"job {job.id} is taken over after worker death 1; after 2 it fails" in caplog.text
+    assert (
+        f"bulk: job {job.id} is taken over from {holder}, which did not renew its lease: worker death 1; "
+        "after 2 it fails"
+    ) in caplog.text
     assert whole.tally.takeovers == {("bulk", 1): 1}
     assert Job.fetch(job.id, redis, JSONSerializer).get_status() == JobStatus.FINISHED
 

@@ -1,14 +1,16 @@
 """A log is text on a terminal and a JSON object a line elsewhere, whoever wrote the record."""
 
+import ast
 import json
 import logging
+import re
 import sys
 from typing import Any
 
 from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
 from jobs.runs.plans.names import plan_job_id, run_and_shard, shard_job_id
-from tests.rq_workers import Workers
+from tests.rq_workers import ROOT, Workers
 from worker.logs import _run_fields
 
 RUN = "0123456789abcdef"
@@ -90,3 +92,26 @@ def test_an_exception_is_told_without_the_values_of_its_variables() -> None:
     assert len(error["exc_value"]) == MAX_EXCEPTION_CHARS
     assert [frame["name"] for frame in error["frames"]][-1] == "fails"
     assert "secret" not in json.dumps(line)
+
+
+def texts_of_the_code() -> set[str]:
+    """Every text in the code of worker and jobs, with its parts on several lines as one."""
+    texts = set()
+    for package in ("worker", "jobs"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+    return texts
+
+
+def test_each_line_that_people_on_call_are_told_to_search_for_stands_in_the_code() -> None:
+    page = (ROOT / "docs" / "recovery.md").read_text()
+    table = page.partition("## Log lines to search for")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|.*$", table, re.MULTILINE)
+    ends = re.findall(r"; `(.+?)` ends it", table)
+    lines = [line for row in rows for line in re.findall(r"`(.+?)`", row)]
+    assert len(lines) > 15
+    assert len(ends) == 3
+    texts = texts_of_the_code()
+    assert [line for line in (*lines, *ends) if not any(line in text for text in texts)] == []

@@ -10,6 +10,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Completion, EngineStats
 from engine.schedule.outputs import RequestMetrics
+from jobs.common.redis_info import RedisHealth
 from jobs.common.workers import Point
+from jobs.queues.numbers import QueueNumbers
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
@@ -73,6 +76,9 @@ def busy_counts() -> Tally:
     for _ in range(3):
         counts.sent("worker")
     counts.sent("functions")
+    counts.queue_numbers = QueueNumbers(
+        {}, {"bulk": 1}, {"bulk": 9.5}, {"bulk": 0}, RedisHealth(5, 10, ("aof_last_write_status",))
+    )
     return counts
 
 
@@ -98,6 +104,11 @@ def test_the_exposition_has_what_the_worker_and_its_engine_have_counted() -> Non
         "tokenmill_request_success_total finished_reason=stop": 1,
         "tokenmill_time_to_first_token_seconds_sum": pytest.approx(0.2),
         "tokenmill_e2e_request_latency_seconds_sum": 3,
+        "tokenmill_jobs_taken_over_total deaths=1 queue=bulk": 0,
+        "tokenmill_oldest_job_seconds queue=bulk": 9.5,
+        "tokenmill_redis_memory_limit_bytes": 10,
+        "tokenmill_redis_write_failed what=aof_last_write_status": 1,
+        "tokenmill_redis_write_failed what=rdb_last_bgsave_status": 0,
     }
     assert {name: found.get(name) for name in expected} == expected
 
@@ -111,10 +122,9 @@ def board_queries() -> list[str]:
 
 def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> None:
     served = {name.split()[0] for name in values(exposition(busy_counts()))} | {"up", "ALERTS"}
-    # The tests of the dashboard's and of the API server's metrics see these.
-    served |= {"tokenmill_jobs_due", "tokenmill_runs_deadline_at_risk"}
     queries = [*board_queries(), RULES.read_text()]
     asked = {name for query in queries for name in re.findall(r"\b([a-z_]+)(?=[\[{])", query)}
+    # The tests of the API server's metrics see its own.
     asked = {name for name in asked if not name.startswith("tokenmill_api_")}
     assert "tokenmill_jobs_total" in asked
     assert "tokenmill_job_queue_time_seconds_bucket" in asked
@@ -198,16 +208,22 @@ def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(
     jobs = [queue.enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
     fails, held = queue.enqueue("jobs.complete", "refuse"), f"file:{tmp_path}/go"
     holds = queue.enqueue("jobs.complete", held)
-    process = workers.start("--name", "w", TOKENMILL_METRICS_PORT=str(port))
+    late = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "later")
+    process = workers.start("--name", "w", "--with-scheduler", TOKENMILL_METRICS_PORT=str(port))
     for job in (*jobs, fails):
         workers.result(job)
     name = "tokenmill_jobs_held kind=engine queue=bulk"
     wait_until(lambda: values(get(port, "/metrics")[1]).get(name) == 1)
+    wait_until(lambda: "tokenmill_jobs_due" in get(port, "/metrics")[1])
     found = values(get(port, "/metrics")[1])
     assert found["tokenmill_jobs_total outcome=finished queue=bulk reason="] == 20
     assert found["tokenmill_jobs_total outcome=failed queue=bulk reason=RequestFailed"] == 1
     assert found["tokenmill_job_queue_time_seconds_count queue=bulk"] == 21
     assert found["tokenmill_redis_round_trips_total client=worker"] > 5
+    assert found["tokenmill_jobs_due queue=bulk"] == 0, "this is what KEDA asks for"
+    assert found["rq_jobs queue=bulk status=scheduled"] == 1
+    assert found["tokenmill_redis_memory_bytes"] > 0
+    late.delete()
     assert get(port, "/readyz") == (200, "ok\n")
     process.terminate()
     wait_until(lambda: get(port, "/readyz")[0] == 503)

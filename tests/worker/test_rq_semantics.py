@@ -18,7 +18,7 @@ from rq.worker.base import WorkerStatus
 
 from jobs.common.workers import read_workers
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
-from tokenmill.dashboard.history import read_points
+from tokenmill.dashboard.seen.growth import read_points
 from worker import BatchWorker
 from worker.store.scheduler import Scheduler
 
@@ -49,6 +49,9 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(
     first, last = (read_points(workers.redis, ["w"])["w"][place] for place in (0, -1))
     assert first.depth == {"high": 0, "bulk": 200 - first.jobs_held - first.jobs_finished}
     assert (last.depth, last.jobs_finished) == ({"high": 0, "bulk": 0}, 200)
+    assert (last.ended, last.ended_badly) == ({"bulk": 200}, {})
+    assert last.waited_ms["bulk"] > 0
+    assert last.ran_ms["bulk"] > 0
 
 
 def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from redis import Redis
@@ -31,24 +32,36 @@ from starlette.types import ASGIApp
 from jobs.common.display import safe_name
 from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
+from jobs.queues.metrics import QueueMetrics
 from tokenmill.dashboard import display
-from tokenmill.dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
+from tokenmill.dashboard.actions.deeds import Act, Deeds
+from tokenmill.dashboard.actions.forms import Form
+from tokenmill.dashboard.actions.table import ACTIONS
+from tokenmill.dashboard.failures.index import FailureIndex
 from tokenmill.dashboard.guard import (
     METRICS_PATH,
+    NO_LOGIN,
     SESSION_COOKIE,
     SESSION_S,
     Guard,
     Sessions,
     TriesInTurn,
 )
-from tokenmill.dashboard.pages import PAGES, Missing, time_left
-from tokenmill.dashboard.queue_metrics import QueueMetrics
-from tokenmill.dashboard.watcher import Watcher
+from tokenmill.dashboard.history.charts import Charts
+from tokenmill.dashboard.history.recorder import Recorder
+from tokenmill.dashboard.seen.run_asked import quoted
+from tokenmill.dashboard.seen.watcher import Watcher
+from tokenmill.dashboard.views.runs import time_left, why
+from tokenmill.dashboard.views.site import Missing, Site
+from tokenmill.dashboard.views.table import PAGES, View, missing
 from tokenmill.serving import Hosts
 
 #: The most bytes of a form, and the most seconds until it is here. Our own forms are far smaller.
 MAX_FORM_BYTES = 1 << 16
 FORM_S = 10.0
+
+#: Seconds for which a browser waits for an action. One that takes longer goes on by itself.
+ACTION_S = 4.0
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -59,14 +72,14 @@ class Options:
 
     hosts: further names of the dashboard.
     is_local: whether it listens on this machine alone.
-    token: browsers log in with it; None if everybody on this machine may look.
+    tokens: browsers log in with one of them, by the names of the logins; empty if everybody on this machine may look.
     show_prompts: whether jobs' arguments are shown.
     queues: the queues that /metrics counts. Without any there is no /metrics.
     """
 
     hosts: Collection[str] = ()
     is_local: bool = True
-    token: str | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
     show_prompts: bool = False
     queues: Sequence[str] = ()
 
@@ -76,8 +89,13 @@ class Dashboard:
 
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher = Watcher(connection)
+        self.recorder = Recorder(self.watcher)
+        self._charts = Charts(connection)
         self._options = options
-        self._sessions = Sessions(options.token) if options.token else None
+        self._sessions = Sessions(options.tokens) if options.tokens else None
+        failures = FailureIndex(connection)
+        self._site = Site(self.watcher, failures, options.show_prompts)
+        self._deeds = Deeds(connection, failures)
         self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
         # Each process has its own. A page of an earlier process gets the new token with its next update.
@@ -89,55 +107,63 @@ class Dashboard:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for name in ("number", "rate", "percent", "duration", "moment", "iso"):
+        for name in ("number", "rate", "percent", "duration", "moment", "iso", "size"):
             self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
+        self._templates.filters["quoted"] = quoted
         self._templates.globals.update(
             share=display.share,
             form_token=self._form_token,
             time_left=time_left,
+            why=why,
             release_text=release_text,
         )
 
     def app(self) -> ASGIApp:
         """Return the application."""
-        pages = [Route(path, self._page(name)) for path, name in _PATHS.items()]
+        pages = [Route(path, self._page(view)) for path, view in PAGES.items()]
+        actions = [
+            Route(path, self._action(act), methods=["POST"]) for path, act in ACTIONS.items()
+        ]
         app = Starlette(
+            lifespan=self._lifespan,
             routes=[
-                *pages,
                 Route("/series.json", self._series),
                 Route("/livez", self._livez),
                 *([Route(METRICS_PATH, self._tell)] if self._options.queues else []),
-                Route("/retry", self._action(retry_one), methods=["POST"]),
-                Route("/retry-all", self._action(retry_all), methods=["POST"]),
-                Route("/cancel-run", self._action(cancel_run), methods=["POST"]),
-                Route("/cancel-job", self._action(cancel_job), methods=["POST"]),
                 Route("/login", self._show_login, methods=["GET"]),
                 Route("/login", self._log_in, methods=["POST"]),
                 Route("/logout", self._log_out, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
-                Route("/{path:path}", self._page("missing")),
-            ]
+                *actions,
+                *pages,
+                Route("/{path:path}", self._page(missing)),
+            ],
         )
         return Guard(
             app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions
         )
 
-    def _page(self, name: str) -> Answer:
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        self._deeds.close()
+
+    def _page(self, view: View) -> Answer:
         connection = self.watcher.connection
 
         async def answer(request: Request) -> Response:
             def read() -> dict[str, Any]:
-                page = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
+                page = view(self._site, request)
                 return {**page, "troubles": [safe_name(text, 500) for text in troubles(connection)]}
 
             try:
                 facts = await run_in_threadpool(read)
             except Missing as missing:
-                return self._render(request, "missing.html", 404, text=str(missing))
+                return self._render(request, "missing", 404, text=str(missing))
             except RedisError as error:
                 return self._away(request, error)
-            return self._render(request, f"{name}.html", 200, **facts)
+            return self._render(request, view.__name__, 200, **facts)
 
         return answer
 
@@ -146,7 +172,7 @@ class Dashboard:
         is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
         problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
-        response = self._render(request, "away.html", 503, problem=problem, detail=detail)
+        response = self._render(request, "away", 503, problem=problem, detail=detail)
         if _is_update(request):
             response.headers["HX-Reswap"] = "none"
         return response
@@ -157,19 +183,32 @@ class Dashboard:
         An update has the status 200 even if it reports a problem. Browsers would log any other as an error.
         """
         update = _is_update(request)
-        html = self._templates.get_template(template).render(
-            layout="update.html" if update else "base.html",
+        html = self._templates.get_template(f"pages/{template}.html").render(
+            layout="parts/update.html" if update else "parts/base.html",
             now=time.time(),
             path=request.url.path,
             here=_here(request),
             has_login=self._sessions is not None,
-            notice=notice(request.query_params.get("done", "")),
+            notice=self._deeds.outcome(request.query_params.get("done", "")),
+            work=self._deeds.long_ones(),
+            searched=request.query_params.get("q", ""),
+            login=_login(request),
             **{"problem": None, "detail": None, "troubles": (), **facts},
         )
         return HTMLResponse(html, 200 if update else status)
 
     async def _series(self, request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(self.watcher.series))
+        """Answer with a page's charts. Parameters: of, name (of the queue, worker or run), range."""
+        asked = request.query_params
+        words = asked.get("of", "overview"), asked.get("name", ""), asked.get("range", "1h")
+        try:
+            charts = await run_in_threadpool(self._charts.read, *words)
+        except RedisError as error:
+            problem = f"{type(error).__name__}: {error}"
+            return JSONResponse({"problem": safe_name(problem, 300)}, 503)
+        if charts is None:
+            return JSONResponse({"problem": "There are no such charts."}, 404)
+        return JSONResponse({**charts, "problem": safe_name(self.recorder.problem, 300)})
 
     async def _livez(self, request: Request) -> Response:
         """Say that the process answers. Redis is not asked, because a restart would not bring it back."""
@@ -183,16 +222,21 @@ class Dashboard:
             return PlainTextResponse(f"Redis does not answer: {safe_name(str(error), 300)}\n", 503)
         return Response(body, media_type=kind)
 
-    def _action(self, act: Callable[[Redis, dict[str, str]], str]) -> Answer:
+    def _action(self, act: Act) -> Answer:
         """Return what carries out the form of one of our pages, then leads back to that page."""
 
         async def answer(request: Request) -> Response:
             form = await _form(request)
-            if not _same(form.get("form_token", ""), self._form_token):
+            if not _same(form.get("form_token"), self._form_token):
                 text = "This page is from an earlier dashboard: load it again, then try once more."
-                return self._render(request, "missing.html", 403, text=text)
+                return self._render(request, "missing", 403, text=text)
+            deed = self._deeds.begin(act, _login(request), form)
+            done = ""
             try:
-                done = await run_in_threadpool(act, self.watcher.connection, form)
+                waited = asyncio.shield(asyncio.wrap_future(deed.future))
+                done = await asyncio.wait_for(waited, ACTION_S)
+            except TimeoutError:
+                self._deeds.leave(deed)
             except RedisError as error:
                 return self._away(request, error)
             back = form.get("back", "/")
@@ -203,7 +247,7 @@ class Dashboard:
 
     async def _show_login(self, request: Request, wrong: str = "") -> Response:
         to = request.query_params.get("to", "/")
-        html = self._templates.get_template("login.html").render(
+        html = self._templates.get_template("pages/login.html").render(
             wrong=wrong, to=to if _is_ours(to) else "/"
         )
         return HTMLResponse(html, 403 if wrong else 200)
@@ -215,9 +259,9 @@ class Dashboard:
         if not await self._tries.take():
             text = "Too many wrong tokens were tried: wait a moment, then try again.\n"
             return PlainTextResponse(text, 429, {"Retry-After": "5"})
-        is_right = self._sessions.is_token(form.get("token", ""))
-        self._tries.note(is_right=is_right)
-        if not is_right:
+        name = self._sessions.name_of(form.get("token"))
+        self._tries.note(is_right=name is not None)
+        if name is None:
             return await self._show_login(
                 request, "That is not the token that the dashboard was started with."
             )
@@ -225,7 +269,7 @@ class Dashboard:
         response = RedirectResponse(to if _is_ours(to) else "/", 303)
         response.set_cookie(
             SESSION_COOKIE,
-            self._sessions.open(time.time()),
+            self._sessions.open(name, time.time()),
             max_age=SESSION_S,
             httponly=True,
             samesite="strict",
@@ -236,19 +280,9 @@ class Dashboard:
     async def _log_out(self, request: Request) -> Response:
         form = await _form(request)
         response = RedirectResponse("/login" if self._sessions else "/", 303)
-        if _same(form.get("form_token", ""), self._form_token):
+        if _same(form.get("form_token"), self._form_token):
             response.delete_cookie(SESSION_COOKIE)
         return response
-
-
-#: Path -> the page's name, in PAGES and among the templates.
-_PATHS = {
-    "/": "overview",
-    "/failed": "failed",
-    "/batches": "batches",
-    "/runs/{run}": "run",
-    "/jobs/{job_id}": "job",
-}
 
 
 def _here(request: Request) -> str:
@@ -271,7 +305,13 @@ def _same(sent: str, expected: str) -> bool:
     return secrets.compare_digest(sent.encode(errors="surrogatepass"), expected.encode())
 
 
-async def _form(request: Request) -> dict[str, str]:
+def _login(request: Request) -> str:
+    """Return the name of the login that a request comes with."""
+    name: str = getattr(request.state, "who", NO_LOGIN)
+    return name
+
+
+async def _form(request: Request) -> Form:
     """Return the fields of a form. They are empty if it is too large or comes too slowly."""
     body = b""
     try:
@@ -279,11 +319,7 @@ async def _form(request: Request) -> dict[str, str]:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_FORM_BYTES:
-                    return {}
+                    return Form()
     except (TimeoutError, ClientDisconnect):
-        return {}
-    try:
-        fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=20)
-    except ValueError:
-        return {}
-    return {name: values[0] for name, values in fields.items()}
+        return Form()
+    return Form.from_body(body)

@@ -32,6 +32,14 @@ def percent(share: float | None) -> str:
     return f"{shown} %"
 
 
+def size(num_bytes: float | None) -> str:
+    """Return a size in bytes as MiB or GiB; a dash if it is not known."""
+    if not num_bytes:
+        return NOTHING
+    mib = num_bytes / (1 << 20)
+    return f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
+
+
 def duration(seconds: float | None) -> str:
     """Return a time in its two largest units."""
     return NOTHING if seconds is None else duration_text(seconds)

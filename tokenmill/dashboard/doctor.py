@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from jobs.doctor.findings import Examination, Finding, fault, missing, ok
-from tokenmill.dashboard.serve import TOKEN_VARIABLE, check_token
+from tokenmill.dashboard.serve import check_tokens
 from tokenmill.serving import NotServed
 
 
@@ -15,11 +15,10 @@ def checks() -> list[Examination]:
 
 def _check() -> Iterator[Finding]:
     yield from missing("dashboard")
-    token = os.environ.get(TOKEN_VARIABLE) or None
     try:
-        check_token(token, "127.0.0.1")
+        tokens = check_tokens(os.environ, "127.0.0.1")
     except NotServed as error:
         yield fault("dashboard", str(error).partition(":")[0], str(error).partition(": ")[2])
         return
-    who = "browsers log in with a token" if token else "no token is set: it serves 127.0.0.1 only"
+    who = "browsers log in with a token" if tokens else "no token is set: it serves 127.0.0.1 only"
     yield ok("dashboard", who)

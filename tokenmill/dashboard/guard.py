@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -37,30 +38,47 @@ _POLICY = (
 )
 
 
+#: The name of the login whose token has none, and of everybody where there is no login.
+SHARED_LOGIN = "the shared token"
+NO_LOGIN = "this machine"
+
+
 class Sessions:
-    """Cookies of browsers that have logged in. They hold over a restart, and end with the token."""
+    """Cookies of browsers that have logged in. They hold over a restart, and end with the token.
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    tokens: each login's token by the login's name.
+    """
 
-    def is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="surrogatepass"), self._token)
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        self._tokens = {name: token.encode() for name, token in tokens.items()}
 
-    def open(self, now: float) -> str:
-        """Return a new cookie's value."""
+    def name_of(self, given: str) -> str | None:
+        """Return the name of the login whose token was given; None if it is nobody's."""
+        found = None
+        for name, token in self._tokens.items():
+            if hmac.compare_digest(given.encode(errors="surrogatepass"), token):
+                found = name
+        return found
+
+    def open(self, name: str, now: float) -> str:
+        """Return a new cookie's value for a login."""
         until = str(int(now) + SESSION_S)
-        return f"{until}.{self._sign(until)}"
+        return f"{until}.{self._sign(self._tokens[name], until)}"
 
-    def holds(self, cookie: str, now: float) -> bool:
+    def holder(self, cookie: str, now: float) -> str | None:
+        """Return the name of the login that a cookie was made for; None if it does not hold."""
         until, _, signature = cookie.partition(".")
-        is_ours = hmac.compare_digest(
-            signature.encode(errors="surrogatepass"), self._sign(until).encode()
-        )
-        return is_ours and int(until) > now
+        found = None
+        for name, token in self._tokens.items():
+            signed = self._sign(token, until).encode()
+            if hmac.compare_digest(signature.encode(errors="surrogatepass"), signed):
+                found = name
+        return found if found is not None and int(until) > now else None
 
-    def _sign(self, until: str) -> str:
+    @staticmethod
+    def _sign(token: bytes, until: str) -> str:
         text = b"session " + until.encode(errors="surrogatepass")
-        return hmac.new(self._token, text, hashlib.sha256).hexdigest()
+        return hmac.new(token, text, hashlib.sha256).hexdigest()
 
 
 class Guard:
@@ -92,9 +110,12 @@ class Guard:
             or scope["path"].startswith(_OPEN_FOLDER)
         ):
             return None
-        if self._sessions.holds(HTTPConnection(scope).cookies.get(SESSION_COOKIE, ""), time.time()):
+        cookie = HTTPConnection(scope).cookies.get(SESSION_COOKIE, "")
+        holder = self._sessions.holder(cookie, time.time())
+        if holder is not None:
+            scope.setdefault("state", {})["who"] = holder
             return None
-        if scope["path"] == METRICS_PATH and self._sessions.is_token(_bearer(headers)):
+        if scope["path"] == METRICS_PATH and self._sessions.name_of(_bearer(headers)) is not None:
             return None
         if "hx-request" in headers:  # the page is told to go there
             return Response(headers={"HX-Redirect": "/login"})

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from redis import Redis
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
+from jobs.parquet.files.filesystem import StoreError
 from jobs.prompts.openai_responses import PATH as RESPONSES
 from jobs.runs.watching.api_records import record_limited
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
@@ -35,6 +35,7 @@ from tokenmill.server.answers.response_stream import ResponseStream
 from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
+from tokenmill.server.batches.folders import Folder
 from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, Made
 from tokenmill.server.metrics import ENDPOINT, Metered, Metrics
@@ -67,7 +68,7 @@ class ServerOptions:
     prompts_queue: str = "prompts"
     runs_queue: str = "bulk"
     timeout_s: int = 600
-    folder: Path | None = None
+    folder: Folder | None = None
 
 
 class ApiServer:
@@ -161,6 +162,13 @@ class ApiServer:
                 response = ApiError(
                     503, "the queue does not answer: try again", headers={"retry-after": "5"}
                 ).response
+            except StoreError as error:
+                logger.warning("%s: %s", request_id, error)
+                response = ApiError(
+                    503,
+                    "the server's store does not answer: try again",
+                    headers={"retry-after": "5"},
+                ).response
             except OSError as error:
                 logger.warning("%s: the folder cannot be used: %s", request_id, error)
                 response = _disk_error(error).response
@@ -204,7 +212,7 @@ class ApiServer:
             call = await body.apply(call_of, request.scope["path"])
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
-            call = replace(call, on_enqueued=body.let_go)
+            call = replace(call, on_enqueued=body.let_go, producer=project.name)
             if call.is_streamed:
                 stream = EventStream(made.id, call, call.model or "")
                 return await self._stream(request, project, call, made, stream.events)
@@ -218,7 +226,7 @@ class ApiServer:
             call = await body.apply(response_call)
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
-            call = replace(call, on_enqueued=body.let_go)
+            call = replace(call, on_enqueued=body.let_go, producer=project.name)
             shown = {name: value for name, value in body.value.items() if name != "input"}
             stream = ResponseStream(made.id.removeprefix("req_"), shown)
             if call.is_streamed:

@@ -9,8 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redis import Redis
 from starlette.concurrency import run_in_threadpool
@@ -172,17 +171,16 @@ def tokens_of_call(call: Call) -> int:
     return num_prompt_tokens + num_prompts * num_samples * max_tokens
 
 
-def tokens_of_batch(path: Path, *, generates: bool) -> int:
-    """Return about how many tokens the lines of a batch file read and may generate. Raises OSError."""
-    num_tokens = path.stat().st_size // BYTES_PER_TOKEN
-    if not generates:
-        return num_tokens
-    with path.open("rb") as file:
-        while line := file.readline(_LINE_BYTES):
-            if line.strip():
-                found = _MAX_TOKENS.search(line)
-                num_tokens += int(found[1]) if found else DEFAULT_MAX_TOKENS
-    return num_tokens
+def tokens_of_batch(lines: IO[bytes], *, generates: bool) -> int:
+    """Return about how many tokens the lines of a batch file read and may generate. Raises OSError, StoreError."""
+    num_bytes = 0
+    num_generated = 0
+    while line := lines.readline(_LINE_BYTES):
+        num_bytes += len(line)
+        if generates and line.strip():
+            found = _MAX_TOKENS.search(line)
+            num_generated += int(found[1]) if found else DEFAULT_MAX_TOKENS
+    return num_bytes // BYTES_PER_TOKEN + num_generated
 
 
 def _num_bytes(value: object) -> int:

@@ -7,8 +7,10 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from jobs.api_keys import has_keys
-from jobs.runs.plans.paths import is_stored
+from jobs.errors import JobsError
+from jobs.runs.plans.paths import is_stored, run_path
 from tokenmill.server.app import ApiServer, ServerOptions
+from tokenmill.server.batches.folders import Folder, LocalFolder
 from tokenmill.server.connections import BoundedConnection
 from tokenmill.serving import (
     REDIS_TIMEOUT_S,
@@ -70,17 +72,30 @@ def serve(
     )
 
 
-def _folder(name: str) -> Path:
-    """Return the folder of files and batches. Raises NotServed if it is none."""
-    if is_stored(name):
-        raise NotServed(
-            f"--folder {name} is in an object store, which is not built yet: name a folder"
-        )
+def _folder(name: str) -> Folder:
+    """Return the folder of files and batches. Raises NotServed if it cannot be used."""
+    if is_stored(name.lower()):
+        return _stored_folder(name)
     folder = Path(name).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotServed(f"--folder {folder} cannot be made: {error.strerror}") from None
+    return LocalFolder(folder)
+
+
+def _stored_folder(name: str) -> Folder:
+    try:
+        from jobs.parquet.files.object_folder import ObjectFolder
+    except ImportError:
+        raise NotServed(
+            f"--folder {name} is in an object store, which needs obstore: pip install obstore"
+        ) from None
+    try:
+        folder = ObjectFolder(run_path(name))
+        folder.names("")
+    except JobsError as error:
+        raise NotServed(f"--folder {name} cannot be used: {error}") from None
     return folder
 
 

@@ -34,15 +34,15 @@ FOLLOW_PERIOD_S = 0.05
 """Seconds between two reports of growing texts."""
 
 MAX_FOLLOW_SHARE = 0.05
-"""The most of the engine thread's time that goes into growing texts. Beyond it they are reported less often."""
+"""The largest share of the engine thread's time for growing texts. Texts that need more are reported less often."""
 
 SWITCH_INTERVAL_S = 0.0002
-"""Seconds for which Python code of another thread may keep the engine's thread from going on after a step. CPython's
-default of 5 ms is longer than a step on a GPU."""
+"""Seconds for which another thread's Python code may hold up the engine's thread after a step. CPython's default of 5
+ms is longer than a step on a GPU."""
 
 NEW_OBJECTS = 10_000
-"""New objects after which the cycle collector looks through them. At CPython's 700, jobs that are merely held bring it
-on several times for each claim, which took a fifth of the processor time of a job that costs no computing."""
+"""New objects after which Python's cycle collector runs. With CPython's default of 700, the held jobs make it run
+several times for each claim. These runs took a fifth of the processor time of a job that computes nothing."""
 
 WAKE_PERIOD_S = 0.5
 """Seconds after which an idle main thread wakes up to see signals. A signal that was sent while the process was stopped
@@ -50,7 +50,7 @@ may have gone to another thread, and then nothing interrupts the wait."""
 
 
 class EngineLoop:
-    """Steps one engine as orders say. The thread that made the engine calls `run()`."""
+    """Follows orders and steps one engine. The thread that made the engine must call `run()`."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class EngineLoop:
         self.turned_at = moment
 
     def run(self) -> None:
-        """Work until a Halt order. If the engine raises, that is reported once, and then only Halt is awaited."""
+        """Work until a Halt order. If the engine raises, report the error once, then wait for Halt."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.set_threshold(NEW_OBJECTS)
         try:
             while self.turn():
                 pass
-        except Exception as error:  # noqa: BLE001  # whatever it was, its jobs must be given back
+        except Exception as error:  # noqa: BLE001  # whatever the error is, the jobs must be given back
             self._report(EngineDied(error))
             while not isinstance(self._orders.get(), Halt):
                 pass
@@ -106,7 +106,7 @@ class EngineLoop:
     def _take_orders(self) -> bool:
         """Take all waiting orders, then admit requests for one turn. Returns False after a Halt.
 
-        With nothing else to do, it waits for an order.
+        The loop waits for an order if it has nothing else to do.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
         wait = self._is_stopped or not has_work

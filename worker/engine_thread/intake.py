@@ -1,8 +1,8 @@
 """Intake: takes requests into the engine, urgent lanes first, with limited work before each step.
 
 Tokenizing takes about a microsecond a character. So that no step waits for long, each turn tokenizes some short prompts
-in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile, and other requests of
-its lane overtake a request that waits for one.
+in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile. Meanwhile other requests
+of the lane overtake the request that needs the grammar.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ if TYPE_CHECKING:
     from engine import Engine, PreparedPrompt
 
 SHORT = 2_048
-"""The most characters, or token ids, of a short prompt. Handing it to a thread takes as long as tokenizing it."""
+"""The most characters, or token ids, of a short prompt. Handing one to a thread takes as long as tokenizing it."""
 
 LONG = 65_536
-"""Characters beyond which a prompt is long. Long prompts have their own thread, so that no other waits for them."""
+"""Characters beyond which a prompt is long. Long prompts have their own thread, so that short ones do not wait for
+them."""
 
 TURN = 65_536
-"""Characters of short prompts that one turn tokenizes, in some 50 ms. That is more than one step computes."""
+"""Characters of short prompts that one turn tokenizes in about 50 ms. One step computes fewer than that."""
 
 OVERHEAD = 64
-"""The work for a prompt, or for a message of a chat, beside its characters; counted in characters."""
+"""The extra work for each prompt and each message of a chat, counted in characters."""
 
 PICTURE = 8_192
 """The work for decoding a picture, counted in characters."""
 
 PICTURES_AHEAD = 8
-"""The most requests of a lane with decoded pictures that do not run yet. Each may hold some hundred megabytes. Further
-requests hold the bytes of their files, and do not delay the texts behind them."""
+"""The most waiting requests of a lane whose pictures are decoded. Each such request may hold some hundred megabytes.
+Further requests hold only the bytes of their picture files, and do not delay the prompts behind them."""
 
 THREADS = 2
 
 TURNS = 20
-"""A waiting lower lane is tokenized in one turn of 20, as it is served in the engine's scheduler."""
+"""A less urgent lane that waits gets one turn of tokenizing in 20. The engine's scheduler shares its steps likewise."""
 
 LEAVE_S = 1.0
 """Seconds that a leaving worker waits for threads that prepare a prompt."""
@@ -55,7 +56,8 @@ LEAVE_S = 1.0
 class _Waiting:
     """A request that is not in the engine yet.
 
-    number: its place among all requests. size: its work, counted in characters. form: the future of its grammar.
+    number: the request's place among all requests. size: the work to prepare it, counted in characters. form: the
+    future of its grammar.
     """
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
@@ -88,7 +90,7 @@ class _Waiting:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can enter the engine without waiting."""
+        """Whether the request can enter the engine without waiting."""
         return self.is_prepared and (self.form is None or self.form.done())
 
 
@@ -110,8 +112,8 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    The requests of a lane are TURNS times as far apart in the order as those of the next more urgent lane. This is
-    start-time fair queueing (Goyal et al. 1996).
+    In the order, the requests of a lane are TURNS times as far apart as the requests of the next more urgent lane. This
+    is start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
@@ -133,7 +135,7 @@ class _Preparers(FunctionPool):
 
 
 class Intake:
-    """Owns the requests that wait for the engine. Those of a lane enter it in order.
+    """Owns the requests that wait for the engine. The requests of one lane enter the engine in order.
 
     All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
     """
@@ -147,9 +149,8 @@ class Intake:
         self._compiled: deque[_Waiting] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
-        self._ahead: dict[
-            str, int
-        ] = {}  # the lanes of requests whose pictures are decoded and that do not run yet
+        # The lane of each request with decoded pictures that does not run yet.
+        self._ahead: dict[str, int] = {}
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
@@ -189,7 +190,7 @@ class Intake:
         preparers.submit_request(waiting)
 
     def begun(self, request_ids: Iterable[str]) -> None:
-        """Note which requests run or have ended. The next requests with pictures are prepared in their place."""
+        """Note which requests run or have ended. Then the next requests with pictures can be prepared."""
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
         counts = Counter(self._ahead.values())
@@ -223,10 +224,10 @@ class Intake:
         self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
-        """Give the engine the requests that are ready, up to one turn's work. Returns the refused ones.
+        """Give the engine the requests that are ready, up to one turn's work. Returns the refused requests.
 
-        They enter in the order in which they came, also across lanes. The engine's scheduler relies on that for a
-        lane's share.
+        Requests enter the engine in the order in which they came, also across lanes. The engine's scheduler needs this
+        order to give each lane its share.
         """
         self._take_back()
         refused: list[Completion] = []
@@ -237,7 +238,7 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield a turn's work from the lanes, urgent ones first, and at least one request of each lane."""
+        """Yield the requests for one turn, urgent lanes first. Every lane gives at least one request."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -248,7 +249,7 @@ class Intake:
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
-        """Yield the first requests of a lane, up to one that a thread still prepares."""
+        """Yield the first requests of a lane. Stop at a request that a thread still prepares."""
         while queue and queue[0].is_prepared:
             waiting = queue.popleft()
             if waiting.is_ready:
@@ -259,13 +260,13 @@ class Intake:
     def _set_aside(self, waiting: _Waiting) -> None:
         """Keep a request out of its lane until its grammar is compiled."""
 
-        def tell(_: Future[Any]) -> None:
+        def note_compiled(_: Future[Any]) -> None:
             self._compiled.append(waiting)
             self._report()
 
         assert waiting.form is not None
         self._compiling.add(waiting)
-        waiting.form.add_done_callback(tell)
+        waiting.form.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
         """Put the requests whose grammars are compiled back into their lanes."""
@@ -294,7 +295,7 @@ class Intake:
             del self._lanes[lane]
 
     def _add(self, waiting: _Waiting) -> list[Completion]:
-        """Give the engine a request. Returns its end if it is refused, else nothing."""
+        """Give the engine a request. Returns the request's end if the engine refuses it, else nothing."""
         request_id = waiting.request_id
         request = waiting.request
         if waiting.error is not None:
@@ -339,7 +340,8 @@ def _refused(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    Sampling values and a chat's options count, because they may be long. So do the tokens that an answer goes on from.
+    Sampling values and a chat's options count, because they may be long. The tokens of an answer to be continued count
+    too.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():
@@ -351,7 +353,7 @@ def _size(request: Request) -> int:
 
 
 def _chars(value: object) -> int:
-    """Count the characters and token ids in a value at any depth; PICTURE for a picture, OVERHEAD for an object."""
+    """Count the characters and token ids in a value, at any depth. A picture counts PICTURE, an object OVERHEAD."""
     size = 0
     values = [value]
     while values:

@@ -27,12 +27,12 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Order: look at the intake, as a thread has prepared a prompt."""
+    """Order: look at the intake, because a thread has prepared a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Order: report the tokens that all requests have by now. stops: take no further step after that."""
+    """Order: report the tokens that all requests have by now. stops: take no further step after the report."""
 
     stops: bool = False
 
@@ -69,7 +69,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Report: what the texts of followed requests begin with, by request id and sample index."""
+    """Report: the texts of followed requests as far as they have grown, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, PartialText]]
 

@@ -1,6 +1,6 @@
 """Decodes the pictures of a prompt into arrays, just before the prompt is prepared.
 
-Until then a request holds the bytes of their files. As pixels they take many times as much memory.
+Until then a request holds the bytes of the picture files. Decoded pictures take many times as much memory.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jobs.prompts.pictures import MAX_PIXELS, decode, filled, pictures_in
 
 
 def has_pictures(value: Any) -> bool:
-    """Return whether a prompt, or messages, hold pictures."""
+    """Return whether a prompt, or a list of messages, holds pictures."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
     return bool(pictures_in(value))

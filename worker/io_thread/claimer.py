@@ -13,16 +13,16 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""Seconds without a look in vain after which all workers of the queue count as takers again."""
+"""Seconds after the last look in vain until all workers of the queue count as takers again. FairShare says more."""
 
 
 class FairShare:
     """Decides how many jobs of one lane this worker leaves to others. Used by the I/O thread only.
 
     Claims divide a queue evenly among its workers (see claim.lua). But other workers may be full or gone, or serve
-    another model. Then the job that was left first is still there at the next look: a look in vain. After the first
-    one this worker rounds its share up. After each further one it counts on half as many takers. FORGET_S seconds
-    after the last one it counts on all workers again.
+    another model. Then the first job that was left is still there at the next look. That is a look in vain. After the
+    first look in vain this worker rounds its share up. After each further one it counts half as many workers as takers.
+    FORGET_S seconds after the last one it counts all workers again.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FairShare:
     def among(self, num_workers: int, moment: float) -> tuple[int, bool]:
         """Return how many workers divide the queue, and whether this one rounds its share up.
 
-        num_workers: those that serve the queue. moment: monotonic seconds.
+        num_workers: the workers that serve the queue. moment: monotonic seconds.
         """
         if moment - self._last_vain_at > FORGET_S:
             self._num_vain_looks = 0
@@ -58,7 +58,7 @@ class FairShare:
 
 
 _NO_LIMIT = 1_000_000
-"""Jobs left to claim without --max-jobs: more than any claim takes."""
+"""Stands for the limit of a worker without --max-jobs. No claim takes as many jobs."""
 
 ISOLATION_S = 10.0
 """Seconds for which a suspect runs alone. A job that kills its worker does so soon, and other jobs wait meanwhile."""
@@ -88,10 +88,11 @@ class Claimer:
         self._clock = parts.clock
 
         self._tokens: dict[int, str] = {}
-        # By lane, the jobs held when a claim left some to other workers. When half of them have ended, it looks again.
+        # By lane, the jobs held when a claim left others in the queue. When half of the held jobs have ended, the lane
+        # claims.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         self._num_foreign = [0] * len(parts.queue_names)
-        self._warned_lanes = frozenset[int]()  # lanes whose jobs of a newer version are in the log
+        self._warned_lanes = frozenset[int]()  # lanes that have warned of newer jobs
         self._num_claimed = 0
         self._turn = 0
         self._suspect_execution = ""
@@ -104,12 +105,12 @@ class Claimer:
         """When the last jobs came, or when the last held one ended."""
 
     def claim(self, moment: float) -> None:
-        """Claim for every lane that has room; again at the next turn while jobs come."""
+        """Claim for every lane that has room. While jobs come, the next turn claims again."""
         if not self._jobs_left():
             return
 
         lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
-        # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
+        # A lane without room does not touch its timer. So it claims in the first turn in which it has room.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
         if not due or self._has_suspect(moment):
@@ -127,7 +128,7 @@ class Claimer:
             self._runner.feed()
 
     def take_up_unanswered(self) -> None:
-        """Ask for the jobs of claims whose replies were lost. Without renewal they would count as abandoned."""
+        """Ask for the jobs of claims whose replies were lost. Nobody renews their leases yet."""
         if self._tokens:
             self._take_up(list(self._tokens), [0] * len(self._tokens))
 
@@ -195,7 +196,7 @@ class Claimer:
         self._runner.open_claimed()
 
         surplus = self._runner.take_surplus()
-        if self._runner.num_held > 1:  # a job of another lane came with one that should run alone
+        if self._runner.num_held > 1:  # a suspect may have come with jobs of another lane
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)
         self._runner.releases.give_back(surplus, "given_back")
@@ -203,13 +204,13 @@ class Claimer:
         return num_claimed - len(surplus)
 
     def _call_claim(self, lanes: Sequence[int], rooms: Sequence[int], moment: float) -> list[Claim]:
-        """Claim for lanes in one round trip. Its tokens stay until `_take_claim`, in case the reply is lost."""
+        """Claim for lanes in one round trip. The claims' tokens stay until `_take_claim`, in case the reply is lost."""
         wanted = []
         is_idle = self._runner.num_held == 0
         self._turn += 1
         suspects_place = self._turn % len(lanes)  # the lanes take turns
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
-            # Sent again with the same token, a call claims nothing twice.
+            # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             takers, rounds_up = self._shares[lane].among(self._poll_rates.num_workers(lane), moment)
             wanted.append(
@@ -228,7 +229,7 @@ class Claimer:
         return self._store.claim(wanted, self._limits.suspect_deaths)
 
     def _take_claim(self, lane: int, claim: Claim, room: int, moment: float) -> None:
-        """Begin the jobs of a lane's claim of `moment`, and set when the lane claims next."""
+        """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
         if room:
             self._note_hold(claim.hold)
@@ -250,7 +251,7 @@ class Claimer:
         self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
-        """Warn if jobs are left to a newer version. It warns again only after a look without such jobs."""
+        """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "

@@ -16,7 +16,7 @@ PAUSE_S = 1.0
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Return whether our own code raised this because it lacks a module, memory, descriptors or local disk."""
+    """Return whether our own code raised this error because a module, memory, descriptors or local disk are lacking."""
     if isinstance(error, RedisConnectionError):
         return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
     return isinstance(error, ImportError) or is_exhausted(error)
@@ -24,7 +24,7 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A fault that this worker met with a job. counts: whether it is held against the job too."""
+    """A fault that this worker met with a job. counts: whether the fault counts against the job too."""
 
     claimed: ClaimedJob
     error: BaseException
@@ -37,7 +37,8 @@ class WorkerFault:
 class WorkerFaults:
     """The faults of a worker, by function, since a job of that function last ended well.
 
-    Faults of several jobs in a row speak against the worker. A second fault with the same job speaks against the job.
+    If several jobs in a row meet faults, the worker is to blame. If the same job meets a second fault, the job is to
+    blame.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
@@ -27,6 +27,7 @@ from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
 from worker.io_thread.parts import Parts
 from worker.io_thread.reporter import Reporter
+from worker.logs import LastingTrouble
 from worker.store.client import OUTAGES
 from worker.store.records.claimed_job import Mode
 from worker.store.stock_jobs import StockJobs
@@ -36,10 +37,10 @@ PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
 
 FIRST_BACKOFF_S = 0.1
-"""Seconds before the first new try after an outage of Redis; each further pause is twice as long."""
+"""Seconds before the first new try in an outage of Redis. Each further pause is twice as long."""
 
 LAST_BACKOFF_S = 5.0
-"""Seconds of the longest such pause."""
+"""Seconds of the longest pause between two tries."""
 
 LEAVING_S = 1.0
 """Seconds that a worker that gives back its jobs waits for ends and parts that are being written."""
@@ -49,7 +50,7 @@ CLOSING_S = 0.5
 
 
 class Phase(enum.Enum):
-    """What the worker does with new jobs and with those it holds."""
+    """What the worker does with new jobs and with the jobs that it holds."""
 
     SERVING = "serving"
     DRAINING = "draining"  # warm shutdown: finish what runs, claim nothing new
@@ -77,6 +78,7 @@ class IoLoop:
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
+        self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
         self._drain_by = float("inf")
@@ -89,7 +91,7 @@ class IoLoop:
         self._duties = (
             self._settle,
             self._runner.texts.write,
-            self._show_record,  # before the first claim: it counts the other workers
+            self._show_record,  # this must come before the first claim, because it counts the other workers
             self._take_or_give,
             self._keep_leases,
             self._show_progress,
@@ -152,6 +154,8 @@ class IoLoop:
     @property
     def warning(self) -> str:
         """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
+        if self._outage.lasts:
+            return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
 
     # The loop
@@ -172,7 +176,7 @@ class IoLoop:
         self._say_goodbye()
 
     def turn(self) -> bool:
-        """Do once everything that is due. Returns False when it is time to leave. The thread only repeats this."""
+        """Do everything that is due, once. Returns False when it is time to leave. The thread only repeats this."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()
@@ -191,7 +195,7 @@ class IoLoop:
         return self._phase is not Phase.GONE
 
     def _take_events(self) -> None:
-        """Handle all events that wait. Without any, wait for one for a poll period."""
+        """Handle all events that wait. If there is no event, wait for one, at most for a poll period."""
         try:
             event = self._events.get(timeout=0 if self._can_open else POLL_S)
             while True:
@@ -235,7 +239,7 @@ class IoLoop:
             event()
 
     def _engine_died(self, error: BaseException) -> None:
-        """Leave because the engine raised. Its jobs are given back."""
+        """Leave because the engine raised. The worker's jobs are given back."""
         self._release_mode = "engine_died"
         self._log.error("the engine failed: %s", error)
         if self.failure is None:
@@ -292,6 +296,7 @@ class IoLoop:
                 raise refusals[0]
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+            self._outage.passed()
             self.redis_at = moment
         except RedisError as error:
             self._ride_out(moment, error)
@@ -341,14 +346,18 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
-        result = "refused" if isinstance(error, ResponseError) else "did not answer"
-        self._log.error(
-            "Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s
+        is_refusal = isinstance(error, ResponseError | AuthenticationError)
+        what = "Redis refused" if is_refusal else "Redis did not answer"
+        self._outage.met(
+            f"{what} {type(error).__name__}",
+            "%s (%s); trying again until it does",
+            what,
+            shown_error(error),
         )
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        # Leases of living workers ran out during the outage too. They get the time to renew them.
+        # Leases of living workers ran out during the outage too. These workers get the time to renew their leases.
         self._sweep.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
@@ -365,7 +374,7 @@ class IoLoop:
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
             self._runner.show_progress(self._store)
-        self.reporter.tell(moment)
+        self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
         self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
@@ -383,7 +392,7 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether this worker gives back its jobs and need not wait for anything any more."""
+        """Whether this worker gives back its jobs and no longer waits for anything."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
@@ -414,7 +423,7 @@ class IoLoop:
         self._phase = Phase.GONE
 
     def _say_goodbye(self) -> None:
-        """Leave the final statistics behind."""
+        """Write the final statistics."""
         try:
             self.reporter.show_stopped()
         except RedisError as error:

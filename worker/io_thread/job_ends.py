@@ -36,7 +36,7 @@ _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
 """Errors whose messages never quote a prompt."""
 
 _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
-"""Errors that say whose fault they are, in a user's function too."""
+"""Errors that say whose fault they are, even if a user's function raises them."""
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
@@ -61,7 +61,8 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 Ended = Callable[[HeldJob, Outcome | None, bool], None]
 """Called when nothing is left to do for a job, with the job, its outcome, and whether its end was written.
 
-The outcome is None if another worker has counted it. An end is not written if the job was cancelled or taken over."""
+The outcome is None if another worker has counted the job's end. The end of a job that was cancelled or taken over is
+not written."""
 
 
 class JobEnds:
@@ -118,7 +119,7 @@ class JobEnds:
         error: BaseException | None = None,
         retries: bool = False,
     ) -> None:
-        """End a job. A run that fails with it is told first, then callbacks are called, then the end is written."""
+        """End a job. Notices of its run's failure come first, then callbacks. Then the end is written."""
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(
@@ -126,18 +127,23 @@ class JobEnds:
         )
         has_failed = status != "finished" and outcome.is_final
         if has_failed and run_and_shard(job.claimed.job_id) is not None:
-            self._tell_run(job, outcome, error)
+            self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)
 
-    def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        """Tell the run before the end is written. If this worker dies in between, the next one tells it again."""
+    def _send_notices(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+        """Send the notices of the run's failure before the end is written.
+
+        If this worker dies in between, the next worker sends the notices again.
+        """
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
-                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason
+                    "job %s: no notice was sent that its run has failed: %s",
+                    job.claimed.job_id,
+                    reason,
                 )
             self._finish(job, outcome, error)
 
@@ -155,7 +161,7 @@ class JobEnds:
                 self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:
                 self.fail(job, too_large)
-        else:  # in a thread, because it may be large or hold objects whose methods are user code
+        else:  # in a thread, because the value may be large or hold objects whose methods are user code
             self._calls.submit(
                 self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write)
             )
@@ -250,7 +256,7 @@ class JobEnds:
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
-            except Exception as error:  # what cannot be read today cannot be read tomorrow
+            except Exception as error:  # another try would fail in the same way
                 if is_server_fault(error):
                     raise
                 self._log.error(

@@ -33,7 +33,7 @@ from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
 
 MAX_POSTS = 64
-"""Notices of ended runs that may wait on this worker; other workers post further ones."""
+"""The most notices of ended runs that may wait on this worker. Other workers send further notices."""
 
 
 class JobRunner:
@@ -57,7 +57,7 @@ class JobRunner:
         self._functions = parts.functions
         self._posts = parts.callbacks.webhooks.pool
         self.jobs = HeldJobs(traces)
-        self._surplus = list[ClaimedJob]()  # claimed beyond what this worker can run
+        self._surplus = list[ClaimedJob]()  # claimed, but without a place here
         self.faults = WorkerFaults()
         self.tally = parts.tally
         self._traces = traces
@@ -197,7 +197,7 @@ class JobRunner:
             self._call_now(lambda: task.open(context), job, self._opened)
 
     def _leave_unopened(self, job: HeldJob, kind: str) -> None:
-        """Give a job back unopened. kind: FUNCTION or FILE, by which the next claims pass it over."""
+        """Give a job back unopened. kind: FUNCTION or FILE. The next claims pass over jobs of a kind without room."""
         self._let_go(job)
         self._surplus.append(replace(job.claimed, kind=kind))
 
@@ -295,7 +295,7 @@ class JobRunner:
     def _collect(self, job: HeldJob) -> None:
         """Ask the task for the job's value, now that every completion is here."""
         assert job.open_task is not None
-        self._beginnings.began(job, self._clock())  # unless a request has begun it
+        self._beginnings.began(job, self._clock())  # unless a request has begun the job
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)
@@ -491,7 +491,7 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of every job whose end is not being written yet. The caller gives them back.
 
-        parts_too: also let go of jobs whose part is being written; a store may refuse one for long.
+        parts_too: also let go of jobs whose part is being written, because a store may refuse a part for long.
         """
 
         def may_go(job: HeldJob) -> bool:

@@ -83,7 +83,7 @@ class PollRates:
     def __init__(
         self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None
     ) -> None:
-        """jitter: returns a factor around 1, so that workers do not act in step. `hear` draws it anew."""
+        """jitter: returns a factor around 1, so that workers do not act in step. `hear` draws a new factor."""
         self._queue_names = queue_names
         self._limits = limits
         self._jitter = jitter or (lambda: random.uniform(0.9, 1.1))
@@ -112,6 +112,6 @@ class PollRates:
 
     @property
     def renew_s(self) -> float:
-        """The seconds between renewals of the held leases. With very many, a cancelled job is noticed later."""
+        """The seconds between renewals of the held leases. With very many leases, a cancelled job is noticed later."""
         wished_s = self._num_started / RENEWALS_PER_S * self._factor
         return min(max(self._limits.renew_period_s, wished_s), self._limits.lease_s / 4)

@@ -1,21 +1,26 @@
 """The occasional duties that a worker does for all workers."""
 
+from functools import partial
 from typing import Any
 
+from jobs.common.display import shown_error
+from jobs.queues.numbers import QueueNumbers, read_numbers
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
+from worker.logs import LastingTrouble
 from worker.store.queue_order import PERIOD_S, QueueOrder
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
 
 _SCHEDULER_PERIOD_S = 1.0
 _LEFT_PERIOD_S = 10.0
+_NUMBERS_PERIOD_S = 15.0
 
 
 class Maintenance:
     """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
 
-    It also runs the scheduler if there is one.
+    It also runs the scheduler if there is one. With a scheduler, it also reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
@@ -23,17 +28,22 @@ class Maintenance:
         self._queue_order = QueueOrder(parts.clients.pool, parts.redis_clock)
         self._queue_names = parts.queue_names
         self._pool = parts.enders
-        self._log = parts.log
+        self._trouble = LastingTrouble(parts.log, "Redis is cleaned up again")
         self._scheduler = scheduler
         self._schedule = Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)
         self._queue_left = Timer(_LEFT_PERIOD_S)
+        self._count = Timer(_NUMBERS_PERIOD_S)
+        self._client = parts.clients.pool
+        self._tally = parts.tally
         self._put_in_order = Timer(PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
         if self._scheduler is not None and self._schedule.due(moment):
             self._scheduler.turn()
+        if self._scheduler is not None and self._count.due(moment):
+            self._pool.submit(partial(read_numbers, self._client, self._queue_names), self._counted)
         if self._queue_left.due(moment):
             self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
         if self._put_in_order.due(moment):
@@ -43,8 +53,17 @@ class Maintenance:
         if self._clean.due(moment):
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
+    def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+        # Old numbers would look like new ones, so there are no numbers after an error.
+        self._tally.queue_numbers = numbers
+        self._report(numbers, error)
+
     def _report(self, _: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.error(
-                "could not clean up in Redis (%s); trying again in the next period", error
+        if error is None:
+            self._trouble.passed()
+        else:
+            self._trouble.met(
+                type(error).__name__,
+                "could not clean up in Redis (%s); trying again in each period",
+                shown_error(error),
             )

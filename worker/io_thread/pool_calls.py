@@ -1,4 +1,4 @@
-"""Makes the blocking calls of jobs in thread pools: within time limits, in line for memory, again after an outage."""
+"""Makes the blocking calls of jobs in thread pools: with time limits, in line for memory, and again after an outage."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
+from worker.logs import LastingTrouble
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import Call, as_class
@@ -29,7 +30,10 @@ TRY_AGAIN_S = 0.5
 
 
 class Place(NamedTuple):
-    """A call's place in line. Writing a part frees memory, so it comes before opening a file; then the oldest job."""
+    """A call's place in line.
+
+    Writing a part frees memory, so it comes before opening a file. Within each kind, the oldest job comes first.
+    """
 
     opens: bool
     job_number: int
@@ -38,7 +42,8 @@ class Place(NamedTuple):
 class RoomLine:
     """The line of calls that take memory. Once memory is short, only the first call is tried until it succeeds.
 
-    Calls that run at once could each hold the memory that the others wait for, for ever. Used by the I/O thread only.
+    Otherwise calls that run at the same time could wait for ever, each for memory that another one holds. Used by the
+    I/O thread only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,9 +55,10 @@ class RoomLine:
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now, or in its turn if calls before it wait.
+        """Make a call now. If earlier calls wait, make it in its turn.
 
-        start: makes the call. is_awaited: whether its job still waits for it; if not, it is made without a turn.
+        start: makes the call. is_awaited: whether its job still waits for it. A call that nobody awaits is made without
+        a turn.
         """
         waits_behind_a_try = self._tried is not None and self._tried < place
         if waits_behind_a_try or any(waiting < place for waiting in self._waiting):
@@ -61,7 +67,7 @@ class RoomLine:
             start()
 
     def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call that found no room again in its turn. Arguments: see `begin`."""
+        """Make a call again, in its turn, after it found no room. Arguments: see `begin`."""
         self.came_back(place)
         self._waiting[place] = start, is_awaited
         self._again_at = self._clock() + TRY_AGAIN_S
@@ -72,7 +78,7 @@ class RoomLine:
             self._tried = None
 
     def try_again(self) -> None:
-        """Make the first waiting call, once its pause is over."""
+        """Make the first waiting call, if its pause is over."""
         for place, (start, is_awaited) in list(self._waiting.items()):
             if not is_awaited():
                 del self._waiting[place]
@@ -93,8 +99,8 @@ class PoolCall:
 
     then: called unless the job was withdrawn meanwhile.
     came_back: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
-    is_ours: our own function. It asks whether it is interrupted, and may be run again: an outage only delays it.
-    again_on: further errors after which it is run again.
+    is_ours: our own function. It asks whether it is interrupted. It may be run again, so an outage only delays it.
+    again_on: further errors after which the function is run again.
     discard: see FunctionPool.submit.
     place: its place in the RoomLine, if it takes memory.
     """
@@ -125,7 +131,7 @@ class PoolCalls:
         self._post = post
         self._unawaited = unawaited
         self._guard = guard
-        self._log = log
+        self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
@@ -171,8 +177,11 @@ class PoolCalls:
                 is_ours and isinstance(error, OUTAGES) and not is_fault(error)
             ):
                 reason = shown_error(error)
-                self._log.error(
-                    "job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason
+                self._delays.met(
+                    type(error).__name__,
+                    "job %s: not carried out yet (%s); trying again",
+                    job.claimed.job_id,
+                    reason,
                 )
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
@@ -192,7 +201,9 @@ class PoolCalls:
     def try_again(self) -> None:
         """Start the waiting calls, once their pause is over."""
         self._line.try_again()
-        if self._waiting and self._clock() >= self._try_again_at:
+        if not self._waiting:
+            self._delays.passed()
+        elif self._clock() >= self._try_again_at:
             due = self._waiting
             self._waiting = []
             for start in due:
@@ -200,7 +211,7 @@ class PoolCalls:
 
 
 class PoolThreads:
-    """All thread pools of a worker but those of the engine's thread. Used by the I/O thread only."""
+    """All thread pools of a worker, except those of the engine's thread. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
         self._webhooks = parts.callbacks.webhooks
@@ -216,7 +227,7 @@ class PoolThreads:
         return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
-        """Give up the threads that do not heed their interrupts."""
+        """Give up the threads that ignore their interrupts."""
         places = []
         for pool in self._pools:
             places += pool.give_up_stuck(self._grace_s)
@@ -240,7 +251,7 @@ class PoolThreads:
 
 
 THREADS = 2
-"""Threads that open files, and as many that write and close them, while no call is slow."""
+"""Threads that open files. As many others write and close files. More threads are started if calls are slow."""
 
 MAX_OPENING = 6
 """Files that a worker opens at once. Four of them may hang while the other two go on."""
@@ -250,7 +261,7 @@ class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
 
     limit_s: seconds without a sign of life after which opening a file, writing a part, closing a task or planning is
-    interrupted. As a whole, each may take longer.
+    interrupted. A whole call may take longer.
     """
 
     def __init__(
@@ -312,7 +323,7 @@ class TaskFiles:
         )
 
     def _close(self, job_id: str, opened: OpenTask) -> None:
-        """Close a task, in a thread. It may have been opened after its job ended."""
+        """Close a task, in a thread. The task may have been opened after its job ended."""
         try:
             opened.close()
         except Exception as error:  # noqa: BLE001  # the job has ended
@@ -328,7 +339,7 @@ class TaskFiles:
         self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a planning that gives no sign of life. The job's own timeout does not matter for that."""
+        """Interrupt a planning that gives no sign of life. The job's own timeout does not matter."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)

@@ -1,7 +1,7 @@
-"""Releases: gives jobs back to their queues, and ends those that may not run again."""
+"""Releases: gives jobs back to their queues, and ends jobs that may not run again."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from worker.errors import JobSetAside
 from worker.io_thread.faults import WorkerFault
@@ -12,9 +12,19 @@ from worker.io_thread.parts import Parts
 from worker.store.job_store import Released
 from worker.store.records.claimed_job import ClaimedJob, Mode
 
+_NOT_BEGUN = "a worker that had not begun it"
+
+_REASONS: Mapping[Mode, str] = {
+    "given_back": "which gave it back",
+    "engine_died": "whose engine failed",
+    "fault": "whose machine met a fault",
+    "abandoned": "which did not renew its lease",
+}
+"""Why a job is taken from a worker, for the log."""
+
 
 class Releases:
-    """Gives jobs back to their queues: this worker's, and those of dead workers. Used by the I/O thread only.
+    """Gives the jobs of this worker and of dead workers back to their queues. Used by the I/O thread only.
 
     A job with which too many workers have died is ended instead.
     end_at_once: holds a job, then calls the given function to end it.
@@ -43,21 +53,30 @@ class Releases:
         self._waiting.extend(held)
         if not self._waiting:
             return
-        self._take_over(self._release(self._waiting, mode))
+        self._take_over(self._release(self._waiting, mode), mode)
         self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
         self._waiting.clear()
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
-        """Put a job back after a fault of this worker's."""
+        """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts else "given_back"
         self._take_over(
-            self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}"
+            self._release([fault.claimed], mode),
+            mode,
+            f", or met a fault, of which the last is {fault}",
         )
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
         abandoned = self._store.abandoned(queue_names, period_s)
-        self._take_over(self._release(abandoned, "abandoned"))
+        released = self._release(abandoned, "abandoned")
+        self._take_over(released, "abandoned")
+
+        jobs_of: dict[str, list[str]] = {}
+        for job in released:
+            if job.deaths and job.worker_name:
+                jobs_of.setdefault(job.worker_name, []).append(job.job_id)
+        self._store.record_deaths(jobs_of)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
         """Release jobs in one call, or one by one if that raises."""
@@ -67,10 +86,10 @@ class Releases:
 
         return self._guard.batch(held, lambda claimed: claimed, release)
 
-    def _take_over(self, released: Sequence[Released], last: str = "") -> None:
+    def _take_over(self, released: Sequence[Released], mode: Mode, last: str = "") -> None:
         """End the released jobs that this worker holds now: fail them, or queue their dependents.
 
-        last: words about the last fault, for the error of a job that killed too many workers.
+        last: words about the last fault, for the error of a job with which too many workers died.
         """
 
         def end(job: HeldJob) -> None:
@@ -84,9 +103,11 @@ class Releases:
             if job.deaths:
                 self._tally.taken_over(job.queue_name, job.deaths)
                 self._log.warning(
-                    "%s: job %s is taken over after worker death %d; after %d it fails",
+                    "%s: job %s is taken over from %s, %s: worker death %d; after %d it fails",
                     job.queue_name,
                     job.job_id,
+                    f"worker {job.worker_name}" if job.worker_name else _NOT_BEGUN,
+                    _REASONS[mode],
                     job.deaths,
                     self._max_deaths,
                 )

@@ -1,5 +1,6 @@
 """Shows a working worker in Redis and in its log."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from jobs.common.workers import MAX_HELD_NAMED, POINT_PERIOD_S, RESTORED, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
+from worker.logs import LastingTrouble
 from worker.metrics.tally import Shown
 from worker.store.records.claimed_job import Hold
 from worker.store.worker_record import WorkerRecord
@@ -21,6 +23,9 @@ LOG_PERIOD_S = 10.0
 
 CLOCK_PERIOD_S = 10.0
 """Seconds between two looks at Redis' clock."""
+
+SLOW_S = 1.0
+"""Seconds after which an answer of Redis is slow. A healthy Redis answers within a few milliseconds."""
 
 
 class Reporter:
@@ -41,6 +46,12 @@ class Reporter:
         self._client = parts.clients.io
         self._redis_clock = parts.redis_clock
         self._clock_timer = Timer(CLOCK_PERIOD_S)
+        self._skew = LastingTrouble(
+            parts.log, "this machine's clock agrees with Redis' again", logging.WARNING, parts.clock
+        )
+        self._slowness = LastingTrouble(
+            parts.log, "Redis answers quickly again", logging.WARNING, parts.clock
+        )
         self.clock_warning = ""
         self._was_busy = False
         self.engine_stats: Mapping[str, Any] = {}
@@ -74,19 +85,30 @@ class Reporter:
             self._record.keep(self._runner.tally.shown.point)
 
     def _look_at_clock(self) -> None:
-        """Ask Redis for its time. Warn when this machine's clock begins to differ."""
+        """Ask Redis for its time. Warn when this machine's clock begins to differ, or Redis begins to be slow."""
         self._redis_clock.look(self._client)
-        last_warning = self.clock_warning
         self.clock_warning = self._redis_clock.warning
-        if self.clock_warning and not last_warning:
-            self._log.warning("%s", self.clock_warning)
+        if self.clock_warning:
+            self._skew.met("skew", "%s", self.clock_warning)
+        else:
+            self._skew.passed()
+
+        trip_s = self._redis_clock.trip_s
+        if trip_s > SLOW_S:
+            self._slowness.met(
+                "slow",
+                "Redis took %.1f s to answer: look at its CPU, its disk and `redis-cli SLOWLOG GET`",
+                trip_s,
+            )
+        else:
+            self._slowness.passed()
 
     def show_stopped(self) -> None:
-        """Leave the final statistics behind."""
+        """Write the final statistics."""
         self._write("stopped", None)
         self._record.keep(self._runner.tally.shown.point)
 
-    def tell(self, moment: float) -> None:
+    def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""
         if not self._runner.num_held or not self._log_timer.due(moment):
             return
@@ -145,10 +167,14 @@ class Reporter:
             jobs_failed=counts.num_failed,
             rows=counts.rows_done + self._runner.num_rows_done(),
             depth=depth,
+            ended=dict(counts.ended),
+            ended_badly=dict(counts.ended_badly),
+            waited_ms=dict(counts.waited_ms),
+            ran_ms=dict(counts.ran_ms),
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the statistics that are shown beside a point."""
+        """Return the statistics of a sample that a point does not have."""
         held = self._runner.held
         return {
             **self.engine_stats,

@@ -14,16 +14,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jobs.common.display import safe_name
+from jobs.queues.metrics import job_family, waiting_families
 from worker.metrics.tally import Histogram, Tally
 
 _GAUGE = GaugeMetricFamily
 _COUNTER = CounterMetricFamily
 _HISTOGRAM = HistogramMetricFamily
 
-#: A metric: its kind, name, help and labels, then label values with a number or a Histogram for each.
+#: A metric: its kind, name, help and labels, then pairs of label values and a number or a Histogram.
 _Metric = tuple[Any, str, str, Sequence[str], Iterable[tuple[Sequence[str], Any]]]
-
-_QUEUE_HELP = "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum."
 
 
 class Exporter:
@@ -34,7 +33,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
+        """Show a worker's numbers from now on, as its model is loaded. facts: the values of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -61,6 +60,10 @@ class _WorkerCollector(Collector):
                 else:
                     family.add_metric(label_values, value)
             yield family
+        yield job_family(self._counts.shown.queued)
+        numbers = self._counts.queue_numbers
+        if numbers is not None:
+            yield from waiting_families(numbers)
 
     def _queue_metrics(self) -> Iterator[_Metric]:
         facts = self._facts
@@ -74,11 +77,6 @@ class _WorkerCollector(Collector):
         served = [((name, self._model, *fact_values), 1)]
         labels = ("name", "model_name", *fact_names)
         yield _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served
-        jobs = []
-        for queue, by_status in shown.queued.items():
-            for status, number in by_status.items():
-                jobs.append(((queue, status), number))
-        yield _GAUGE, "rq_jobs", _QUEUE_HELP, ("queue", "status"), jobs
 
     def _job_metrics(self) -> Iterator[_Metric]:
         counts = self._counts
@@ -110,9 +108,10 @@ class _WorkerCollector(Collector):
             (),
             lost,
         )
+        # Prometheus would not see the first death in a counter that begins at 1.
+        takeovers = {(queue, 1): 0 for queue in self._queue_names} | dict(counts.takeovers)
         taken_over = [
-            ((queue, str(deaths)), number)
-            for (queue, deaths), number in dict(counts.takeovers).items()
+            ((queue, str(deaths)), number) for (queue, deaths), number in takeovers.items()
         ]
         text = "Jobs taken over from dead workers, or after a fault, by how many of these each has had by then."
         yield _COUNTER, "tokenmill_jobs_taken_over", text, ("queue", "deaths"), taken_over

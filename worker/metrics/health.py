@@ -53,7 +53,7 @@ class Health:
         return ""
 
     def why_not_ready(self) -> str:
-        """Say why the worker takes no jobs now; empty if it takes them."""
+        """Say why the worker takes no jobs now; empty if it takes jobs."""
         if self._loops is None:
             return "the model is not loaded yet"
         _, io = self._loops

@@ -17,8 +17,8 @@ REQUEST_S = 5.0
 """Seconds for a request and its answer; then the connection is closed."""
 
 MAX_REQUESTS = 256
-"""Connections at a time. A further one takes the place of the oldest, so that hanging ones keep nobody out. The loop
-accepts 100 at once, so that a new connection is read long before it is the oldest."""
+"""Connections at a time. A further connection cuts off the oldest one, so that hanging connections keep nobody out. The
+loop accepts 100 at once, so that a new connection is read long before it is the oldest."""
 
 _MAX_HEAD_BYTES = 16 << 10
 
@@ -54,7 +54,7 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
+        """Serve a worker's numbers from now on, as its model is loaded. facts: those of the worker's key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
@@ -69,7 +69,8 @@ class MetricsServer:
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
         await self._ended.wait()
-        # A closing server leaves connections open that it has accepted but not begun to serve. So accept no more first.
+        # A closing server leaves open the connections that it has accepted but does not serve yet. So first accept no
+        # more.
         self._loop.remove_reader(self._listener)
         while len(asyncio.all_tasks()) > 1:  # one for each accepted connection, begun or not
             for writer in self._open:
@@ -84,9 +85,8 @@ class MetricsServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            with suppress(
-                OSError, EOFError, ValueError, asyncio.LimitOverrunError
-            ):  # the client is to blame
+            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+                # The client is to blame.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
@@ -96,10 +96,10 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
-        headers = {
-            name.lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
         status = HTTPStatus.METHOD_NOT_ALLOWED
         kind = "text/plain"
         body = b"GET only\n"

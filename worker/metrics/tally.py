@@ -10,8 +10,9 @@ from typing import Any
 from engine import Completion
 from jobs.common.display import safe_name
 from jobs.common.workers import Point
+from jobs.queues.numbers import QueueNumbers
 
-#: Bounds of histograms, in seconds: those of vLLM, and longer ones for batches.
+#: Bounds of histograms, in seconds: the bounds of vLLM, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
@@ -21,7 +22,7 @@ _MAX_REASONS = 40
 _MAX_REASON_CHARS = 60
 
 _MAX_DEATHS = 20
-"""Deaths above which jobs that were taken over are counted together."""
+"""Jobs with more deaths than this are counted together when they are taken over."""
 
 OTHER = "other"
 """Stands for all further names of errors."""
@@ -33,8 +34,8 @@ class EndedJob:
 
     function: the name of its function, or "refused". is_function: whether it ran without the engine.
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
-    enqueued_at, began_at, ended_at: Unix seconds, the first as the producer wrote it; None if not known.
-    rows, row_errors: those of a finished shard. rows_unasked: its row errors without a request; None if not known.
+    enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
+    rows, row_errors: the counts of a finished shard. rows_unasked: row errors without a request; None if not known.
     """
 
     queue: str
@@ -65,7 +66,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return each bound, as Prometheus writes it, and how many values were no larger."""
+        """Return each bound in Prometheus' form, and how many values were at most as large."""
         bounds = [str(float(bound)) for bound in self.bounds]
         counts = list(self.counts)
         total = 0
@@ -92,10 +93,15 @@ class Shown:
 
 
 class Tally:
-    """Counts events. Only the I/O thread writes, except for `sent`. Any thread may read."""
+    """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
+
+    queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
+    them.
+    """
 
     def __init__(self) -> None:
         self.shown = Shown("starting")
+        self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
@@ -107,6 +113,10 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
+        self.ended: Counter[str] = Counter()
+        self.ended_badly: Counter[str] = Counter()
+        self.waited_ms: Counter[str] = Counter()
+        self.ran_ms: Counter[str] = Counter()
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
         self.first_token = Histogram(_SHORT_S)
@@ -124,13 +134,26 @@ class Tally:
         self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
         if job.rows:
             self._count_rows(job)
+        self._count_for_queue(job)
         if job.enqueued_at is not None:
             self._observe(self.latencies, job.queue, job.ended_at - job.enqueued_at)
             if job.began_at is not None:
                 self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
 
+    def _count_for_queue(self, job: EndedJob) -> None:
+        """Count a job among the jobs of its queue, with the time that it has waited and run."""
+        self.ended[job.queue] += 1
+        if job.outcome != "finished":
+            self.ended_badly[job.queue] += 1
+        if job.began_at is None:
+            return
+        # The clock of a producer's machine may be ahead of this machine's.
+        self.ran_ms[job.queue] += max(0, round(1000 * (job.ended_at - job.began_at)))
+        if job.enqueued_at is not None:
+            self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
+
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by what became of them."""
+        """Count the rows of a finished shard by their outcome."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -154,7 +177,7 @@ class Tally:
         self.claims_lost += 1
 
     def taken_over(self, queue: str, deaths: int) -> None:
-        """Count a job that was taken over from a dead worker, or after a fault. deaths: how many it has had."""
+        """Count a job that was taken over from a dead worker, or after a fault. deaths: how many deaths it has had."""
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
     def unforeseen(self, queue: str, error: BaseException) -> None:
@@ -171,7 +194,7 @@ class Tally:
             self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Observe seconds of a queue. Another machine's clock may make them negative, which counts as 0."""
+        """Observe seconds of a queue. Another machine's clock may make them negative. Negative seconds count as 0."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""Connections to Redis, and which of its errors the server is to blame for."""
+"""Connections to Redis, and which errors are the server's fault."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

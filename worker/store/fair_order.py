@@ -1,9 +1,11 @@
 """In which order the jobs of a queue are claimed, so that runs and prompts share its workers fairly.
 
-Each run that waits in a queue, and all its prompts together, get equal shares of the workers, counted in rows: weighted
-fair queueing, with a job's place given by what stands before it of its own run. A run whose deadline would be missed at
-such a share comes first, the earliest deadline before the others, as long as it can still be held. The rest of the
-queue keeps a tenth of the workers meanwhile, so that nothing starves.
+Each run that waits in a queue gets an equal share of the queue's workers, counted in rows. All prompts of the queue
+together get one such share. This is weighted fair queueing: a job's place depends on the rows of its own run that stand
+before it.
+
+A run that would miss its deadline at an equal share comes first, if it can still meet the deadline. The earliest
+deadline comes before the others. Meanwhile the rest of the queue keeps a tenth of the workers, so that nothing starves.
 
 Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Algorithm" (SIGCOMM 1989).
 """
@@ -15,13 +17,13 @@ from heapq import merge
 from typing import NamedTuple
 
 URGENT_SHARE = 0.9
-"""The share of the workers that runs get whose deadlines would be missed otherwise."""
+"""The share of the workers for runs that would otherwise miss their deadlines."""
 
 MARGIN = 1.25
-"""How many times longer a run may take than expected and still hold its deadline before it counts as urgent."""
+"""A run is urgent if it would miss its deadline by taking this many times longer than expected."""
 
 PROMPTS = ""
-"""Stands for the run of jobs that belong to none."""
+"""Stands for the run of a job that belongs to no run."""
 
 
 class WaitingJob(NamedTuple):
@@ -49,9 +51,9 @@ class RunInQueue:
 def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> list[str]:
     """Return the runs that come first, in their order.
 
-    These are the runs that would miss their deadline at an equal share of the queue's workers. A run that would miss it
-    even so is left out, because it would only take the time of others. rows_per_s: what the workers do for all runs of
-    the queue; 0 if that is not known.
+    These are the runs that would miss their deadline at an equal share of the queue's workers. A run that cannot meet
+    its deadline even if it comes first is left out, because it would only delay the others. rows_per_s: the rows that
+    the workers finish for all runs of the queue; 0 if that is not known.
     """
     if rows_per_s <= 0 or not runs:
         return []
@@ -72,7 +74,7 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 
 
 class PlacedJob(NamedTuple):
-    """A job in its place. end: the rows that its run's share has had by then, counted from the queue's front."""
+    """A job in its place. end: the rows that its run will have had when the job is done."""
 
     end: float
     number: int
@@ -89,12 +91,14 @@ def fair_order(
 
     in_order: jobs that were put in order before, which keep it. new: the jobs behind them in the queue. urgent: the
     runs that come first. If these have changed, all jobs are new. waited: the rows that the share of each run should
-    have had while its first job waited. Without them, small jobs that come again and again would pass a large one for
-    ever.
+    have had while its first job waited. Without these rows, small jobs that come again and again would pass a large one
+    for ever.
     """
     if urgent:
-        new = sorted(new, key=lambda job: urgent.index(job.run) if job.run in urgent else 0)
-    num_others = len({job.run for job in (*in_order, *new)} - set(urgent))
+        places = {run: place for place, run in enumerate(urgent)}
+        new = sorted(new, key=lambda job: places.get(job.run, 0))
+    runs = {job.run for job in (*in_order, *new)}
+    num_others = len(runs - set(urgent))
     urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
 
     ends: defaultdict[str, float] = defaultdict(float)

@@ -16,9 +16,10 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from jobs.common.display import brief
+from jobs.common.display import brief, safe_name
 from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
+from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -35,10 +36,10 @@ from worker.store.records.text_piece import NUM_VALUES, TextPiece
 from worker.store.scripts import Call, Scripts
 
 PAGE = 200
-"""Dependents that are read at once, roughly. Anybody may name a million dependents that do not exist."""
+"""About how many dependents are read at once. Anybody may name a million dependents that do not exist."""
 
 TEXT_PIECES = 10_000
-"""The most pieces of a followed job's stream, roughly. The oldest ones go first."""
+"""About how many pieces a followed job's stream keeps. The oldest pieces are dropped first."""
 
 TEXT_BATCH = 200
 """Pieces that one call of a script writes."""
@@ -46,7 +47,7 @@ TEXT_BATCH = 200
 
 @dataclass(frozen=True)
 class Keeping:
-    """How long ended jobs are kept.
+    """Says how long ended jobs are kept.
 
     records_failures: False leaves failed jobs out of the registry and without a result, as RQ's
     --disable-default-exception-handler does. result_ttl_s: seconds for results of jobs that do not say.
@@ -62,12 +63,15 @@ class Released:
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
     claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    worker_name: the worker on which the job had begun; "" if it had not begun. Only for show, because anybody may
+    write it.
     """
 
     queue_name: str
     job_id: str
     deaths: int
     claimed: ClaimedJob | None
+    worker_name: str = ""
 
 
 FAR_S = 10 * 365 * 86_400
@@ -90,7 +94,7 @@ class JobStore:
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
-    answer. The call may then be made again, as none doubles an effect.
+    answer. The call may then be made again, because no method doubles an effect.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class JobStore:
         self._answered_tokens: set[str] = set()
 
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        """Read a script's reply about a job. A job that cannot be read comes back with its damage, to be failed."""
+        """Read a script's reply about a job. A job that cannot be read has its damage, and must be failed."""
         try:
             return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
@@ -163,7 +167,8 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # A claim that was sent twice keeps its record, which expires: its first sending may still be on its way.
+        # The record of a claim that was sent twice is kept until it expires, because the first sending may still be on
+        # its way.
         self._answered_tokens = first_sent
         self._epoch = replies[-1][5].decode()
         return [
@@ -198,7 +203,7 @@ class JobStore:
         return [held[position - 1][0] for position in lost_positions]
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
-        """Write the ends of jobs, each of them whole or not at all. See finish.lua for the replies."""
+        """Write the ends of jobs. Each end is written whole or not at all. See finish.lua for the replies."""
         replies = self._call_many([self._end_of(outcome) for outcome in outcomes])
         return [reply.decode() for reply in replies]
 
@@ -239,7 +244,7 @@ class JobStore:
         assert step.kept_s is not None
         status: EndStatus = outcome.status
         result_type = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
-        if outcome.wish is not None:  # it has asked for a retry once too often
+        if outcome.wish is not None:  # the job has asked for a retry once too often
             status = "failed"
             result_type = Result.Type.MAX_RETRIES_EXCEEDED
 
@@ -253,7 +258,7 @@ class JobStore:
             is_recorded = step.kept_s != 0
             ttl_without_record = "0"
             endless_score = "+inf"
-        else:  # RQ scores a failed job that is kept without end by its negative ttl
+        else:  # if a failed job is kept for ever, RQ's score for it is its negative ttl
             is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
             ttl_without_record = ""
             endless_score = str(step.kept_s)
@@ -265,13 +270,13 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, in the form that put_back of end_execution.lua takes."""
+        """Return when a job runs again, in the form for put_back of end_execution.lua."""
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"
 
     def _entry(self, outcome: Outcome, result_type: Result.Type) -> list[Any]:
-        """Return the fields and values, in turn, of the job's entry in rq:results."""
+        """Return the job's entry in rq:results: its fields and values in turn."""
         claimed = outcome.claimed
         has_failed = result_type is Result.Type.FAILED
         result = Result(
@@ -285,7 +290,7 @@ class JobStore:
             execution_started_at=outcome.started_at or outcome.ended_at,
             execution_ended_at=outcome.ended_at,
         )
-        result.serializer = JSONSerializer  # the constructor would inspect it each time
+        result.serializer = JSONSerializer  # the constructor would inspect the serializer each time
         fields = result.serialize()
         if not has_failed and outcome.packed is not None:
             fields["return_value"] = b64encode(outcome.packed)
@@ -295,11 +300,11 @@ class JobStore:
         return entry
 
     def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue the dependents of an ended job, page by page, if they wait for nothing else.
+        """Queue those dependents of an ended job that wait for nothing else. Each call queues one page.
 
         cursor: the page, 0 for the first. Returns the next page's cursor, 0 after the last.
-        A dependent is queued once, even by two calls, or if two jobs that it waited for end together. RQ would queue
-        it twice then.
+        A dependent is queued only once, even by two calls, or if two jobs that it waited for end together. Then RQ
+        would queue it twice.
         """
         key = job_key(claimed.job_id)
         ended_as: Any = self._client.hget(key, "ended_as")
@@ -330,7 +335,8 @@ class JobStore:
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:
         """Put jobs back at the heads of their queues.
 
-        A job with which too many workers died, or whose end is written, stays out. This worker holds it now, to end it.
+        A job with which too many workers died, or whose end is written, is not put back. This worker then holds it, to
+        end it.
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         # Each job is pushed to the head of its queue, so the last one goes first.
@@ -349,12 +355,13 @@ class JobStore:
         claimed = None
         if result in (b"exhausted", b"ended"):
             claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
-        return Released(job.queue_name, job.job_id, deaths, claimed)
+        worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
+        return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
         with self._client.pipeline(transaction=False) as pipe:
-            for name in queue_names:  # each queue has its own lock, whose taker looks at the queue
+            for name in queue_names:  # the worker that takes a queue's lock looks at it
                 pipe.set(
                     _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
                 )
@@ -385,6 +392,10 @@ class JobStore:
             claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
         ]
 
+    def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
+        """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
+        record_deaths(self._client, jobs_of)
+
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]
     ) -> list[tuple[ClaimedJob, str]]:
@@ -405,7 +416,7 @@ class JobStore:
         return adopted
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
-        """Write how far running jobs are. Returns for each whether this worker still holds it."""
+        """Write the progress of running jobs. Returns for each job whether this worker still holds it."""
         calls = [
             Call("progress", claimed.address, [json.dumps(values)]) for claimed, values in progress
         ]

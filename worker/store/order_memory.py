@@ -1,4 +1,4 @@
-"""What one look at a queue leaves for the next one: how fast its runs go, and what the first job of each has waited."""
+"""What one look at a queue leaves for the next: how fast its runs go, and how long each run's first job has waited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,16 +7,17 @@ from typing import Any, Self
 from worker.store.fair_order import PlacedJob
 
 _RATE_OVER_S = 600.0
-"""How far back the rate goes by which deadlines are judged."""
+"""Seconds over which the rate of rows is measured. Deadlines are judged by this rate."""
 
 _SAMPLE_EVERY_S = 20.0
-"""Seconds between two samples that stay."""
+"""Seconds between two samples that are kept."""
 
 _RESTED_S = 20.0
-"""After such a time without a look, no run was waiting, and the rate of before says nothing."""
+"""Seconds without a look after which the samples are dropped, because no run was waiting."""
 
 _MOST_REMEMBERED = 200
-"""The jobs at the front whose places are remembered. If more are claimed between two looks, waiting counts for less."""
+"""Jobs at the queue's front whose places are remembered. If more jobs are claimed between two looks, waiting counts
+less."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class OrderMemory:
 
     @classmethod
     def from_object(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what the last look has left; nothing if it cannot be read."""
+        """Read what the last look has left. Returns an empty memory if that cannot be read."""
         try:
             samples = [(float(at), float(rows)) for at, rows in fields["samples"]]
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}

@@ -18,13 +18,14 @@ from worker.store.scripts import Call, Scripts
 
 PERIOD_S = 5.0
 MOST = 50_000
-"""The jobs of a queue that are looked at and put in order, from its front on."""
+"""The most jobs of a queue that are put in order, counted from its front."""
 
 _TURN_MS = 4500
-"""How long a worker's turn keeps the others out: a little less than the period, so that none is passed over."""
+"""How long one worker keeps the others out. This is a little less than the period, so that every period gets its
+order."""
 
 _MEMORY_S = 3600
-"""Seconds for which a queue's memory is kept behind its last look."""
+"""Seconds for which a queue's memory is kept after its last look."""
 
 
 class QueueOrder:
@@ -106,7 +107,7 @@ def _run_of(job_id: str) -> str:
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
     """Return a job's rows: 1 for a prompt. runs: those that are planned.
 
-    A planning costs nothing, so that it comes first and its shards can have their share.
+    A planning job costs nothing. So it comes first, and its shards can have their share.
     """
     run = _run_of(job_id)
     if run != PROMPTS and job_id == plan_job_id(run):

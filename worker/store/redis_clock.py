@@ -7,17 +7,18 @@ from typing import Any
 from redis import Redis
 
 SKEW_S = 3.0
-"""Seconds between this machine's clock and Redis' beyond which a worker warns. Time services keep far below it."""
+"""A worker warns if its clock and Redis' differ by more seconds than this. With a time service they differ far less."""
 
 _MAX_TRIP_S = 1.0
 """Seconds after which a reply is ignored, because nobody knows when Redis gave it."""
 
 
 class RedisClock:
-    """Returns Unix seconds by Redis' clock; until the first `look`, by this machine's. Any thread may call it.
+    """Returns Unix seconds by Redis' clock. Until the first `look` they are by this machine's. Any thread may call it.
 
     A jump of this machine's clock does not change its time.
     ahead_s: the seconds by which this machine's clock was ahead of Redis' at the last look.
+    trip_s: the seconds that Redis took to answer at the last look.
     """
 
     def __init__(
@@ -25,19 +26,21 @@ class RedisClock:
     ) -> None:
         self._wall = wall
         self._steady = steady
-        self._began_at = wall() - steady()  # the time by Redis' clock when `steady` was 0
+        self._began_at = wall() - steady()  # the time of Redis' clock when `steady` was 0
         self.ahead_s = 0.0
+        self.trip_s = 0.0
 
     def __call__(self) -> float:
         return self._began_at + self._steady()
 
     def look(self, client: Redis) -> None:
-        """Ask Redis for its time. INFO is used, as a user may lack the right to TIME. Raises RedisError."""
+        """Ask Redis for its time, by INFO, because a user may lack the right to TIME. Raises RedisError."""
         asked_at = self._steady()
         info: Any = client.info("server")
         answered_at = self._steady()
+        self.trip_s = answered_at - asked_at
         redis_time_us = info.get("server_time_usec")
-        if redis_time_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
+        if redis_time_us is not None and self.trip_s <= _MAX_TRIP_S:
             self._began_at = redis_time_us / 1e6 - (asked_at + answered_at) / 2
             self.ahead_s = self._wall() - self()
 

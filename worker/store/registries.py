@@ -81,7 +81,7 @@ class Registries:
                 self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
-        """Queue the jobs that nobody else would: those that a cancelled job or a killed RQ worker held up."""
+        """Queue the jobs that a cancelled job or a killed RQ worker held up. Nobody else would queue them."""
         moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         common = {**moment, "registry": "ready", "most": _BATCH}
         calls = [Call("enqueue_due", {"queue": name, **common}) for name in queue_names]

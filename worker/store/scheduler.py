@@ -11,6 +11,8 @@ from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
+from jobs.common.display import shown_error
+from worker.logs import LastingTrouble
 from worker.store.client import new_client
 from worker.store.redis_clock import RedisClock
 from worker.store.scripts import Call, Scripts
@@ -26,23 +28,24 @@ _BATCH = 1000
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. It tries for missing locks again, and so takes over from a dead scheduler."""
+    """RQ's scheduler in a thread. It tries again to get missing locks, and so takes over from a dead scheduler."""
 
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
-        """level, formats: the log's level, and its formats of dates and lines, as `rq worker` takes them."""
+        """level, formats: the log's level, and its formats of dates and lines, as for `rq worker`."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
         self._scripts = Scripts(client)
         self._clock = RedisClock()
         self._pool = FunctionPool(1, "tokenmill-scheduler")
+        self._trouble = LastingTrouble(self.log, "the scheduler works again")
         self._is_turning = False
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try for missing locks now. RQ would wait for minutes."""
+        """Whether to try now to get missing locks. RQ would wait for minutes."""
         last_try: Any = self.lock_acquisition_time
         if self._queue_names == self.acquired_locks:
             return False
@@ -78,9 +81,15 @@ class Scheduler(RQScheduler):
 
     def _turned(self, _: None, error: BaseException | None) -> None:
         self._is_turning = False
-        if error is not None:
-            self.pid = 0  # its hash may have expired, and is written anew in the next turn
-            self.log.error("the scheduler failed (%s); trying again", error)
+        if error is None:
+            self._trouble.passed()
+        else:
+            self.pid = 0  # its hash may have expired, and is written again in the next turn
+            self._trouble.met(
+                type(error).__name__,
+                "the scheduler failed (%s); trying again each second",
+                shown_error(error),
+            )
 
     def enqueue_once(self) -> None:
         """Enqueue the due jobs of queues that have no scheduler, and keep no lock."""

@@ -1,4 +1,4 @@
-"""Takes over jobs that killed workers of RQ's own left behind, so that both kinds of workers can share queues."""
+"""Takes over the jobs of RQ's own workers that were killed, so that both kinds of workers can share queues."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _STUCK_S = 60
 """Seconds after which a job in an intermediate queue counts as left behind, as with RQ."""
 
 _SEEN_TTL_S = 24 * 3600
-"""Seconds for which it is remembered when a job was first seen there."""
+"""Seconds for which Redis keeps the time when a job was first seen there."""
 
 
 class StockJobs:

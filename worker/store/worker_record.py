@@ -1,15 +1,19 @@
 """A worker's record in Redis."""
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
+from jobs.common.display import safe_name
 from jobs.common.keys import (
     RQ,
     SILENT_S,
@@ -21,6 +25,7 @@ from jobs.common.keys import (
     served_key,
     worker_key,
 )
+from jobs.common.release import commit
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
 from worker.store.job_store import FAR_S
@@ -35,11 +40,30 @@ _REGISTRIES = {
 """The registry of each status, as RQ's keys name it."""
 
 
+def process_facts() -> dict[str, Any]:
+    """Return facts about this process: where it runs, and which version it is."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": version("tokenmill"),
+        "commit": commit(),
+    }
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has now; 0 if that is not known."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextmanager
 def shown_loading(
-    client: Redis, worker_name: str, queue_names: Sequence[str], model: str
+    client: Redis, worker_name: str, queue_names: Sequence[str], model: str, source: str
 ) -> Iterator[None]:
-    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over."""
+    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over. source: its folder or hub id."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
     began_at = time.time()
@@ -47,7 +71,8 @@ def shown_loading(
         "worker": worker_name,
         "state": LOADING,
         "model": model,
-        "version": version("tokenmill"),
+        "model_source": source,
+        **process_facts(),
         "queues": list(queue_names),
         "started_at": began_at,
         "updated_at": began_at,
@@ -64,8 +89,41 @@ def shown_loading(
                 client.srem(WORKERS_KEY, member)
 
 
+def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
+    """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
+
+    A worker of this machine that was killed leaves its name behind for minutes. It counts as living only while its
+    process runs and it wrote something within SILENT_S. In a restarted container, its process id may be ours.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
+        pipe.exists(served_key(worker_name))
+        fields, is_heard = pipe.execute()
+    if fields[0] is None or fields[2] is not None:
+        return ""
+    host = fields[0].decode(errors="replace")
+    pid_text = (fields[1] or b"").decode(errors="replace")
+    is_here = host == hostname
+    if is_here and not (is_heard and _runs(pid_text)):
+        return ""
+    return safe_name(f"process {pid_text} on host {host}")
+
+
+def _runs(pid_text: str) -> bool:
+    """Whether another process of this machine has this id."""
+    if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid_text), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 class WorkerRecord:
-    """Writes a worker's record in Redis: RQ's worker hash, our statistics, and the points of the last hour."""
+    """Writes a worker's record to Redis: RQ's worker hash, our statistics, and the points of the last hour."""
 
     def __init__(
         self,
@@ -94,7 +152,7 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # Claimed jobs that have begun.
+                # These claimed jobs have begun.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
@@ -127,6 +185,7 @@ class WorkerRecord:
             "state": state,
             **point.to_object(),
             **counters,
+            "memory_bytes": resident_bytes(),
             "updated_at": point.at,
         }
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)

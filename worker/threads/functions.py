@@ -108,7 +108,7 @@ class FunctionPool:
         If the call is given up, `done` is called by the thread that gives it up.
         raises: whether errors from outside are raised in the call; False for our own code, which asks for them.
         discard: called in the thread with the late value of a call that was given up.
-        order: calls with a smaller one go first. Calls with the same order run in the order of submission.
+        order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
         call = Call(function, done, raises, self._clock, discard)
         self._calls.put((order, next(self._numbers), call))

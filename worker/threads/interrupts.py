@@ -81,7 +81,7 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call, or once it begins or asks. For any thread. Does nothing after the call's end."""
+        """Raise `error` in the call now, or when the call begins or asks. Does nothing after its end. For any thread"""
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:
@@ -105,7 +105,10 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any; else count signs of life of the call that it waits for as its own."""
+        """Raise the call's interrupt, if any; else take over the last sign of life of `holder`.
+
+        holder: the call that this call waits for; None if that is not known.
+        """
         if self.error is not None:
             raise self.error
         holder_alive_at = None if holder is None else holder._alive_at
@@ -115,7 +118,7 @@ class Call:
             self._alive_at = holder_alive_at
 
     def heeded(self) -> None:
-        """Forget the last interrupt, as the call has obeyed it."""
+        """Forget the last interrupt, because the call has obeyed it."""
         with self._lock:
             self.error = None
             self._interrupted_at = None

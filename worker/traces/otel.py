@@ -1,7 +1,8 @@
-"""Sends spans of jobs by OTLP over HTTP. The variables of OpenTelemetry's SDK say where to.
+"""Sends spans of jobs by OTLP over HTTP. The environment variables of OpenTelemetry's SDK name the collector.
 
-Attributes follow its semantic conventions for generative AI and for messaging. None holds a prompt, an answer or the
-text of an error. Names are sent in printable characters, because a lone surrogate would cost all spans of its batch.
+Attributes follow its semantic conventions for generative AI and for messaging. No attribute holds a prompt, an answer
+or the text of an error. Names are sent in printable characters, because one lone surrogate would lose all spans of its
+batch.
 """
 
 import threading

@@ -1,1 +1,1 @@
-"""What a run asks of a row, and what comes of it: one file for each kind."""
+"""What a run asks of a row, and which columns the answer has. Each kind of run has its own file."""

@@ -24,7 +24,7 @@ from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
-#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
+#: The columns that the output adds to the input's. They always have these types, even if a part holds only nulls.
 OUTPUT_FIELDS = (
     pa.field("completion", pa.string()),
     pa.field("finish_reason", pa.string()),
@@ -69,7 +69,7 @@ class RowAsk(Ask[Answer]):
     source: makes the rows.
     keys: makes the rows' keys.
     before: the request that is asked before all rows, if any.
-    now: Unix seconds that chats take for the present; None if the model's template writes no time.
+    now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
     source: RowSource
@@ -85,21 +85,21 @@ class RowAsk(Ask[Answer]):
     @staticmethod
     @abc.abstractmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns that a run adds, without its prefix. embedding_size: how many numbers each has."""
+        """Return the columns that a run adds, without its prefix. embedding_size: how many numbers an embedding has."""
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether preview and dry run may try a run that asks this."""
+        """Whether preview and dry run may try some rows of such a run."""
         return False
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Whether `verify` may compare the answers of a run that asks this."""
+        """Whether `verify` may compare the answers of such a run."""
         return True
 
     @abc.abstractmethod
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Return the item of a row, which has this number in the run. The item may raise RowProblem."""
+        """Return the item of a row. number: the row's number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
         """Return the item of a row. A problem with the row becomes its answer."""
@@ -116,7 +116,7 @@ class RowAsk(Ask[Answer]):
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
-        """Return a row's key without the model: see RowKeys."""
+        """Return a row's key without the model; see RowKeys."""
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
@@ -130,12 +130,12 @@ class RowAsk(Ask[Answer]):
         return True
 
     def is_remembered(self, answer: Answer) -> bool:
-        """Whether the answer is given to equal rows of other shards: not that of a row that failed."""
+        """Whether equal rows of other shards get this answer. They do not get the answer of a failed row."""
         return answer.error is None
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return what a row asks: its text, or the messages, parts or pair whose JSON it has."""
+    """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON."""
     if not is_json and not row.pictures:
         return row.prompt
     parts = json.loads(row.prompt)
@@ -143,7 +143,7 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
-    """Return the answer of a row whose request failed. n: the completions that it should have."""
+    """Return the answer of a row whose request failed. n: how many completions the row should have."""
     reason = completion.error or NO_REASON
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 

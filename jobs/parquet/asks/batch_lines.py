@@ -1,4 +1,4 @@
-"""Rows that are lines of OpenAI's batch files: each is a job, and the response is its answer."""
+"""Rows that are lines of OpenAI's batch files. Each line is a job of its own, and the response is its answer."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LEFT_OUT = "left_out"
 
 
 class BatchLines(RowAsk):
-    """Asks what each line says. A line has its own sampling values, and may have several prompts."""
+    """Asks the prompts of each line. A line has its own sampling values, and may have several prompts."""
 
     is_single = False
 
@@ -60,7 +60,7 @@ class BatchLines(RowAsk):
         return False
 
     def key_of(self, row: Row) -> bytes:
-        """Return a line's key, in which its custom_id does not count."""
+        """Return a line's key. The key does not depend on the custom_id."""
         line = json.loads(row.prompt)
         version = ""
         if isinstance(line, dict):
@@ -69,7 +69,7 @@ class BatchLines(RowAsk):
         return super().key_of(Row(json.dumps(line), values=version))
 
     def _version_of(self, body: Any) -> str:
-        """Return the versions of the functions that a line names; "" for one that cannot be used."""
+        """Return the versions of the functions that a line names; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
         questions = [body.get("check")]
@@ -93,7 +93,7 @@ class BatchLines(RowAsk):
         return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask what a line says. A line that cannot be asked or checked has the reason as its error."""
+        """Ask the prompts of a line. A line that cannot be asked or checked has the reason as its error."""
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)

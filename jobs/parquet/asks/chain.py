@@ -24,7 +24,7 @@ from jobs.runs.plans.spec import RunSpec
 
 
 class Chain(RowAsk):
-    """What a run asks of each row, one prompt after the other. seed: the run's seed. control_tokens: see row_source."""
+    """Asks the prompts of each row, one after the other. seed: the run's seed. control_tokens: see row_source."""
 
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps
@@ -34,7 +34,7 @@ class Chain(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask that puts a run's prompts to each row, one after the other."""
+        """Return the ask for a run whose rows have several prompts."""
         return cls(plan.spec, plan.seed, context.model.control_tokens)
 
     @staticmethod
@@ -49,11 +49,11 @@ class Chain(RowAsk):
         return [*fields, *ROW_FIELDS]
 
     def is_greedy(self, row: Row) -> bool:
-        """Return whether no prompt draws."""
+        """Return whether nothing is drawn at random for any prompt."""
         return all(prompt.is_greedy(row) for prompt in self._prompts)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, each with the answers of the earlier ones, until one has an error."""
+        """Ask one prompt after the other, until one has an error. Each prompt gets the answers of earlier prompts."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
@@ -84,7 +84,7 @@ class Chain(RowAsk):
         return self._answer((), reason)
 
     def _answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
-        """Return a row's answer from those of its prompts. problem: why the next one cannot be asked."""
+        """Return a row's answer, made of the answers to its prompts. problem: why the next prompt cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self._steps):

@@ -47,8 +47,8 @@ OF_EACH_COMPLETION = frozenset(
     }
 )
 
-#: Log probabilities of a shard's rows together, some 20 bytes for each token that is named. All are held until the part
-#: is written.
+#: The most bytes of log probabilities of a shard's rows together. Each token that is named takes about 20 bytes. All
+#: are held until the part is written.
 MAX_LOGPROB_BYTES = 1 << 30
 
 
@@ -60,8 +60,8 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 class Generate(RowAsk):
     """Asks for `n` completions of each row, or is one prompt of a Chain.
 
-    sampling, chat: its prompt's sampling values and chat options. control_tokens: texts that answers must not
-    forge behind a text prompt, unless the prompt allows them.
+    sampling, chat: its prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
+    must not contain, unless the prompt allows them.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Generate(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of a completion, and those of attempts or of the way to it."""
+        """Return the columns of a completion, and the columns of attempts or of the way to the completion."""
         names = answer_columns(spec.chat[0], has_tools=spec.has_tools)
-        fields = list(OUTPUT_FIELDS)  # completion and finish_reason are among these
+        fields = list(OUTPUT_FIELDS)  # completion and finish_reason are already among these columns
         fields += [answer_field(name, spec) for name in names[2:]]
         if spec.n > 1:
             for place, field in enumerate(fields):
@@ -115,7 +115,7 @@ class Generate(RowAsk):
         return True
 
     def is_greedy(self, row: Row) -> bool:
-        """Return whether nothing is drawn for a row."""
+        """Return whether nothing is drawn at random for a row."""
         return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
 
     def item(self, row: Row, number: int) -> Item[Answer]:
@@ -130,7 +130,7 @@ class Generate(RowAsk):
         return self.answer((yield from item))
 
     def prompt_item(self, row: Row, seed: int) -> Item[Answer]:
-        """Ask a row's prompt once, as one of a chain."""
+        """Ask a row's prompt once, as one prompt of a chain."""
         item = generated(self.request(row, seed), NO_REPAIRS)
         del row
         return self.answer((yield from item))
@@ -140,7 +140,7 @@ class Generate(RowAsk):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        """Return the request of a row's prompt. seed: the seed of a row that names none."""
+        """Return the request of a row's prompt. seed: used if the row names no seed."""
         row_sampling = row.own_sampling
         sampling = {**self._values, **row_sampling}
         chat = self._chat
@@ -176,7 +176,7 @@ class Generate(RowAsk):
         )
 
     def _of_row(self, values: Sequence[Any]) -> Any:
-        """Return the values of a row's samples: one, or a tuple of several."""
+        """Return the values of a row's samples: a single value, or a tuple of several."""
         return values[0] if self._n == 1 else tuple(values)
 
     def _logprobs(self, samples: Samples) -> dict[str, pa.Array]:
@@ -199,7 +199,7 @@ class Generate(RowAsk):
 
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a way adds to an answer; lists and objects as JSON."""
+    """Return the columns that a way adds to an answer. Lists and objects are written as JSON."""
     columns = {}
     for name, value in extras.items():
         is_json = isinstance(value, list | dict)
@@ -234,7 +234,7 @@ def logprobs_type(number: str, is_list: bool = False) -> pa.DataType:
 
 
 def _logprob_array(rows: Any, number: str, is_list: bool = False) -> pa.Array:
-    """Return an array that holds one value, as Python's own objects would take ten times as much."""
+    """Return an array that holds one value. Python's own objects would take ten times as much memory."""
     exact = pa.array([_entries(rows)], logprobs_type("float32", is_list))
     return exact.cast(logprobs_type(number, is_list))
 

@@ -1,4 +1,4 @@
-"""Which kind of ask a run's arguments name."""
+"""Chooses the kind of ask by a run's arguments."""
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import RowAsk

@@ -1,7 +1,8 @@
-"""Names what a row asks in 128 bits, without and with the model that answers.
+"""Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A whole key names a row, what it is asked, and a model: rows of any runs with equal whole keys have the same answer.
-Files and the memory of answers have whole keys only. A key without a model is for rows that several models may answer.
+A whole key names a row, what the row is asked, and a model. Rows with equal whole keys have the same answer, in any
+run. Files and the memory of answers have only whole keys. A key without a model is for rows that several models may
+answer.
 """
 
 import json
@@ -50,7 +51,8 @@ _OF_FILES = frozenset(
     }
 )
 
-#: Arguments that decide no answer, or that decide it by way of the prompt alone. All others decide the answer.
+#: Arguments that do not change an answer, or that change it only through the prompt. All other arguments decide the
+#: answer.
 _NOT_ASKED = _OF_FILES | {
     "model_alias",
     "inline_pictures",
@@ -65,7 +67,7 @@ _NOT_ASKED = _OF_FILES | {
     "escalate_below",
 }
 
-#: Arguments that decide a row's later prompts, which are made once the first one is answered.
+#: Arguments that decide a row's later prompts, which are made once the first prompt is answered.
 _OF_PROMPTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
@@ -99,12 +101,13 @@ class RowKeys:
         self._length = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
             deciding["length"] = self._length
-        # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
+        # 0 and 0.0 are the same value. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
         text = json.dumps(
             json.loads(json.dumps(dict(sorted(deciding.items()))), parse_float=_number)
         )
-        #: Names what all rows are asked. It changes with every value that decides answers, and with check functions.
+        #: Names what all rows are asked. This name changes with every value that decides answers, and with check
+        #: functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
@@ -123,7 +126,7 @@ class RowKeys:
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
-    """Return the sampling values that a run was given, with this seed if there is one. seed: Plan.given_seed."""
+    """Return the sampling values that a run was given, with `seed` unless it is None. seed: Plan.given_seed."""
     return dict(spec.sampling) if seed is None else {**spec.sampling, "seed": seed}
 
 
@@ -171,9 +174,10 @@ def model_mark(model: PinnedModel) -> Keys:
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
-    """Return the whole keys of rows. Those of rows that ask nothing stay zeros.
+    """Return the whole keys of rows. A row that asks nothing keeps the key of zeros.
 
-    keys: the rows' keys without a model. marks: the marks of the models that answer, one for all rows or one for each.
+    keys: the rows' keys without a model. marks: the marks of the models that answer: one mark for all rows, or one for
+    each row.
     """
     return np.where(keys.any(axis=1, keepdims=True), keys ^ marks, np.uint64(0))
 

@@ -1,4 +1,4 @@
-"""Rows for which nothing is generated, whatever they are scored by: see jobs/prompts/scoring."""
+"""Rows for which nothing is generated. They are scored in one of the ways of jobs/prompts/scoring."""
 
 from typing import Any, Self
 
@@ -86,7 +86,7 @@ class Scores(RowAsk):
         return self.prompt_item(row)
 
     def prompt_item(self, row: Row, seed: int = 0) -> Item[Answer]:
-        """Ask a row's prompt once. Nothing is drawn, so the seed does not matter."""
+        """Ask a row's prompt once. Nothing is drawn at random, so the seed does not matter."""
         item = asked_once(self.request(row))
         del row
         return self.answer((yield from item))
@@ -119,7 +119,7 @@ class Scores(RowAsk):
 
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
-    """Return a row whose columns are all without content. Raises InvalidValue if no prompt can be made of it."""
+    """Return a row whose columns are all without content. Raises InvalidValue if no prompt can be made of this row."""
     value: Any = CONTENT_FREE
     if spec.messages_column is not None:
         value = [{"role": "user", "content": CONTENT_FREE}]

@@ -1,4 +1,4 @@
-"""Shared by local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
+"""Used for local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
 
 import io
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class FetchedFile(io.RawIOBase):
         return True
 
     def seek(self, place: int, whence: int = 0) -> int:
-        """Go to a place; return it, counted from the beginning."""
+        """Go to a place; return the place, counted from the beginning."""
         self._at = place + (0, self._at, self._size)[whence]
         return self._at
 
@@ -97,4 +97,6 @@ class FetchedFile(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         """Read up to `size` bytes. No memory is taken for bytes that the file does not have."""
         left = max(0, self._size - self._at)
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+        if size is None or size < 0:
+            size = left
+        return super().read(min(size, left)) or b""

@@ -1,4 +1,4 @@
-"""Tells an input file from another one, and whether it is still the planned one."""
+"""Makes fingerprints of input files, and checks that a file is still the planned one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
-#: A file of at most this many bytes is read whole. A larger one is read in samples of as many bytes in all.
+#: A file of at most this many bytes is read whole. A larger file is read in samples of as many bytes in all.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
@@ -22,7 +22,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
     """Return 32 hexadecimal digits that depend only on a file's contents, not on its times.
 
     If a Parquet file is larger than 64 KiB, only the footer and 4 samples of 16 KiB are read. So an edit in place is
-    not noticed if it keeps sizes and statistics and is outside the samples. Raises CorruptParquet or InputNotFound.
+    not noticed if it keeps the sizes and statistics and lies outside the samples. Raises CorruptParquet or
+    InputNotFound.
     """
     digest = blake2b(digest_size=16)
     with reading(path), storage.open_input(path) as file:
@@ -44,7 +45,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
         for number in range(NUM_SAMPLES):
             start = last_start * number // (NUM_SAMPLES - 1)
             digest.update(file.read_at(sample, start))
-        # Read in pieces, as a footer may claim to be most of the file.
+        # The footer is read in pieces, because it may claim to be most of the file.
         for at in range(size - footer, size, _CHUNK_BYTES):
             digest.update(file.read_at(min(_CHUNK_BYTES, size - at), at))
     return digest.hexdigest()

@@ -1,7 +1,7 @@
 """Reaches files on this machine's disks and mounts, below the data roots.
 
 A path is resolved and checked once. Afterwards, somebody who may write below the roots can put a link in the place of
-one of its folders. So each folder is opened by its name in the one above, and links are refused.
+one of its folders. So each folder is opened by its name within the folder above, and links are refused.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ def root_of(path: str, roots: Sequence[str], shown_path: str = "") -> str:
 
 @contextmanager
 def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Lend the descriptor of a folder, for calls with `dir_fd`. It is this folder even if its path is replaced.
+    """Lend the descriptor of a folder, for calls with `dir_fd`. It stays the same folder even if the path is replaced.
 
     create: make missing folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
     """
@@ -72,7 +72,7 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, folder: int) -> None:
-    """Rename a file with renameat2, which never replaces another. Raises FileExistsError, OSError if it is missing."""
+    """Rename a file with renameat2, which replaces no file. Raises FileExistsError, or OSError without renameat2."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -88,7 +88,7 @@ _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class LocalFiles:
-    """Local files; its methods are those of Storage. No file is reached by a link: that raises PathSwapped."""
+    """Local files. The methods are those of Storage. A link on the way to a file raises PathSwapped."""
 
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
@@ -144,7 +144,7 @@ class LocalFiles:
         return written_at
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and missing ones above it."""
+        """Make a folder, and the missing folders above it."""
         with _entered(path, self._roots, create=True):
             pass
 
@@ -179,7 +179,7 @@ class LocalFiles:
     def publish(self, temporary: str, target: str) -> None:
         """Give a temporary file its name once its contents are on the disk. Raises FileExistsError.
 
-        If the folder was moved meanwhile, this is undone and PathSwapped raised.
+        If the folder was moved meanwhile, the new name is removed again, and PathSwapped is raised.
         """
         with self._parent(target) as (folder, name):
             temporary_name = os.path.basename(temporary)
@@ -225,7 +225,7 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
 
 
 def _put_exclusively(written: str, name: str, folder: int) -> None:
-    """Give a file a new name. Raises FileExistsError if that is taken, or NotExclusive."""
+    """Give a file a new name. Raises FileExistsError if the name is taken, or NotExclusive."""
     try:
         os.link(written, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:

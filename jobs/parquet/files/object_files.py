@@ -1,7 +1,8 @@
 """Reaches files in object stores: S3 and stores with its protocol, Google Cloud Storage, Azure Blob Storage.
 
-A store has no folders, links or renames. An object is put there whole or not at all. `publish` is a copy within the
-store that fails if its target is there. It is one request, so a worker that was frozen cannot overwrite anything.
+A store has no folders, links or renames. An object is put there whole or not at all. `publish` copies an object within
+the store, and fails if the target exists. The copy is one request, so a worker that was frozen cannot overwrite
+anything.
 """
 
 import io
@@ -31,7 +32,8 @@ _TASK = "jobs.parquet.files.object_requests:list_prefix"
 MEMORY_BYTES = 512 << 20
 
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-#: Children for listings only. They hold a store's credentials, because obstore asks the store itself; no others do.
+#: Children for listings only. They hold a store's credentials, because obstore asks the store itself. No other children
+#: do.
 _pool = Pool()
 
 
@@ -61,11 +63,12 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 
 MAX_COPY_BYTES = 5 << 30
 BLOCK_BYTES = 1 << 18
-#: How much is uploaded in one request. A smaller object is one request; a store takes at most 10,000 for one object.
+#: Bytes that are uploaded in one request. A smaller object is one request. A store takes at most 10,000 requests for
+#: one object.
 CHUNK_BYTES = 8 << 20
 
 _CONCURRENCY = 2
-#: The buckets that have shown that they do not overwrite objects. Shared by all threads.
+#: The buckets that were tested and do not overwrite objects. Shared by all threads.
 _fit: set[tuple[str, str]] = set()
 
 
@@ -120,7 +123,7 @@ class ObjectFiles:
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
-        """Check that two workers cannot overwrite each other's parts; else raise StoreUnfit. Nothing is made."""
+        """Check that two workers cannot overwrite each other's parts; raise StoreUnfit if they can. Makes nothing."""
         store, key = self._place(path)
         place = _split(path)[:2]
         if place in _fit:
@@ -135,14 +138,14 @@ class ObjectFiles:
             except FileExistsError:
                 _fit.add(place)
             else:
-                raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
+                raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
             for probe in (name, f"{name}.tmp"):
                 with suppress(FileNotFoundError):
                     self._make(path, partial(obstore.delete, store, probe))
 
     def open_input(self, path: str) -> Any:
-        """Open an object for pyarrow to read, in one state of it. Raises InputNotFound."""
+        """Open an object for pyarrow, which reads one state of the object. Raises InputNotFound."""
         store, key = self._place(path)
         head = self._head(path)
         if head is None:
@@ -159,7 +162,7 @@ class ObjectFiles:
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        """Lend an object that is written. It is there, whole, once the body has ended; never if the body raises."""
+        """Lend an object to be written. The end of the body puts it in place, whole. An error leaves no object."""
         store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(
             store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
@@ -168,7 +171,7 @@ class ObjectFiles:
             yield pa.PythonFile(_Writer(path, upload, self._check_interrupted), "w")
             make_request(path, upload.close, self._check_interrupted)
         except BaseException as error:
-            with suppress(exceptions.BaseError, OSError, ValueError):  # the first error says more
+            with suppress(exceptions.BaseError, OSError, ValueError):  # the earlier error says more
                 upload.__exit__(type(error), error, error.__traceback__)
             raise
 
@@ -191,7 +194,7 @@ class ObjectFiles:
             self._make(target, lambda: obstore.copy(store, source_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # here a second worker that looked at the same time replaces the first one's object
+        else:  # here two workers that looked at the same time may replace each other's object
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
@@ -199,9 +202,8 @@ class ObjectFiles:
     def remove(self, path: str) -> None:
         """Remove an object."""
         store, key = self._place(path)
-        if (
-            self._head(path) is not None
-        ):  # a bucket with versions would note a removal that removes nothing
+        if self._head(path) is not None:
+            # A bucket with versions would note a removal that removes nothing.
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
@@ -234,12 +236,12 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 class _Writer:
-    """The methods of a Python file that pyarrow needs to write one. Only obstore sends its requests again."""
+    """The methods of a Python file that pyarrow needs to write an object. Only obstore repeats these requests."""
 
     closed = False
 
     def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
-        """upload: obstore's writer, which puts an object of one chunk in one request. path: its path, for errors."""
+        """upload: obstore's writer, which puts an object of one chunk in one request. path: shown in errors."""
         self._path = path
         self._upload = upload
         self._check_interrupted = check_interrupted

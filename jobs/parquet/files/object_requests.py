@@ -1,4 +1,4 @@
-"""Sends requests to an object store, and again while it does not serve.
+"""Sends requests to an object store, and repeats them while the store does not answer.
 
 Listings are made in a child process, because obstore keeps all of a listing in memory.
 """
@@ -23,9 +23,9 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-#: The share of a store's time in which a new try may begin.
+#: The share of a store's time limit in which a new try may begin.
 _SHARE = 0.5
-#: The seconds for obstore's own tries, if we can ask again.
+#: The seconds for obstore's own tries, if we can repeat the request ourselves.
 TRIES_S = 5.0
 #: The pause before our first new try. It doubles up to MAX_WAIT_S.
 FIRST_WAIT_S = 0.2
@@ -79,7 +79,7 @@ def make_request(
     check_interrupted: Callable[[], None] = never_interrupted,
     timeout_s: float = 0,
 ) -> T:
-    """Make a request, again and again until it is answered, for at most a share of `timeout_s`; return the answer.
+    """Make a request until it is answered, and return the answer. New tries begin only in a share of `timeout_s`.
 
     Raises FileNotFoundError, FileExistsError, PathSwapped if an object is not the one that was looked at,
     StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted raises.
@@ -114,7 +114,7 @@ def make_request(
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:
-    """Return why the store has not served. If another try would end the same way, raise an error of ours."""
+    """Return why the store has not answered. If another try would end in the same way, raise one of our errors."""
     text = str(error)
     code = _first_group(_CODE, text)
     status = _first_group(_STATUS, text)
@@ -168,8 +168,8 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
 def listing(store: Any, kind: str, key: str) -> Any:
     """Return a listing of a prefix.
 
-    kind: "has_any" for whether there is any object; "level" for its folders, and its objects with the nanoseconds of
-    Unix time at which they were written.
+    kind: "has_any" asks whether there is any object. "level" asks for the folders and objects of the prefix. Each
+    object comes with the nanoseconds of Unix time at which it was written.
     """
     if kind == "has_any":
         return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None

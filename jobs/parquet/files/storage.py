@@ -30,8 +30,8 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """Local files and objects in stores, by their paths.
 
-    Methods take paths that `resolve` has returned, or names in such a folder; they raise PathOutsideRoots for others.
-    Two executions may work in a folder at once, because only the first `publish` or `create` of a path changes
+    Methods take paths that `resolve` has returned, or paths in such a folder. They raise PathOutsideRoots for other
+    paths. Two executions may work in a folder at once, because only the first `publish` or `create` of a path changes
     anything.
     """
 
@@ -42,7 +42,7 @@ class Storage:
         timeout_s: float = 300.0,
         shard_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """Take roots of files and of objects, as run_path returns them.
+        """Take the roots of local files and of objects, in the form that run_path returns.
 
         check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
         shard_bytes: the limit of one shard's prompts. A reader of tables may take a share of it.
@@ -93,12 +93,12 @@ class Storage:
         return self._of(path).look(path)
 
     def is_folder(self, path: str) -> bool:
-        """Whether the path is that of a folder."""
+        """Whether there is a folder with this path."""
         entry = self.look(path)
         return entry is not None and entry.is_folder
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
-        """Lend the entries of a folder, in any order. They are read little by little."""
+        """Lend the entries of a folder, in any order. The entries are read little by little."""
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
@@ -112,7 +112,7 @@ class Storage:
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and missing ones above it. Raises as `writing` does."""
+        """Make a folder, and the missing folders above it. Raises the errors of `writing`."""
         with writing(path):
             self._of(path).make_folder(path)
 
@@ -143,7 +143,7 @@ class Storage:
         return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written and put in its place, whole or not at all; return False if the place was taken."""
+        """Have a file written, and put the whole file in its place. Return False if the place was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):
@@ -162,7 +162,7 @@ class Storage:
 
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
-    """Turn errors of reading a file into errors that name it. A lack of memory passes as it is.
+    """Turn errors of reading a file into errors that name it. MemoryError is not changed.
 
     Raises InputNotFound, or CorruptParquet; with a file_format, CorruptTable.
     """

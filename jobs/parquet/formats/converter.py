@@ -1,4 +1,4 @@
-"""Turns a run's files into Parquet, in a child process: it finds out a file's columns, then writes it.
+"""Turns a run's files into Parquet in a child process, which finds out a file's columns, then writes the file.
 
 A text file's columns are known only when all of it was read. So there are two passes over the same groups of rows.
 """
@@ -21,14 +21,14 @@ from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
-#: The most rows and bytes that are Python objects at a time.
+#: The most rows, and the most bytes, that are Python objects at the same time.
 SLICE_ROWS = 1024
 SLICE_BYTES = 1 << 21
 
 MAX_COLUMNS = 10_000
-#: If a larger share of rows cannot be read, the file has another format than it is taken for.
+#: If a larger share of rows cannot be read, the file has another format than its name says.
 MAX_BAD_SHARE = 0.1
-#: Fewer rows than these in all say nothing about the format.
+#: A file with fewer rows than these says nothing about its format.
 MIN_JUDGED_ROWS = 20
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
@@ -56,7 +56,8 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     as each row's own JSON.
     """
     sink = io.BytesIO()
-    file = pa.PythonFile(sink, "w")  # it must live as long as the sink, which it closes
+    # This file must live as long as the sink, because its end closes the sink.
+    file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
         schema = table.schema
@@ -92,7 +93,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 def codec_of(source: Any) -> str | None:
-    """Return how a file is compressed, by its first bytes; None if it is not."""
+    """Return how a file is compressed, by its first bytes; None if it is not compressed."""
     head = source.read_at(4, 0)
     source.seek(0)
     return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
@@ -151,7 +152,7 @@ class _TextTable:
             yield len(part), size, part
 
     def check_read(self) -> None:
-        """Raise OtherEncoding, or TooManyBadLines if too many of the lines read are no rows."""
+        """Raise TooManyBadLines if too many of the lines that were read are no rows; or raise OtherEncoding."""
         self._file.check_encoding()
         # JSON lines without a row have no columns.
         is_judged = self._num_rows >= MIN_JUDGED_ROWS or not self.kinds
@@ -193,7 +194,7 @@ class _TextTable:
             )
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows with their problems. Raises CorruptTable if they no longer have the columns' kinds."""
+        """Return rows with their problems. Raises CorruptTable if the values no longer have the columns' kinds."""
         problems = [record.problem and f"line {record.line} {record.problem}" for record in part]
         make = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in part]
@@ -210,7 +211,7 @@ class _TextTable:
 
 
 class _ArrowTable:
-    """The rows of one of Arrow's files. Its schema says what the columns hold, so it has no kinds."""
+    """The rows of one of Arrow's files. The file's schema gives the columns' types, so no kinds are needed."""
 
     def __init__(self, path: str, source: Any) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Reads text files in encodings other than UTF-8, and recognizes such files if no encoding was named."""
+"""Reads text files in encodings other than UTF-8. Recognizes such files if no encoding was named."""
 
 import codecs
 import io
@@ -15,11 +15,11 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: How many bytes to look at. In UTF-16 without a mark, most of every second byte are zero there.
+#: How many bytes to look at. In UTF-16 without a mark, nearly every second one of these bytes is zero.
 _HEAD_BYTES = 4096
-#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are not text it may stand anywhere.
+#: A byte above 127 beside a letter, as in words in cp1252. In data that is not text, such a byte may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
-#: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, which costs its row.
+#: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, and the row is lost.
 _BAD = "tokenmill-bad"
 codecs.register_error(_BAD, lambda error: ("\udcff", getattr(error, "end", 0)))
 
@@ -38,9 +38,10 @@ class EncodingGuess:
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
         for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            zeros = head[first::2]
+            high_bytes = head[first::2]
             low_bytes = head[1 - first :: 2]
-            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not low_bytes.count(0):
+            is_mostly_zero = high_bytes.count(0) > len(high_bytes) // 2
+            if len(high_bytes) > 3 and is_mostly_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:

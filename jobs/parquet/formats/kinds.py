@@ -1,12 +1,12 @@
-"""Names what the columns of text files hold: their kinds, which are the same for all files of a run.
+"""The kinds of columns in text files. A column has the same kind in all files of a run.
 
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
 values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
-A CSV file's column has a type only if the type writes each value back as the file's text. So prompts show that text,
-and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers written in
-another way (1.10, 1E5) are "digits", which is text.
+A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
+file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
+that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
 """
 
 import json
@@ -21,7 +21,7 @@ from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
 Kind = str | dict[str, Any]
 
 _SCALARS = {
-    "null": pa.string(),  # a column that only has nulls needs a type too, as prompts may read it
+    "null": pa.string(),  # a column that only has nulls needs a type too, because prompts may read the column
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),
@@ -38,9 +38,9 @@ _EXACT = 1 << 53
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-#: The truth values of CSV files that a template writes back as they stand.
+#: The truth values of CSV files that a template writes in the same way.
 _TRUTH = {"True", "False"}
-#: The kind of a CSV column with numbers of two kinds. Pairs that are not here make "digits".
+#: The kind of a CSV column with numbers of two kinds. Other pairs make "digits".
 _TOGETHER: Mapping[frozenset[str], str] = {
     frozenset({"int", "long"}): "long",
     frozenset({"int", "fraction"}): "number",
@@ -142,7 +142,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 def _kind_of_text(text: str, decimal: str) -> str:
     if decimal == "," and "." in text:
-        return "text"  # its point separates thousands, or it is not a number
+        return "text"  # the point separates thousands, or the text is no number
     if decimal == ",":
         text = text.replace(",", ".")
     if text in _TRUTH:
@@ -157,7 +157,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
     return "float" if number.is_integer() else "fraction"
 
 
-#: The metadata of a column, by its kind. They say how a template writes the values.
+#: The metadata of a column, by its kind. The metadata say how a template writes the values.
 _WRITTEN = {
     "number": NUMBER,
     "digits": DIGITS,
@@ -182,7 +182,7 @@ def _arrow_type(kind: Kind) -> pa.DataType:
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Return a column of values from JSON. Raises what pyarrow does if they have another kind."""
+    """Return a column of values from JSON. Raises pyarrow's errors if the values have another kind."""
     if kind == "json":
         values = [value if isinstance(value, str) else _json_text(value) for value in values]
     return pa.array(values, _arrow_type(kind))
@@ -193,7 +193,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_others(kind: Kind) -> bool:
-    """Whether a value in a column of this kind looks different because of other rows' keys or numbers."""
+    """Whether a value in a column of this kind may look different because of the keys or numbers of other rows."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
@@ -203,7 +203,7 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
-    """Return a column of a CSV file's fields. Raises what pyarrow does if they have another kind."""
+    """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     if isinstance(kind, str) and kind.startswith(COMMA_KIND):
         texts = [text and text.replace(",", ".") for text in texts]
     return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

@@ -1,4 +1,4 @@
-"""Finds the lines of a text file that rows were read from, as they stand in the file."""
+"""Finds the lines of a text file from which rows were read. The lines are not changed."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    row_from: dict[int, int | None] = {}  # which wanted row, if any, begins at a line
+    row_from: dict[int, int | None] = {}  # the wanted row that begins at a line, if there is one
     last = max(rows, default=-1)
     with _opened(path, file_format, dialect) as file:
         records = csv_records(file)[1] if file_format in HEADED else json_records(file)

@@ -1,4 +1,4 @@
-"""Reads the rows of CSV and JSONL files one by one. A line that cannot be read costs only its row."""
+"""Reads the rows of CSV and JSONL files one by one. If a line cannot be read, only its row is lost."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_LINES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
-#: How JSON writes half of a surrogate pair. Alone, it is no text.
+#: JSON's escape for half of a surrogate pair. Such a half alone is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # The csv module has one limit for the process. A field is never longer than its row, which is bounded.
@@ -31,8 +31,8 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 class Record(NamedTuple):
     """A row of a file.
 
-    line: the number of its first line, from 1. size: in bytes. value: the row, by columns; None if it has a problem.
-    problem: why it is no row.
+    line: the number of its first line, from 1. size: in bytes. value: the row, by columns; None if there is a problem.
+    problem: why the text is no row.
     """
 
     line: int
@@ -75,13 +75,13 @@ class TextFile:
             yield line
 
     def check_encoding(self) -> None:
-        """Raise OtherEncoding if the lines read look like another encoding than UTF-8."""
+        """Raise OtherEncoding if the lines that were read look like another encoding than UTF-8."""
         if self.guess is not None:
             self.guess.check()
 
 
 def json_records(file: TextFile) -> Iterator[Record]:
-    """Yield the records of a file of JSON lines. Blank lines are none. A line of a batch file has two columns."""
+    """Yield the records of a file of JSON lines. Blank lines are left out. A line of a batch file has two columns."""
     for line in file.lines():
         if line.problem:
             yield line
@@ -135,7 +135,7 @@ def _json_record(line: Record, encoding: str) -> Record:
 def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterator[Record]:
     """Yield rows whose values are lists of fields.
 
-    If a row does not end, because a quote is not closed, only its first line is lost: the lines behind that one are
+    If a row does not end, because a quote is not closed, only its first line is lost. The lines after the first one are
     read again.
     """
     again: deque[Record] = deque()  # lines to be read before others
@@ -177,11 +177,11 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
                 size = row_lines[0].size
                 again.extendleft(reversed(row_lines[1:]))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
-        if fields or problem:  # else it is a blank line
+        if fields or problem:  # other lines are blank
             yield Record(row_lines[0].line, size, fields, problem)
 
 
-#: A first line of CSV that names the delimiter for Excel. It is no row.
+#: A first line of CSV that names the delimiter for Excel. This line is no row.
 _SEP_LINE = re.compile(rb'"?sep=(.)"?\r?', re.IGNORECASE)
 #: Likely delimiters, if the header seems to have a single column that contains one.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}

@@ -11,7 +11,7 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.report import Examples
 
 NUM_EXAMPLES = 5
-#: The parts that are looked into for rows without an error.
+#: The most parts that are searched for rows without an error.
 NUM_PARTS = 3
 #: Columns of answers that hold numbers or long exchanges.
 _LEFT_OUT = ("_tokens", "logprobs", "embedding", "messages")
@@ -35,7 +35,7 @@ def prompt_columns(plan: Plan) -> list[str]:
 
 
 def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
-    """Return the answers of the first rows without an error. has_prompts: whether their prompts' columns come too."""
+    """Return the answers of the first rows without an error. has_prompts: whether to return their prompts too."""
     error = f"{plan.spec.output_prefix}error"
     columns = [name for name in shown_columns(plan) if name != error]
     if has_prompts:

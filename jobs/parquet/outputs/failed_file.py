@@ -1,4 +1,4 @@
-"""Writes the rows that failed into a file of their own, for whoever mends them."""
+"""Writes the rows that failed into a file of their own, for the person who mends them."""
 
 import os
 from collections import defaultdict
@@ -22,9 +22,9 @@ from jobs.runs.plans.plan import Plan
 def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     """Write the rows with an error into a new file, and return how many there are. Raises InvalidJob, PartDamaged.
 
-    path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are among them. Beside the input's
-    columns that the output has, a row has its number in the run, its file and its number there, the reason, and for
-    text files the line as it stands there, if the file is on this machine as it was planned.
+    path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too. A row has the
+    input's columns that the output has, its number in the run, its file, its number in the file, and the reason. A row
+    of a text file also has its line, if the planned file is on this machine and has not changed.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -58,7 +58,7 @@ _WRITERS: dict[str, Callable[[Any, pa.Table], None]] = {
 
 
 def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
-    """Yield the failed rows of each part that has some."""
+    """Yield the failed rows of each part with failed rows."""
     plan = reader.plan
     answers = set(answer_names(plan.spec))
     failed_by_shard: dict[int, list[FailedRow]] = {}
@@ -86,7 +86,7 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
 
 
 def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str]:
-    """Return the lines of failed rows, by file and row, as far as their files can be read as they were planned."""
+    """Return the lines of failed rows, by file and row. Files that changed or cannot be read are left out."""
     if plan.input_format not in LINES:
         return {}
     rows_by_file: dict[str, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Writes the output of a run that asks for one file: all parts' rows in order, once the last part is there."""
+"""Writes the output of a run that asks for one file: the rows of all parts in order, once all parts are there."""
 
 import base64
 import math
@@ -56,7 +56,7 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
 def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
-    """Write the lines of an OpenAI batch's output: those with an error, or those without."""
+    """Write the lines of an OpenAI batch's output: lines with an error, or lines without."""
     number = 0
     for batch in batches:
         sink.write(_batch_lines(run, is_error_file, number, batch))
@@ -66,7 +66,7 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines of rows that have an error, or of those that have none. first_row: its number in the run."""
+    """Return the lines of rows that have an error, or of rows that have none. first_row: its number in the run."""
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
     for number, row in enumerate(rows, first_row):
@@ -80,9 +80,9 @@ def _batch_lines(
 def write_lines_of_parts(
     storage: Storage, plan: Plan, shards: Iterable[int], name: str, sink: Any
 ) -> int:
-    """Write the lines of an OpenAI batch's parts as its output has them; return the bytes. Raises PartDamaged.
+    """Write the lines of an OpenAI batch's parts in the form of its output; return the bytes. Raises PartDamaged.
 
-    shards: those whose part is there. name: the file's name, as of `write_output`.
+    shards: the shards that have a part. name: the file's name, see `write_output`.
     """
     is_error_file = name != output_names(OPENAI_BATCH)[0]
     num_bytes = 0
@@ -118,7 +118,7 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
 def open_part(
     storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[TableReading]:
-    """Lend a part to be read once. Raises PartDamaged, also while its batches are read."""
+    """Lend a part that can be read once. Raises PartDamaged, also later while its batches are read."""
     path = plan.part_path(shard)
     try:
         with closing(TableReading(storage, path, columns)) as reading:
@@ -186,7 +186,8 @@ def _csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
     return "".join(lines).encode()
 
 
-#: A field with one of these is quoted. Some readers take them for the end of a line, or for a mark of the file.
+#: A field with one of these characters is quoted, because some readers take it for the end of a line, or for a mark of
+#: the file.
 _QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 
@@ -198,7 +199,7 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
-            column = column.cast(pa.string())  # it loses nothing; Python's types would
+            column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
         columns.append(
             as_written(batch.schema.field(name), row_values(name, column, name in answers))
         )
@@ -237,7 +238,7 @@ def failed_rows(
 ) -> Iterator[tuple[int, str]]:
     """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged.
 
-    with_cut: whether rows with an answer that was cut are among them, with the reason CUT.
+    with_cut: whether to yield rows with a cut answer too, with the reason CUT.
     """
     error = f"{plan.spec.output_prefix}error"
     finish_reasons = []

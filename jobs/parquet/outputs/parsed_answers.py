@@ -1,4 +1,4 @@
-"""Makes columns of answers that are JSON: a value with the schema's types, or the reason why there is none."""
+"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def arrow_type(kind: ValueType) -> pa.DataType:
 
 
 def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
-    """Return the two columns. n: how many answers each row has; lists of them from 2 on."""
+    """Return the two columns. n: how many answers each row has. From 2 on, the columns hold lists."""
     types = [arrow_type(kind), pa.string()]
     if n > 1:
         types = [pa.list_(inner) for inner in types]
@@ -43,14 +43,14 @@ def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
 
 
 class Parsed(NamedTuple):
-    """The value of an answer, or the reason why it has none. Both are None for a row with an error."""
+    """The value of an answer, or the reason why there is no value. Both are None for a row with an error."""
 
     value: Any = None
     reason: str | None = None
 
 
 def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
-    """Parse a row's answer, or its several ones. An answer that failed its check has that reason."""
+    """Parse a row's answer or answers. An answer that failed its check has the check's reason."""
     texts = answer.completion
     if answer.error is not None or texts is None:
         return Parsed()
@@ -75,11 +75,11 @@ def parsed_text(kind: ValueType, text: str) -> Parsed:
 
 
 class _Unfit(Exception):
-    """Raised with the reason why a value has not the type of its column."""
+    """Raised with the reason why a value does not have the type of its column."""
 
 
 def _value(kind: ValueType, value: Any, path: str) -> Any:
-    """Return a value as Arrow takes it. Raises _Unfit."""
+    """Return a value in the form that Arrow takes. Raises _Unfit."""
     if value is None and kind.is_nullable:
         return None
     name = kind.kind
@@ -105,7 +105,7 @@ def _value(kind: ValueType, value: Any, path: str) -> Any:
 
 
 def _fields(kind: ValueType, value: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return an object's values by name. Keys that its type does not name are left out."""
+    """Return an object's values by name. Keys that the object's type does not name are left out."""
     for name in sorted(kind.required):
         if name not in value:
             raise _Unfit(f"{path}: {brief(name)} is a required property")

@@ -24,9 +24,9 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
-#: An answer's field that names the row of an earlier run from which it was taken. The run names its column.
+#: An answer's field that names the row of an earlier run from which the answer was taken. The run names its column.
 REUSED = "reused"
-#: An answer's field that names the model that answered, in a run that asks two.
+#: An answer's field that names the model that answered, in a run that asks two models.
 MODEL = "model"
 
 
@@ -85,7 +85,7 @@ def output_schema(
 
 
 def _output_field(field: pa.Field) -> pa.Field:
-    """Return a field without the metadata that only templates read. The writer of lines needs those of JSON."""
+    """Return a field without the metadata that only templates read. Those of JSON stay, for the writer of lines."""
     metadata = dict(field.metadata or {})
     if not JSON.items() <= metadata.items():
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
@@ -117,7 +117,7 @@ def answer_names(spec: RunSpec) -> list[str]:
 def with_answers(
     batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
 ) -> pa.Table:
-    """Return the kept columns of a batch, and behind them its rows' answers. schema: see output_schema."""
+    """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
     columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
@@ -131,13 +131,13 @@ def with_answers(
 
 
 def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
-    """Return a column of answers' values. Those that are arrays of one value each are not copied."""
+    """Return a column of answers' values. Values that are Arrow arrays already are not copied."""
     if any(isinstance(value, pa.Array) for value in values):
         return pa.chunked_array(
             [pa.nulls(1, kind) if value is None else value for value in values], kind
         )
     if pa.types.is_struct(kind):
-        # Probabilities are pairs, of which Arrow would make a struct by their places.
+        # Probabilities are pairs. From pairs, Arrow would make a struct by place.
         values = [dict(value) if isinstance(value, tuple) else value for value in values]
     return pa.chunked_array([pa.array(values, kind)])
 
@@ -200,7 +200,7 @@ def _left_out(answers: Iterable[Answer]) -> Counter[str]:
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
     """Read a part's statistics from its footer. Raises PartDamaged.
 
-    run: the run that wrote it, if that is not the plan's because the folder was moved.
+    run: the run that wrote the part, if the folder was moved and the plan's run is another one.
     """
     path = plan.part_path(shard)
     expected_rows = plan.shards[shard].rows

@@ -43,7 +43,7 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
-            # Storage passes over the ImportError, which says what to install.
+            # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
@@ -52,7 +52,7 @@ class FolderReader:
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the lines of an OpenAI batch that are done, as its file of this name has them; return the bytes."""
+        """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""
         return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
@@ -85,7 +85,7 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns of answers and errors, without those of tokens."""
+        """Return the output's columns of answers and errors, without the columns of tokens."""
         return [
             name
             for name in answer_names(self.plan.spec)
@@ -98,7 +98,7 @@ class FolderReader:
         return prompt_columns(self.plan)
 
     def examples(self, *, has_prompts: bool) -> Examples:
-        """Return some rows for the report, with their prompts if has_prompts. Raises PartDamaged."""
+        """Return some rows for the report. has_prompts: whether to return their prompts too. Raises PartDamaged."""
         return examples_of(self._storage, self.plan, has_prompts=has_prompts)
 
     def table(self) -> pa.Table:
@@ -127,7 +127,7 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: also those whose answer was cut. Raises PartDamaged."""
+        """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             file = bisect_right(self._first_rows, input_row) - 1

@@ -1,9 +1,9 @@
 """Keeps a planned run on disk: its plan, its parts, and the files that are written at its end.
 
 Nothing here replaces a file or removes a part. `Storage.publish` puts a file in its place, and only the first call for
-a place succeeds. So an execution that was frozen, for any time, changes nothing that is there. The mark of the end is
-written last, and nothing is written into the folder after it. Two executions that end a run at once make equal files of
-the same parts; so does one that goes on after another was killed.
+a place succeeds. So an execution that was frozen, however long, changes no file that is there. The mark of the end is
+written last, and nothing is written into the folder after it. Two executions that end a run at the same time make equal
+files of the same parts. An execution that goes on after another was killed makes equal files too.
 """
 
 import json
@@ -34,7 +34,7 @@ from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
+from jobs.runs.end_notices import enqueue_notices, notify_shards_failed, stop_over_limit
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import (
     INPUT,
@@ -60,7 +60,7 @@ MAX_PLAN_BYTES = 256 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, or None. Raises as load_plan does."""
+    """Return the plan in a folder, or None. Raises the errors of load_plan."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
@@ -84,7 +84,7 @@ def load_plan(storage: Storage, path: str) -> Plan:
 
 
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
-    """Write a plan; return False when another planner was first. Raises as begin_folder and Storage.put do."""
+    """Write a plan; return False if another planner was first. Raises the errors of begin_folder and Storage.put."""
     path = os.path.join(plan.spec.output, PLAN)
     text = plan.to_text().encode()
     if not begin_folder(storage, plan.spec.output):
@@ -106,7 +106,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
-    if PLAN in names:  # there may be parts too: another planner has enqueued their shards
+    if PLAN in names:  # there may be parts too, if another planner has enqueued their shards
         return False
     for name in names:
         if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
@@ -114,7 +114,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     return True
 
 
-#: Fields of PartStats about the workers that answered. A manifest has all values that parts have.
+#: Fields of PartStats about the workers that answered. A manifest has the values of all parts.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "commit")
 
 
@@ -163,7 +163,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return what earlier runs asked differently if few of their rows were taken, as a fact for Redis; else {}."""
+    """Return, as a fact for Redis, what earlier runs asked differently if few of their rows were taken; else {}."""
     if plan.reused is None:
         return {}
     texts = []
@@ -195,7 +195,7 @@ class RunFolder:
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Have a part written and put in its place, see Storage.put. The parts may have a folder of their own."""
+        """Have a part written, and put it in its place; see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
             self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
@@ -215,7 +215,7 @@ class RunFolder:
         """Whether a shard is still to be computed. Raises PartDamaged if the run has ended without its part."""
         if self.has_part(shard):
             return False
-        # Look again: the part, and then the end, may have come after the first look.
+        # Look again, because the part, and then the end, may have come after the first look.
         if self.has_success() and not self.has_part(shard):
             raise PartDamaged(self.plan.part_path(shard), _GONE)
         return True
@@ -235,9 +235,9 @@ class RunFolder:
         return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
-        """Look into every part; return the shards that have none. check_interrupted: called before each look.
+        """Look into every part; return the shards that have no part. check_interrupted: called before each look.
 
-        If a part was removed before the run's end, the files that are made of all parts are removed too. Raises
+        If a part was removed before the run's end, the files that were made of all parts are removed too. Raises
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
@@ -259,30 +259,30 @@ class RunFolder:
         return missing
 
     def record_part(self, stats: PartStats, queue: str) -> bool:
-        """Count a published part and end the run if it was the last; return whether the run has ended."""
+        """Count a published part, and end the run if it was the last part. Return whether the run has ended."""
         self._record_reasons(stats)
         count = self.state.record_part(stats)
-        if count.total is None:  # Redis has lost our keys, so the parts themselves are counted
+        if count.total is None:  # Redis has lost our keys, so the files of the parts are counted
             return self.recount(queue)
         if self._stopped_by_errors(queue, is_whole=count.is_whole):
             return False
         if count.is_whole:
             return self._finish()
-        tell_shards_failed(self.state, count)
+        notify_shards_failed(self.state, count)
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:
         reasons = Reasons()
         if stats.errors:
-            with suppress(RunError):  # the end of the run looks at each part, and raises then
+            with suppress(RunError):  # ending the run looks at each part, and raises then
                 for row, reason in failed_rows(self.storage, self.plan, stats.shard):
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stopped_by_errors(self, queue: str, *, is_whole: bool) -> bool:
-        """Stop the run if more rows have an error than its submission allows. Return whether it is stopped.
+        """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
-        Call this before a run is ended: a stopped run gets no end, whichever of its shards comes last.
+        Call this before a run is ended, because a stopped run must not end, whichever of its shards comes last.
         """
         if self.state.judge(is_whole=is_whole) is None or self.has_success():
             return False
@@ -290,9 +290,8 @@ class RunFolder:
         if submission is None:
             return False
         waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
-        with suppress(
-            RunResubmitted
-        ):  # the new submission may have another limit, which judges the next parts
+        with suppress(RunResubmitted):
+            # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
@@ -318,7 +317,7 @@ class RunFolder:
             facts["second_queue"] = second_queue
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        # The records are read before the listing, so a part that is in both is certainly there.
+        # The records are read before the listing, so a part that is in both certainly exists.
         recorded = self.state.records()
         present = self.shards_with_parts()
         unrecorded = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
@@ -343,11 +342,11 @@ class RunFolder:
                 return False
             manifest = self._write_end()
         self.state.mark_finished(manifest)
-        tell_of(self.state, self.state.submission(), "finished")
+        enqueue_notices(self.state, self.state.submission(), "finished")
         return True
 
     def _write_end(self) -> dict[str, Any]:
-        """Write the output files, the report, the manifest, and at last the mark of the end; return the manifest."""
+        """Write the output files, the report, the manifest and, last, the mark of the end; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(
             self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons
@@ -355,13 +354,11 @@ class RunFolder:
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
         report = report_html(json.loads(manifest), examples=examples)
-        writers: dict[str, Callable[[Any], object]] = {
-            **{
-                name: partial(write_output, self.storage, self.plan, name) for name in self._outputs
-            },
-            run_names.REPORT: lambda sink: sink.write(report.encode()),
-            run_names.MANIFEST: lambda sink: sink.write(manifest.encode()),
-        }
+        writers: dict[str, Callable[[Any], object]] = {}
+        for name in self._outputs:
+            writers[name] = partial(write_output, self.storage, self.plan, name)
+        writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
+        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
         with writing(self._path):
             for name in self._end_files:
                 if not self._is_there(name):

@@ -19,7 +19,7 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
-#: The most names that one search may meet, in all folders together. A local disk lists them in some seconds.
+#: The most names that one search may meet, in all folders together. A local disk lists so many in some seconds.
 MAX_NAMES = 1_000_000
 #: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -35,7 +35,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. named: the path by which it was found; its suffix tells the format. keys: its folders' keys.
+    path: its real path. named: the path by which it was found. Its suffix gives the format. keys: its folders' keys.
     """
 
     path: str
@@ -46,6 +46,10 @@ class FoundFile:
     def key_names(self) -> list[str]:
         """Return the names of the columns that the file's folders give."""
         return [name for name, _ in self.keys]
+
+
+def _is_int64(text: str) -> bool:
+    return _INTEGER.fullmatch(text) is not None and int(text) in _INT64
 
 
 def folder_key(name: str) -> tuple[str, str | None] | None:
@@ -81,9 +85,7 @@ def partition_columns(
             continue
         texts = [file.keys[place][1] for file in files]
         values = [text for text in texts if text is not None]
-        is_integer = any(values) and all(
-            _INTEGER.fullmatch(text) and int(text) in _INT64 for text in values
-        )
+        is_integer = any(values) and all(map(_is_int64, values))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for row, text in zip(rows, texts, strict=True):
             row.append(int(text) if is_integer and text is not None else text)
@@ -101,7 +103,7 @@ class Folder(NamedTuple):
     above: "Folder | None" = None
 
     def child(self, entry: Entry, storage: Storage) -> "Folder | None":
-        """Return a folder in this one; None for a link that leads back. Raises PathOutsideRoots."""
+        """Return a folder in this folder; None for a link that leads back. Raises PathOutsideRoots."""
         path = storage.resolve(os.path.join(self.path, entry.name)) if entry.is_link else None
         above: Folder | None = self
         while path is not None and above is not None:
@@ -143,7 +145,8 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted: the format of files in folders; None for any one format.
+    output: the run's output folder, which is left out. wanted: the format of files in folders; None for any single
+    format.
     """
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
@@ -169,7 +172,8 @@ class Search:
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif "**" not in searched and path != self._output:  # ** itself finds a folder's files
+            elif "**" not in searched and path != self._output:
+                # `**` finds a folder's files by itself.
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:
@@ -228,14 +232,14 @@ class Search:
         """Return the files and folders that a glob matches, sorted by name.
 
         This works like `glob`, but each folder is gone through once, even if links lead to it. A folder that cannot be
-        read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden ones.
+        read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
         Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
         first = _first_glob_segment(pattern)
         segments = pattern.split("/")[first:]
         top = "/".join(pattern.split("/")[:first]) or "/"
         matches = []
-        # Each folder waits with the places of the segments that its entries may match.
+        # The folders that are still to be read, each with the places of the segments that its entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
@@ -256,7 +260,7 @@ class Search:
         return sorted(matches, key=lambda match: match.named)
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
-        """Return the entries of a folder that may match. It is listed only if a segment is a pattern."""
+        """Return the entries of a folder that may match. The folder is listed only if a segment is a pattern."""
         if any(map(has_magic, segments)):
             return self.entries(folder.path, or_none=True)
         self.storage.check_interrupted()
@@ -265,7 +269,7 @@ class Search:
 
 
 def _matches(segment: str, name: str) -> bool:
-    """Whether a part of a glob between two slashes matches a name; for `**`, whether it goes into it."""
+    """Whether a segment of a glob matches a name; for `**`, whether the search goes into a folder of this name."""
     if not has_magic(segment):
         return name == segment
     if name.startswith(".") and not segment.startswith("."):
@@ -274,7 +278,7 @@ def _matches(segment: str, name: str) -> bool:
 
 
 def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return the places of the segments that may match next. `**` may be skipped: it also stands for no folder."""
+    """Return the places of the segments that may match next. `**` may be skipped: it may stand for no folder."""
     reached: set[int] = set()
     for place in places:
         while place < len(segments):
@@ -290,11 +294,11 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files, or else those of the one other format that it has; input_format names another
-    format. Folders named key=value below it are included. A glob gives the files that it matches, and the files of
-    matched folders, unless it holds **. Both come sorted, without hidden names, unless a glob spells one out. If there
-    are several inputs, keys are taken from the folders below the one that holds them all. Raises InputError,
-    InvalidJob, or SchemaMismatch for too many columns.
+    A folder gives its *.parquet files; without any, it gives the files of its only other format. input_format names
+    another format. Folders named key=value below it are included. A glob gives the files that it matches. Unless it
+    holds **, it also gives the files of matched folders. The files come sorted, without hidden names, unless a glob
+    spells a hidden name out. If there are several inputs, keys are taken from the folders below the folder that holds
+    them all. Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []

@@ -40,7 +40,7 @@ def read_inputs(
 ) -> Plan:
     """Look at the files, up to the run's limit of rows; return a new run's plan.
 
-    Raises InputError, also if a run cannot be made from the columns.
+    Raises InputError, also if the columns do not fit the run.
     """
     file_format = one_format((file.named for file in found_files), spec.input_format)
     look = _Look(storage, file_format, spec.dialect)
@@ -56,9 +56,8 @@ def read_inputs(
     schema = look.schema
     columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
-    for planned_file, values in zip(
-        look.files, added_values, strict=False
-    ):  # files beyond the limit are left out
+    for planned_file, values in zip(look.files, added_values, strict=False):
+        # Files beyond the limit are left out.
         planned_files.append(replace(planned_file, values=tuple(values)))
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
@@ -85,8 +84,8 @@ def read_inputs(
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    They are the columns of prompts, and the kept columns if the output is lines again. Columns that hold whole prompts
-    or pictures are not among them.
+    These are the columns of prompts, and also the kept columns if the output is lines again. Columns of whole prompts
+    or of pictures are not among them.
     """
     if look.format != JSONL:
         return ()
@@ -112,21 +111,24 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
-    start = -shard.skip  # the next group's first row, counted from the shard's
+    start = -shard.skip  # the first row of the next group, counted from the shard's first row
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
-        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
-        start += rows
+        end = start + rows
+        rows_of_shard = min(end, shard.rows) - max(start, 0)
+        if rows:
+            num_bytes += size * rows_of_shard / rows
+        start = end
     return round(num_bytes)
 
 
 def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     """Raise MissingColumn, WrongColumnType or ColumnConflict if a run cannot be made from these columns.
 
-    schema: the columns of the input, and those that planning adds.
+    schema: the columns of the input, and the columns that planning adds.
     """
     source = row_source(spec)
     if spec.calibrate:
-        content_free(spec, source)  # so that it raises here once, and not in every shard
+        content_free(spec, source)  # so that errors are raised here once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise missing_column(column, path, schema)
@@ -149,7 +151,7 @@ _RAISED_HERE = (
 
 
 def check_columns_here(spec: RunSpec) -> None:
-    """Raise errors that planning would raise, as far as the input's first file shows them on this machine."""
+    """Raise the errors of planning that the input's first file shows on this machine."""
     try:
         storage = Storage(("/",))
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
@@ -163,12 +165,12 @@ def check_columns_here(spec: RunSpec) -> None:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
     except _RAISED_HERE:
         raise
-    except (errors.InputError, OSError):  # planning will report it, if it finds the same
+    except (errors.InputError, OSError):  # planning will report this error, if it finds the same
         return
 
 
 class _Look:
-    """What has been seen of the input files so far."""
+    """What is known about the input files that were looked at."""
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
         """Raises InvalidJob for a dialect that files of the format do not have."""
@@ -189,13 +191,13 @@ class _Look:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the columns that all files seen have."""
+        """Return the columns that all these files have."""
         if self.format in LINES:
             return pa.schema([arrow_field(name, kind) for name, kind in self.columns.items()])
         return self._schema
 
     def take(self, path: str, most: int | None) -> None:
-        """Look at a file. Raises InputNotFound, or InputBeingWritten if it changes meanwhile.
+        """Look at a file. Raises InputNotFound, or InputBeingWritten if the file changes meanwhile.
 
         most: how many rows to look at, unless it is Parquet; None for all.
         """
@@ -229,7 +231,7 @@ class _Look:
             self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
-        """Raise SchemaMismatch if a file's columns are not those of the first file."""
+        """Raise SchemaMismatch if a file has other columns than the first file."""
         for name, count in Counter(schema.names).items():
             if count > 1:
                 raise errors.SchemaMismatch(path, f"it has two columns named {name!r}")
@@ -270,7 +272,7 @@ def _column_text(field: pa.Field) -> str:
 
 
 def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[FoundFile]) -> None:
-    """Raise InputChanged for the first file that is not as planned.
+    """Raise InputChanged for the first file that is not the planned one.
 
     present_files: the files that the input names now.
     """
@@ -278,9 +280,8 @@ def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[Found
     planned = {file.path: file for file in plan.files}
     present_paths = [file.path for file in present_files]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
-        present_paths = present_paths[
-            : len(planned)
-        ]  # the run does not read the files behind its limit
+        # The run does not read the files after its limit.
+        present_paths = present_paths[: len(planned)]
     for path in [*present_paths, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")

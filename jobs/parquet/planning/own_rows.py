@@ -1,8 +1,8 @@
 """Chooses the rows that a run asks, if these are not all rows of its input in their order.
 
-A run may ask only new rows, or ask rows in another order. Planning writes them beside the plan, and from there on the
-run knows these alone, as the rows of its first file. Their numbers in the input are written beside the keys, so that a
-failed row can be found. A run that reuses earlier ones gets their answers here.
+A run may ask only new rows, or ask rows in another order. Planning writes the chosen rows beside the plan. From then on
+the run knows only these rows, as the rows of its first file. Their numbers in the input are written beside the keys, so
+that a failed row can be found in the input. A run that reuses earlier runs gets their answers here.
 """
 
 import os
@@ -39,12 +39,12 @@ from jobs.runs.redis_state.submission import Submission
 
 FINISH_REASON = "finish_reason"
 ATTEMPTS = "attempts"
-#: Values of these columns that show that no answer was cut: finish reasons, and a single attempt.
+#: The values of these columns if no answer was cut: finish reasons, and a single attempt.
 _UNCUT = {"stop", "tool_calls", 1}
 
 
 def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Plan:
-    """Write some rows of the input as the run's own; return the plan that asks these. Raises InputError, OutputError.
+    """Write some rows of the input as the run's rows; return the plan that asks them. Raises InputError, OutputError.
 
     chosen: the rows' numbers in the input, in the run's order.
     """
@@ -68,7 +68,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
 def _chosen_rows(
     context: JobContext, storage: Storage, plan: Plan, chosen: Places
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows of the input in the order of their numbers in `chosen`. Shards without any of them are not read."""
+    """Yield rows of the input in the order of their numbers in `chosen`. Shards without a chosen row are not read."""
     places = np.full(plan.rows, -1, np.int64)  # each row's place among those chosen
     places[chosen] = np.arange(len(chosen))
     first_rows = [plan.first_row(shard) for shard in range(len(plan.shards))]
@@ -89,12 +89,13 @@ def _chosen_rows(
             yield from table.to_batches()
 
 
-#: Rows are grouped by the first 64 characters of their prompts, within a group by the first 256, and so on.
+#: Rows are grouped by the first 64 characters of their prompts. Within a group they are grouped by the first 256, and
+#: so on.
 BEGINNINGS = (64, 256, 1024, 4096, 16384)
 
 
 def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Write a run's rows in the order that it asks for; return the plan that asks them so.
+    """Write a run's rows in the order that it asks for; return the plan with this order.
 
     Returns the plan as it is if the run keeps the input's order.
     """
@@ -113,7 +114,7 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: long answers first, then equal beginnings of prompts together."""
+    """Return the numbers by which rows are sorted: first by length of answer, long ones first, then by prompt."""
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
@@ -127,9 +128,10 @@ def _order_key(row: Row | RowProblem) -> list[int]:
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take the answers of the earlier runs that a submission names; return the plan that says so.
+    """Take the answers of the earlier runs that a submission names; return a plan that records this.
 
-    Its seed is the first earlier run's, unless its arguments have one. Raises CannotReuse, InputError or OutputError.
+    The plan's seed is that of the first earlier run, unless the new run's arguments have a seed. Raises CannotReuse,
+    InputError or OutputError.
     """
     if not submission.reuse:
         return plan
@@ -159,7 +161,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
     matches = look_up()
-    needed = [field for field in fields if field.name == "error" or _tells_cuts(field.name)]
+    needed = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
     for _ in answers(old, matches, look_up, pa.schema(needed)):
         pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
     return np.flatnonzero(matches.places < 0)
@@ -185,7 +187,8 @@ def _write_taken_answers(
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What is said if few rows were taken from an earlier run although it asked the same. Key: a function checks answers.
+#: What a user reads if few rows were taken from an earlier run that asked the same. Key: whether a function checks
+#: answers.
 _NO_DIFFERENCE = {
     False: "it asked the same, but of other rows, or it has few answers",
     True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
@@ -202,11 +205,11 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove what was written for a plan that came second. first: the plan that is in place."""
+    """Remove the files of a plan that came second. first: the plan that is in place."""
     if plan.reused is None:
         return
     if first.reused is not None and first.reused.name == plan.reused.name:
-        return  # it is this very plan, and the reply to its writing was lost
+        return  # the plan in place is this one, and the reply to its writing was lost
     paths = list(map(plan.reused_path, range(len(plan.shards))))
     if plan.files[0].num_chosen:
         paths += [
@@ -224,8 +227,8 @@ class Matches:
 
     places: the place of each new row's old row among all old rows; -1 for none.
     models: the number in `marks` of the model that answered each new row's old row.
-    marks: the marks of the models whose answers may be taken.
-    keys: the new rows' whole keys, with that model.
+    marks: the marks of the models whose answers may be taken. keys: the new rows' whole keys, with the model that
+    answered.
     is_shorter: whether each new row's old row had a smaller max_tokens.
     """
 
@@ -239,9 +242,9 @@ class Matches:
 def find_matches(
     context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool
 ) -> Matches:
-    """Look up each row of a plan in the old runs. The plan's inputs must be readable.
+    """Look for each row of a plan in the old runs. The plan's inputs must be readable.
 
-    Answers of a cascade's second model are looked for first, then the first model's, then any other model's.
+    The answers of a cascade's second model come first, then those of the first model, then those of any other model.
     """
     marks = model_mark(plan.model)
     if plan.second is not None:
@@ -262,7 +265,7 @@ def find_matches(
     shorter_asks = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
-        places = matches.places[start:end]  # views: what is written here is written to `matches`
+        places = matches.places[start:end]  # these are views: writing to them changes `matches`
         models = matches.models[start:end]
         keys = row_keys(ask.key_of, rows)
         has_key: npt.NDArray[np.bool_] = np.any(keys, axis=1)
@@ -271,7 +274,7 @@ def find_matches(
             missing = np.flatnonzero(has_key & (places < 0))
             old_places = old.keys.find(whole_keys(keys[missing], mark))
             if plan.second is not None and number == 0:
-                # Only from runs that would have asked the second model about the same rows.
+                # Take these answers only from runs that would have asked the second model about the same rows.
                 part_numbers = np.searchsorted(first_places, old_places, "right") - 1
                 old_places[~asks_second_too[part_numbers]] = -1
             places[missing] = old_places
@@ -291,8 +294,8 @@ def find_matches(
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     """Return the keys of old runs that differ from the plan only by a smaller max_tokens.
 
-    Their answers that ended by themselves would be the same now. Empty for batch files, whose lines have values of
-    their own. check: the version of the check's function.
+    An answer of such a run that ended by itself would be the same now. Empty for batch files, because their lines have
+    sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
@@ -311,15 +314,15 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     return asks
 
 
-def _tells_cuts(column: str) -> bool:
-    """Whether a column shows that an answer was cut, or that it was asked again because of that."""
+def _shows_cuts(column: str) -> bool:
+    """Whether a column shows that an answer was cut, or that the row was asked again because of that."""
     return column == ATTEMPTS or column.endswith(FINISH_REASON)
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all of its answers ended by themselves, each at its first attempt."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
-    for name in filter(_tells_cuts, batch.schema.names):
+    for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
             values = value if isinstance(value, list) else [value]
             if not set(values) <= _UNCUT:
@@ -328,7 +331,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether a plan asks its second model about each row that an old plan asked it about."""
+    """Whether a plan asks the second model about all rows about which an old plan asked it."""
     if _identities(plan) != _identities(old):
         return False
     return (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
@@ -344,8 +347,8 @@ def answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
 
-    A row whose old answer cannot be read is looked up again, once for each old run. Rows that stay without an answer
-    are taken from `matches`.
+    If a row's old answer cannot be read, another old row is looked up, once for each old run. A row that stays without
+    an answer has -1 in `matches.places`.
     """
     is_taken = np.zeros(len(matches.places), bool)
     for run in old.reused:

@@ -39,11 +39,11 @@ def score_parquet(
     template: str | list[dict[str, str]] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Plan a run and enqueue its shards. Called again with the same arguments, resume it.
+    """Plan a run and enqueue its shards. A second call with the same arguments resumes the run.
 
-    Returns the run's id and counts. For the arguments, see RunSpec.from_arguments and Submission. queue: for the
-    shards; by default the queue that this job came from. Raises InvalidJob or RunError. Only RunBusy may come after
-    shards were enqueued.
+    Returns the run's id and counts. For the arguments, see RunSpec.from_arguments and Submission. queue: the queue for
+    the shards; by default the queue of this job. Raises InvalidJob or RunError. After shards were enqueued, only
+    RunBusy may be raised.
     """
     queue = arguments.pop("queue", None)
     if queue is None:
@@ -111,7 +111,7 @@ def _agreed_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Write the plan of a new run, or return the plan that is there if the files found are as planned."""
+    """Write the plan of a new run. If there is a plan already, return that plan, after checking its files."""
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
@@ -129,13 +129,12 @@ def _agreed_plan(
         if create_plan(storage, plan, context.execution_id):
             return plan
 
-        # Another planner was first. Its plan counts, and what was written for this one goes.
+        # Another planner was first. Its plan counts, and the files of this plan are removed.
         plan_not_taken = plan
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
         remove_reused(storage, plan_not_taken, plan)
-        if (
-            storage.stat(os.path.join(spec.output, SUCCESS)) is not None
-        ):  # the run has even ended since
+        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:
+            # The run has ended meanwhile.
             remove_converted(storage, plan_not_taken)
 
     if plan.run != spec.run:
@@ -154,8 +153,8 @@ def _agreed_plan(
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    It is the one other model that workers of the queue serve. This is read from keys that only workers can write:
-    producers could forge the records that people see.
+    It is the only other model that workers of the queue serve. The models are read from keys that only workers can
+    write, because producers could forge the records that people see.
     """
     if spec.escalate_below is None:
         return None

@@ -1,4 +1,4 @@
-"""Looks at a run before it is submitted: counts all prompts, has some answered, and times a batch of these."""
+"""Looks at a run before it is submitted: counts all prompts, has some of them answered, and times a batch of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from jobs.tasks import Completion, Request
 #: A dry run has one full batch of the worker answered, within these numbers of requests.
 MIN_TRIED = 64
 MAX_TRIED = 256
-#: The most characters of the prompts that are answered. A result has a limit too.
+#: The most characters of the prompts that are answered. The limit keeps the job's result small enough.
 MAX_PICKED_CHARS = 4 << 20
 #: This many bytes of a picture count as one character.
 PICTURE_SHARE = 32
@@ -62,11 +62,11 @@ class SurveyWork(RowsTask):
     ) -> None:
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: how many of the first rows to show; None for a dry run, which has some requests answered, and times them.
+        first: how many of the first rows to show; None for a dry run, which has some requests answered and times them.
         max_rows: the most rows to look at, spread evenly over the run.
         reuse: see Submission.
-        arguments: reuse_from_any_model; answers, which is False for a preview without answers; and those of
-            RunSpec.from_arguments.
+        arguments: reuse_from_any_model; answers, which is False for a preview without answers; and the arguments of
+        RunSpec.from_arguments.
         """
         any_model = arguments.pop("reuse_from_any_model", False)
         has_answers = arguments.pop("answers", True)
@@ -103,7 +103,7 @@ class SurveyWork(RowsTask):
                 chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
             chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
 
-        #: The requests that are answered or shown, with their rows. Those whose text had no room are left out.
+        #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
         self._tried: list[tuple[PlannedRequest, Row]] = []
         for planned in chosen:
             if planned.row in chosen_rows:
@@ -114,15 +114,15 @@ class SurveyWork(RowsTask):
         )
         self._is_dry = first is None
         self._sent: list[Request] = []
-        #: When the timed batch was sent, on the monotonic clock; 0 before that.
+        #: Monotonic seconds when the timed batch was sent; 0 before.
         self._began_at = 0.0
         self._seconds = 0.0
         self._timed_tokens = 0.0
 
     def requests(self) -> Iterator[Request]:
-        """Yield what the rows ask. A dry run then asks the same once more, to time it.
+        """Yield the requests of the rows. A dry run then sends the same requests once more, to time them.
 
-        Prompts of the timed batch have a text before them that is in no cache.
+        In the timed batch, each prompt follows a text that is in no cache.
         """
         for request in super().requests():
             self._sent.append(request)
@@ -150,12 +150,12 @@ class SurveyWork(RowsTask):
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        """Check the answer of a request, unless it is of the timed batch."""
+        """Check the answer of a request, unless the request belongs to the timed batch."""
         if index < len(self._sent):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request. In the timed batch, only its tokens and the time are taken."""
+        """Take the answer of a request. Of an answer in the timed batch, only the tokens and the time count."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
@@ -177,12 +177,12 @@ class SurveyWork(RowsTask):
         return {**result, **self._estimates(result["prompt_tokens"])}
 
     def _estimates(self, prompt_tokens: float) -> dict[str, float]:
-        """Return what the whole run would take, judged by the requests that were answered.
+        """Estimate what the whole run would take, by the requests that were answered.
 
-        prompt_tokens: those of the first prompts of all rows.
+        prompt_tokens: the tokens of the first prompts of all rows.
         """
         counts = self._counts
-        # The tried requests stand for all requests, or for as many of them as had room for their text.
+        # The weights add up to the requests whose text had room. `scale` makes up for all others.
         weights = sum(planned.weight for planned, _ in self._tried)
         scale = counts.scale * len(counts.requests) / (weights or 1.0)
         low = self._spec.escalate_below or 0
@@ -244,8 +244,8 @@ class SurveyWork(RowsTask):
 class PlannedRequest:
     """A request that a run would send.
 
-    row: the first row that it answers. tokens: the tokens of its prompt. limit: the row's own max_tokens, 0 for none.
-    rows: how many equal rows it answers. weight: how many such requests it stands for.
+    row: the first row that it answers. tokens: the tokens of its prompt. limit: the row's own max_tokens; 0 if it has
+    none. rows: how many equal rows it answers. weight: how many requests it stands for.
     """
 
     row: int
@@ -262,7 +262,7 @@ def _rows_with_room(
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers, as many as MAX_PICKED_CHARS have room for."""
+    """Return the rows of these requests by their numbers, until they have MAX_PICKED_CHARS characters."""
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
     chars_left = MAX_PICKED_CHARS
@@ -277,9 +277,9 @@ def _rows_with_room(
 
 
 class _Counts:
-    """Counts what the rows of a run ask. In a large run, it looks at some rows, evenly spread.
+    """Counts the prompts of a run's rows. In a large run it looks only at some rows, evenly spread.
 
-    total: the run's rows. max_rows: about how many to look at; None for all.
+    total: the number of the run's rows. max_rows: about how many to look at; None for all.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class _Counts:
         self._ask = ask
         self._meter = meter
         self._total = total
-        # Every row whose number this divides is looked at.
+        # A row is looked at if its number can be divided by this.
         self._step = max(1, -(-total // (max_rows or max(1, total))))
         self.requests: list[PlannedRequest] = []
         self.request_tokens = 0
@@ -306,13 +306,13 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """Return how many rows of the run one examined row stands for."""
+        """Return how many rows of the run each examined row stands for."""
         return self._total / max(1, self._rows_read)
 
     def add(
         self, start: int, rows: Sequence[Row | RowProblem], is_reused: npt.NDArray[np.bool_]
     ) -> None:
-        """Count the rows of a shard, in the order in which they would be asked. start: the first one's number."""
+        """Count the rows of a shard, in the order in which they would be asked. start: the number of the first row."""
         equal_rows: dict[Row, list[int]] = {}
         first = start + -start % self._step
         for number in range(first, start + len(rows), self._step):
@@ -329,7 +329,7 @@ class _Counts:
             self._add_equal(row, equal_rows[row])
 
     def _add_equal(self, row: Row, numbers: list[int]) -> None:
-        """Count equal rows. If their answers are equal, they are one request, with equal rows of other shards."""
+        """Count equal rows. If their answers are equal, they and equal rows of other shards are one request."""
         key = self._ask.key_of(row)
         is_greedy = self._ask.is_greedy(row)
         known = self._by_key.get(key)
@@ -420,7 +420,7 @@ def _behind(beginning: str, content: Any) -> Any:
 
 
 def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
-    """Choose at most `count` requests, large ones more likely, and note how many requests each stands for."""
+    """Choose at most `count` requests, and note how many requests each stands for. Large requests are more likely."""
     order = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
     if len(order) <= count:
         return order
@@ -435,7 +435,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are.
+    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are cached.
 
     The last token is never taken from the cache.
     """

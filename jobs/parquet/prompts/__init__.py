@@ -1,1 +1,1 @@
-"""Makes of each row what it asks: its prompt or messages, and its own sampling values."""
+"""Makes a prompt or messages of each row, and reads the row's own sampling values."""

@@ -33,8 +33,8 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 class JinjaSource(PromptSource):
     """A Jinja template over columns, for a text or a chat.
 
-    defaults: the text for null, by column; without one, null is `none`. needs_column: whether a template without any
-    column is refused. control_tokens: see TemplateSource.
+    defaults: the text for null, by column; null in another column is `none`. needs_column: whether a template without
+    any column is refused. control_tokens: see TemplateSource.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class JinjaSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
         """Yield each row's texts, or its problem.
 
-        If a child fails, rows are rendered one by one from there on, and a second failure costs its row.
+        If a child fails, rows are rendered one by one from there on. A row that fails again gets a problem.
         """
         done = 0
         one_by_one = False
@@ -76,7 +76,7 @@ class JinjaSource(PromptSource):
                 one_by_one = True
 
     def _rendered(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        """Have a child render rows; yield each one's texts, or its problem."""
+        """Have a child render rows; yield each row's texts, or its problem."""
         question = {
             "texts": self._template.texts,
             "columns": self.columns,
@@ -100,7 +100,7 @@ _TOGETHER_CHARS = 1 << 20
 
 
 def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render a batch in Arrow's stream format, in a child. Replies have each row's texts, or why it has none."""
+    """Render a batch in Arrow's stream format, in a child. The reply has each row's texts, or why the row has none."""
     question = worker.question
     (batch,) = pa.ipc.open_stream(pa.py_buffer(worker.body))
     outcomes: list[list[str] | str] = []

@@ -24,9 +24,9 @@ ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """The prompts of another source, with pictures. They stand where a template names their columns, else first.
+    """The prompts of another source, with pictures. A picture stands where a template names its column, else first.
 
-    A template gets a random mark in the place of each column of pictures, and the pictures replace the marks.
+    A template gets a random mark for each column of pictures. Then the pictures replace the marks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PictureSource(PromptSource):
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType if a column can be no picture, or if the other source cannot read its columns."""
+        """Raise WrongColumnType if a column cannot hold pictures, or if the other source cannot read its columns."""
         for name in self._pictures:
             kind = schema.field(name).type
             if not _may_be_picture(kind):
@@ -63,7 +63,7 @@ class PictureSource(PromptSource):
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield what the other source reads of each row, and the row's pictures by their marks."""
+        """Yield for each row what the other source reads, and the row's pictures by their marks."""
         by_column = {name: list(map(_pictures, rows.column(name))) for name in self._pictures}
         marked = rows.select(
             [name for name in self._prompts.columns if name not in self._template_names]
@@ -74,10 +74,11 @@ class PictureSource(PromptSource):
 
         pictures_of_rows = zip(*by_column.values(), strict=True)
         for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
-            problem = next(
-                (value for value in (values, *pictures) if isinstance(value, RowProblem)), None
-            )
-            yield problem or (values, dict(zip(self._marks.values(), pictures, strict=True)))
+            problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
+            if problems:
+                yield problems[0]
+            else:
+                yield values, dict(zip(self._marks.values(), pictures, strict=True))
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
         """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
@@ -105,7 +106,7 @@ class PictureSource(PromptSource):
         return rendered
 
     def _with_pictures(self, content: str, pictures: Mapping[str, list[Picture]]) -> Parts:
-        """Return a text as parts, with pictures in the place of their marks."""
+        """Return a text as parts, with pictures instead of their marks."""
         parts: Parts = []
         for piece in self._pattern.split(content):
             parts += _parts(pictures[piece]) if piece in pictures else _text(piece)
@@ -113,7 +114,7 @@ class PictureSource(PromptSource):
 
 
 def _may_be_picture(kind: pa.DataType) -> bool:
-    """Whether values are bytes, paths, structs of these as Hugging Face's Image is, or lists of any of them."""
+    """Whether values are bytes, paths, structs of both (as in Hugging Face's Image), or lists of any of these."""
     if is_list(kind):
         return _may_be_picture(kind.value_type)
     if pa.types.is_struct(kind):
@@ -128,11 +129,8 @@ def _may_be_picture(kind: pa.DataType) -> bool:
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
-    except (
-        InvalidJob,
-        ValueError,
-        pa.ArrowException,
-    ) as problem:  # such as a path that is not UTF-8
+    except (InvalidJob, ValueError, pa.ArrowException) as problem:
+        # For example, a path is not UTF-8.
         if is_exhausted(problem):
             raise
         return RowProblem(str(problem)[:1000])
@@ -157,7 +155,7 @@ def _text(text: str) -> Parts:
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
-    """Put pictures before the text of the user's last message. Raises RowProblem if there is none."""
+    """Put pictures before the text of the user's last message. Raises RowProblem if there is no such message."""
     message = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if message is None:
         raise RowProblem("there is no message of the user that could hold the picture")
@@ -169,7 +167,7 @@ def _put_first(messages: Parts, pictures: Parts) -> None:
 def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:
     """Return a function that reads the file of a path or URI.
 
-    folder: relative paths start there. None if rows have several folders: then relative paths are refused.
+    folder: the folder where relative paths start. None refuses relative paths, because rows have several folders.
     """
     storage = Storage.of(context)
 

@@ -1,4 +1,4 @@
-"""Turns the rows of a file into prompts, with the values that stand beside them."""
+"""Turns the rows of a file into prompts, with the values that belong to the rows."""
 
 import abc
 import json
@@ -25,11 +25,11 @@ TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps 
 
 
 class Row(NamedTuple):
-    """What a row asks. Equal rows ask the same. In sorted order, neighbours share a prefix.
+    """What a row asks. Equal rows ask the same. If rows are sorted, neighbours share a prefix.
 
-    prompt: a text, or the JSON of a chat's messages; with pictures, the JSON of messages or parts, which name the
-    pictures by hashes. sampling: the row's own sampling values as JSON, "" for none. values: those of columns that its
-    check or later prompts read, as JSON, "" for none. pictures: the bytes of files.
+    prompt: a text, or the JSON of a chat's messages. With pictures it is the JSON of messages or parts, which name the
+    pictures by hashes. sampling: the row's own sampling values as JSON; "" for none. values: the values of the columns
+    that its check or later prompts read, as JSON; "" for none. pictures: the bytes of files.
     """
 
     prompt: str
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 class PromptSource(abc.ABC):
-    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: the input's columns that it reads."""
+    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: the input's columns that are read."""
 
     columns: tuple[str, ...]
 
@@ -86,7 +86,7 @@ class ColumnSource(PromptSource):
     """Columns whose values are prompts.
 
     prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: whether a column may have this type.
-    expected: names the types that fit, for errors.
+    expected: the types that fit, in words for errors.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. All rows' structs have the same keys; those that are null in a row are left out."""
+    """A column of chats. The structs of all rows have the same keys. Keys that are null in a row are left out."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield each row's messages, or its RowProblem."""
@@ -190,7 +190,7 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: the texts of tokens that no value may forge. In chats the
+    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. In chats the
     engine prevents that.
     """
 
@@ -239,7 +239,7 @@ def written_as_texts(values: Mapping[str, Any]) -> str:
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Raise InvalidValue for a default of a column that the template does not name."""
+    """Raise InvalidValue if the template does not name the column of a default."""
     for column in defaults:
         if column not in columns:
             raise InvalidValue(

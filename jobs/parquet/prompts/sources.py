@@ -1,4 +1,4 @@
-"""Makes the source of rows that a run's arguments name, and reads each row's own sampling values from columns."""
+"""Makes the source of rows for a run's arguments, and reads each row's own sampling values from columns."""
 
 import json
 from base64 import b64encode
@@ -39,12 +39,12 @@ from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
 
-#: How many sets of values have their check remembered. Often, many rows have the same values.
+#: How many sets of sampling values are remembered with the result of their check. Many rows may have the same values.
 CHECKS_REMEMBERED = 1024
-#: How many rows are Python objects at a time. As such, values take many times the memory that Arrow needs.
+#: How many rows are Python objects at a time. Python objects take many times the memory that Arrow needs.
 SLICE_ROWS = 128
 
-#: The one option of a chat that may come from a column.
+#: The only option of a chat that may come from a column.
 TOOLS = "tools"
 
 _NUMBERS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
@@ -67,7 +67,8 @@ class RowSampling:
         self._by_name = dict(by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The run's value is written out for null, so that equal values are equal texts. A run's seed is no row's.
+        # The run's value is written for null, so that equal values are equal texts. The run's seed is not written for a
+        # row.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
@@ -98,7 +99,7 @@ class RowSampling:
         return rows_without_null_keys(self.columns, rows)
 
     def as_json(self, values: Mapping[str, Any]) -> str:
-        """Return a row's sampling values as JSON. Raises RowProblem. values: its columns' values."""
+        """Return a row's sampling values as JSON. Raises RowProblem. values: the values in the row's columns."""
         sampling = {}
         for name, column in self._by_name.items():
             value = self._shared.get(name) if values[column] is None else values[column]
@@ -119,7 +120,7 @@ class RowSampling:
         self._check_sampling(sampling)
 
     def _find_problem(self, text: str) -> str | None:
-        """Return why a row's values, as JSON, are impossible; None if they are not."""
+        """Return why a row's values, as JSON, are impossible; None if they are possible."""
         values = json.loads(text)
         for name, value in values.items():
             try:
@@ -141,7 +142,7 @@ def _from_json(column: str, text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a text, any other value as it is.
+    """Return the number in a text. Return any other value unchanged.
 
     A column of a CSV file stays text if its numbers have forms such as 0.70 or 0,7.
     """
@@ -167,8 +168,8 @@ def _plain(value: Any) -> Any:
 class RowSource:
     """Makes rows of a table's batches.
 
-    sampling: reads the rows' own sampling values. beside: columns whose values stand beside the prompt. write: makes
-    text of these values.
+    sampling: reads the rows' own sampling values. beside: columns whose values a row keeps beside its prompt. write:
+    makes text of these values.
     """
 
     def __init__(
@@ -249,9 +250,9 @@ def row_source(
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling,
     control_tokens: Collection[str] = (),
 ) -> RowSource:
-    """Return the source that a run's arguments name. It checks the rows' sampling values. Raises InvalidJob.
+    """Return the source for a run's arguments. It checks the rows' sampling values. Raises InvalidJob.
 
-    control_tokens: the served model's. Rows' values cannot forge them, unless the run allows it.
+    control_tokens: those of the served model. Values of rows cannot contain them, unless the run allows it.
     """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
@@ -276,7 +277,7 @@ def row_source(
 def _step_source(
     spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
 ) -> RowSource:
-    """Return the source of rows with several prompts. Columns of later prompts stand beside the first prompt."""
+    """Return the source of rows with several prompts. A row keeps the columns of later prompts beside its first."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
     later_columns: dict[str, None] = {}
@@ -289,7 +290,7 @@ def _step_source(
 
 
 def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
-    """Return the control tokens that values may not forge."""
+    """Return the control tokens that values must not contain."""
     return control_tokens if chat.get(OF_VALUES, True) else ()
 
 
@@ -314,7 +315,7 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """One of a row's prompts. Its problems name the prompt.
+    """The source of one of a row's prompts. Its problems name the prompt.
 
     defaults: the defaults of all the row's prompts. taken: names that no column of the input may have.
     """
@@ -332,7 +333,7 @@ class StepSource(prompt_source.TemplateSource):
         self._taken = taken
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise ColumnConflict or WrongColumnType if the prompt cannot be made of a schema's columns."""
+        """Raise ColumnConflict or WrongColumnType if the prompt cannot be made from the columns of a schema."""
         for name in self._taken:
             if name in schema.names:
                 raise ColumnConflict(
@@ -349,7 +350,7 @@ class StepSource(prompt_source.TemplateSource):
 
 
 class LineSource(PromptSource):
-    """Lines of a batch file. Each is its own JSON, which may be longer than a prompt.
+    """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
     The path of a picture becomes a data: URL. inline_pictures: a line with such a path is refused.
     """
@@ -368,13 +369,12 @@ class LineSource(PromptSource):
     def row(self, values: Mapping[str, Any], read: ReadFile) -> Row:
         """Return a line with its pictures. Raises RowProblem or InvalidJob, or what `read` raises."""
         text = self.render(values)
-        # JSON may write any name with escapes.
+        # JSON may write any name with escapes, so a line with escapes is searched too.
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        with_path: list[
-            dict[str, Any]
-        ] = []  # objects of the line whose `url` is the path of a file
+        # Objects of the line whose `url` is the path of a file.
+        with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             if part.get("type") != "image_url":
@@ -391,7 +391,7 @@ class LineSource(PromptSource):
         try:
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
-            return Row(text)  # the ask reports what is wrong with it
+            return Row(text)  # the ask reports what is wrong with the line
         if with_path and self._inline_pictures:
             raise RowProblem(
                 "a picture is no data: URL, and none is fetched: send data:image/...;base64,..."

@@ -1,1 +1,1 @@
-"""Answers of earlier runs, found again by what was asked."""
+"""Answers of earlier runs. They are found again by what was asked."""

@@ -1,8 +1,8 @@
-"""The log of answers: a file of what is known about a shard's rows before they are in a part.
+"""The log of answers: a file with what is known about a shard's rows before the shard's part is written.
 
 One format serves the journal of an open shard, the answers that a cascade's first model leaves to the job of the second
-one, and the answers that planning takes from earlier runs. Only their paths differ, and who removes them. The memory of
-answers within a worker (jobs/context/answers.py) has the same whole keys.
+one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
+them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
 
 A log is a Parquet file. Each record has a row, its whole key (jobs.parquet.asks.row_keys), the mark of its model, and
 either the columns of an answer or the progress of a row under way. The footer says FORMAT, the shard that the
@@ -44,7 +44,7 @@ from sandbox.exhausted import is_exhausted
 
 #: Errors of a file that cannot be read.
 UNREADABLE = (CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
-#: Errors of code that meets other contents than were written.
+#: Errors of code that meets contents that we have not written.
 _UNFIT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 
 #: The key of the header in the footer's metadata.
@@ -64,8 +64,8 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or how far it is.
 
-    row: its place in the shard. mark: the mark of the model that answers it. num_tokens: how many tokens were
-    generated for this row and its equal rows; 0 for all but the first of these. progress: how far a row under way is;
+    row: its place in the shard. mark: the mark of the model that answers it. num_tokens: how many tokens were generated
+    for this row and its equal rows; 0 for all but the first of the equal rows. progress: how far a row under way is;
     such a row has no answer.
     """
 
@@ -77,7 +77,7 @@ class Record:
 
 
 def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
-    """Return the columns of a log. answer_fields: those of the answers."""
+    """Return the columns of a log. answer_fields: the columns of the answers."""
     beside = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
     return pa.schema([*beside, *answer_fields])
 
@@ -105,7 +105,7 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return records of answers that are in Arrow's columns already. keys: whole. sources: the earlier runs' rows."""
+    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: the earlier runs' rows."""
     columns = [
         pa.array(rows),
         _as_column(keys),
@@ -122,7 +122,7 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Lend any run's log, and its header. Raises AnswersDamaged, also if the body meets unexpected contents."""
+    """Lend the log of any run, and its header. Raises AnswersDamaged, also if the body meets unexpected contents."""
     try:
         with closing(TableReading(storage, path, columns)) as file:
             header = json.loads((file.schema.metadata or {})[_HEADER])
@@ -165,7 +165,7 @@ class AnswerLog:
         write_log(sink, self.owner, pa.table(columns, schema=log_schema(self.fields)))
 
     def read(self, storage: Storage, path: str) -> list[Record]:
-        """Return a log's records. Raises AnswersDamaged for a log that is damaged, or not this shard's."""
+        """Return a log's records. Raises AnswersDamaged for a log that is damaged or of another shard."""
         records: list[Record] = []
         with open_log(storage, path) as (file, header):
             if header["owner"] != self.owner:
@@ -180,7 +180,7 @@ class AnswerLog:
         return records
 
     def read_if_whole(self, storage: Storage, path: str) -> list[Record]:
-        """Return a log's records; none of a log that cannot be read. For callers that compute what is missing."""
+        """Return a log's records, or nothing if the log cannot be read. For callers that compute what is missing."""
         try:
             return self.read(storage, path)
         except (OSError, RunError) as error:
@@ -190,7 +190,7 @@ class AnswerLog:
             return []
 
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
-        """Raise AnswersDamaged if a record's row is not here, or asks something else, such as another picture."""
+        """Raise AnswersDamaged if a record's row is not in the shard, or asks something else now."""
         rows = rows_in(path, batch, len(self.keys))
         expected = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
         is_other = (keys_in(batch.column(KEY)) != expected).any(axis=1)
@@ -242,7 +242,7 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
 
 
 def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
-    # Lists of structs stay Arrow's, one array for each row: as Python's objects they take ten times as much.
+    # Lists of structs stay Arrow arrays, one for each row. Python's objects would take ten times as much memory.
     nested = [field.name for field in batch.schema if _holds_structs(field.type)]
     for number, values in enumerate(batch.drop_columns(nested).to_pylist()):
         for name in nested:
@@ -265,7 +265,7 @@ _ANSWER_FIELDS = {field.name for field in fields(Answer)} - {"columns"}
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:
-    """Return an answer from its values by column. Kinds of answers lack some columns of others."""
+    """Return an answer from its values by column. Each kind of answer has only some of the columns."""
     known: dict[str, Any] = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
     columns: dict[str, Any] = {}
     for name, value in values.items():

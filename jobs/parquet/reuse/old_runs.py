@@ -1,8 +1,8 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-Each part has a file of keys. Its layout is fixed and little-endian: a digest of the run, the shard and all that
-follows; the number of models that answered, in 64 bits; their marks (jobs.parquet.asks.row_keys); and each row's whole
-key. A shard without a part may have logs of answers (answer_log.py), whose records have the same keys.
+Each part has a file of keys. Its layout is fixed and little-endian. First comes a digest of the run, the shard and all
+that follows. Then come the number of models that answered, in 64 bits, their marks (jobs.parquet.asks.row_keys), and
+each row's whole key. A shard without a part may have logs of answers (answer_log.py), whose records have the same keys.
 """
 
 import os
@@ -75,7 +75,7 @@ def write_keys(
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
     """Return the whole keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
 
-    run: the run that wrote them.
+    run: the run that wrote the keys.
     """
     path = os.path.join(plan.spec.output, keys_name(shard))
     num_rows = plan.shards[shard].rows
@@ -104,16 +104,16 @@ def _digest(run: str, shard: int, body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: Equal keys are found in turn, but only this many of them.
+#: Of several equal keys, at most this many are found in turn.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
 
 
 class KnownKeys:
-    """An index that finds keys among known ones. It takes at most 32 bytes for each of these.
+    """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known ones. A key of zeros is never found.
+    keys: the known keys. A key of zeros is never found.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -121,7 +121,7 @@ class KnownKeys:
         self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How many of several equal keys were found, at the place of the first of them.
+        #: How many of several equal keys were found. The count stands at the place of the first of these keys.
         self._num_taken = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
@@ -129,7 +129,7 @@ class KnownKeys:
         self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:
-        """Return the place of each key among the known ones; -1 for an unknown key.
+        """Return the place of each key among the known keys; -1 for an unknown key.
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
@@ -156,7 +156,7 @@ class KnownKeys:
         return found_places
 
 
-#: The most files of an earlier run that are named because they could not be read.
+#: The most unreadable files of an earlier run that are named.
 MAX_NAMED = 10
 #: The names of logs with answers: those of a journal, or of a cascade's first model.
 _ANSWERS = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
@@ -166,8 +166,8 @@ _ANSWERS = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 class ReusedRun:
     """What a new run has taken from an old one.
 
-    rows: how many were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently, if less than half of the new run's rows were taken.
+    rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
+    differently; empty if at least half of the new run's rows were taken.
     """
 
     output: str
@@ -187,8 +187,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of its first row among all old rows. reused: what is noted about its run. journal: the logs of
-    answers of a shard that has no part; empty for a part.
+    first: the place of its first row among all old rows. reused: the notes about its run. journal: the logs of answers
+    of a shard that has no part; empty if there is a part.
     """
 
     plan: Plan
@@ -211,14 +211,14 @@ Opened = tuple[pa.Schema, Batches]
 
 
 class OldRuns:
-    """The runs that a submission names, as they are now. Answers that come later are not seen.
+    """The runs that a submission names, as they are now. Later answers are not seen.
 
     reused: what the new run takes from each run. parts: the shards of all runs that have answers. plans: each run's
-    plan. keys: an index of all old rows. marks: the models that have answered.
+    plan. keys: an index of all old rows. marks: the marks of the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
-        """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
+        """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder without answers."""
         self._storage = storage
         self._new = new
         self.reused: list[ReusedRun] = []
@@ -247,7 +247,7 @@ class OldRuns:
         self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
 
     def _add_run(self, output: str) -> None:
-        """Add the run of a folder, and the shards of it that have answers. Raises CannotReuse."""
+        """Add the run of a folder, and those of its shards that have answers. Raises CannotReuse."""
         storage = self._storage
         try:
             written_plan = load_plan(storage, os.path.join(output, PLAN))
@@ -277,7 +277,7 @@ class OldRuns:
             self.parts.append(OldPart(plan, shard, first, run, tuple(journal)))
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the whole keys of answers in a shard's logs into `keys`, by row; return the marks of their models.
+        """Read the whole keys of the answers in a shard's logs into `keys`, by row. Returns the marks of their models.
 
         A damaged log is passed over.
         """
@@ -299,8 +299,8 @@ class OldRuns:
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers at these places, part by part: the part, indices into `places`, and the answers.
 
-        places: among all old rows, ascending. schema: the columns of a new run's answers. Rows with an error are left
-        out, and so are files that are damaged or lack a column.
+        places: ascending places among all old rows. schema: the columns of a new run's answers. Left out are rows with
+        an error, and files that are damaged or lack a column.
         """
         for part in self.parts:
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
@@ -321,19 +321,19 @@ class OldRuns:
     def _answers_in_file(
         self, part: OldPart, path: str, wanted: Places, schema: pa.Schema
     ) -> Iterator[tuple[Places, pa.RecordBatch]]:
-        """Yield the answers that a file has for wanted rows: indices into `wanted`, and the answers.
+        """Yield a file's answers to wanted rows: indices into `wanted`, and the answers.
 
         wanted: rows of the shard, ascending. Raises PartDamaged, AnswersDamaged, or one of UNREADABLE.
         """
         prefix = ""
         if not part.journal:
             prefix = part.plan.spec.output_prefix
-            # Its rows are those of the keys.
+            # The part has the same rows as its file of keys.
             read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
         if _lengths(part.plan) != _lengths(self._new):
-            cut_columns = [f"{prefix}{name}" for name in _tell_cuts(part.plan.spec)]
+            cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
         opened = self._opened_log if part.journal else self._opened_part
@@ -355,7 +355,7 @@ class OldRuns:
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
         """Lend the answers in a log that are found by their keys. Raises AnswersDamaged.
 
-        A row may have answers of both models of a cascade, in two logs. It is found by the key of one of them.
+        A row may have answers of both models of a cascade, in two logs. Only one of these answers has the row's key.
         """
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
@@ -402,7 +402,7 @@ def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
 
 
 def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int]:
-    """Return the range of `wanted` that may be in a batch. rows: the row numbers of the batch."""
+    """Return the range of `wanted` that can be in a batch. rows: the row numbers of the batch."""
     lowest = rows.min(initial=num_rows)
     highest = rows.max(initial=-1)
     first, last = np.searchsorted(wanted, [lowest, highest + 1])
@@ -421,24 +421,28 @@ def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
 
 
 def _lengths(plan: Plan) -> set[int]:
-    """Return the longest sequences that a plan's models take."""
+    """Return the lengths of the longest sequences that a plan's models take."""
     return {model.max_model_len for model in (plan.model, plan.second) if model is not None}
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why the model's other length rules out all answers of an old run; None if it does not."""
+    """Say why no answer of an old run counts, because the model takes another length now; None if answers count."""
     if _lengths(old) == _lengths(new):
         return None
     longest_old = max(_lengths(old))
     shortest_new = min(_lengths(new))
     if longest_old > shortest_new:
-        return f"its answers were given up to {longest_old} tokens, and the model takes {shortest_new} now"
+        return (
+            f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
+        )
     if old.spec.prompts:
-        return "its rows have several prompts, any of which another max_model_len may have cut"
+        return (
+            "its rows have several prompts, and the other max_model_len may have cut each of them"
+        )
     return None
 
 
-def _tell_cuts(spec: RunSpec) -> tuple[str, ...]:
+def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     """Return a run's columns that show which answers were cut."""
     names = [field.name for field in kind_of(spec).fields(spec, 0)]
     wanted = ["finish_reason"]
@@ -452,7 +456,7 @@ _CUT_CHOICE = '"finish_reason": "length"'
 
 
 def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Return for each row whether none of its answers was cut. column: finish reasons, lists of these, or responses."""
+    """Return for each row whether all its answers are whole. column: finish reasons, lists of these, or responses."""
     return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
 
 

@@ -1,7 +1,8 @@
-"""Answers that rows have before their shard is asked. They are logs (answer_log.py), kept until the run ends.
+"""Answers that rows have before their shard is asked. Logs (answer_log.py) keep these answers until the run ends.
 
 Planning takes answers from earlier runs and puts their logs beside the plan. The first model of a cascade keeps its
-answers for the job that asks the second one; these lie beside the journals, and later runs read them as journals.
+answers for the job that asks the second model. These logs lie beside the journals, and later runs read them as
+journals.
 """
 
 import os
@@ -40,7 +41,7 @@ def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets
 def _by_shard(
     buckets: RowBuckets, first_rows: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yield each shard that has records, and these."""
+    """Yield each shard that has records, with its records."""
     tables: list[pa.Table] = []
     last_shard = -1
     for table in buckets.sorted():
@@ -56,7 +57,7 @@ def _by_shard(
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> list[Record]:
-    """Return the records that planning has taken from earlier runs. None of a damaged log, or one of another check."""
+    """Return the records that planning has taken from earlier runs. Ignore damaged logs, and logs of another check."""
     if plan.reused is None:
         return []
     path = plan.reused_path(shard)

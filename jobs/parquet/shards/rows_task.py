@@ -1,4 +1,4 @@
-"""A task that asks rows of a run, and the plan that it is given."""
+"""A task that asks rows of a run; and the reading of the run's plan."""
 
 import os
 
@@ -15,33 +15,36 @@ from jobs.runs.plans.plan import Plan
 
 
 class RowsTask(ItemsTask):
-    """Asks rows, and lets go of their texts at its end."""
+    """Asks rows, and drops their texts at its end."""
 
     runner: ItemRunner[Answer] | None = None
     _texts: ShardTexts | None = None
 
     @property
     def asked(self) -> ItemRunner[Answer]:
-        """Return the runner of a task that asks something."""
+        """Return the runner. The task must ask something."""
         assert self.runner is not None, "nothing was asked"
         return self.runner
 
     def close(self) -> None:
-        """Leave what is not answered to other shards."""
+        """Leave the rows without an answer to other shards."""
         super().close()
         if self._texts is not None:
             self._texts.close()
 
 
 def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> None:
-    """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
+    """Raise RunOfAnotherModel if the plan's model is not served here.
+
+    A BatchWorker leaves such a shard on its queue, but one of RQ's own workers takes any shard.
+    """
     model = plan.model_of(is_second)
     if model.pin != served.pin:
         raise RunOfAnotherModel(plan.run, str(model), f"{served}, which is served here")
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
-    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged when it is not this run's."""
+    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged if it is another run's."""
     if not is_run_id(run) or not isinstance(plan_path, str):
         raise unlike(
             "run",

@@ -1,8 +1,9 @@
-"""The journal of an open shard: its answers, and how far its other rows are, for the execution that takes it up next.
+"""The journal of an open shard. The shard's next execution finds in it the answers, and how far the other rows are.
 
-The journal is a few logs (jobs/parquet/reuse/answer_log.py). Each entry of an execution adds one with the answers since
-the entry before. Another one, with the progress of rows under way, replaces the one of the entry before. They lie in a
-folder that planning makes and the run's end removes, so an execution that thaws after the end finds no folder.
+The journal is a few logs (jobs/parquet/reuse/answer_log.py). Each entry of an execution adds a log with the answers
+since the entry before. A second log has the progress of rows under way, and replaces the second log of the entry
+before. Planning makes the logs' folder, and the run's end removes the folder. So an execution that was frozen until
+after the end finds no folder.
 """
 
 import os
@@ -24,7 +25,8 @@ from jobs.parquet.reuse.answer_log import AnswerLog, Record
 class Journalled:
     """What earlier executions have left of a shard.
 
-    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: generated for answers.
+    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: tokens generated for
+    answers.
     """
 
     answers: dict[int, Record] = field(default_factory=dict)
@@ -32,7 +34,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. Where two executions were at a row, the one that was further counts."""
+        """Add a record. If two executions have worked on a row, the record of the one that was further counts."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
@@ -49,7 +51,7 @@ class ShardJournal:
     """The journal of one shard, as one execution reads it and goes on with it."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: the mark of the model that is asked. Records of a cascade's other model are passed over."""
+        """mark: the mark of the model that is asked. Records of a cascade's other model are left out."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id
@@ -76,7 +78,7 @@ class ShardJournal:
         return journalled
 
     def keep(self, runner: ItemRunner[Answer], tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes new answers, in any thread; None if there are none. See OpenTask."""
+        """Return a function that writes new answers, in any thread; None if there are no new answers. See OpenTask."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(tokens)
         if not answered and not under_way:
@@ -92,7 +94,7 @@ class ShardJournal:
     def _write(
         self, answered: Sequence[Answered[Answer]], under_way: Mapping[int, Progress]
     ) -> None:
-        """Write an entry. Answers come first, as a row with an answer is not under way, whatever a log says."""
+        """Write an entry. Answers are written first, because a row with an answer never counts as under way."""
         if answered:
             records = []
             for row in answered:
@@ -117,7 +119,7 @@ class ShardJournal:
         return name
 
     def remove(self) -> None:
-        """Remove what was read and written, once the part is there. The run's end removes what is left."""
+        """Remove the logs that were read and written, once the part is there. The run's end removes all other logs."""
         with self._writing, suppress(OSError, RunError):
             self._is_closed = True
             for name in self._names:

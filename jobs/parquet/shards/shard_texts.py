@@ -17,7 +17,7 @@ from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, RowProblem, w
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import Plan, Shard
 
-#: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
+#: The bytes of a row without its texts: the object, its places in lists, or the reason why the row has no texts.
 ROW_BYTES = 300
 
 
@@ -40,7 +40,7 @@ class ShardTexts:
         self.rows: list[Row | RowProblem] = []
 
     def add(self, rows: Iterable[Row | RowProblem]) -> None:
-        """Take more rows. Raises ShardTooLarge, or NoRoomYet if other shards hold the memory that they need."""
+        """Take more rows. Raises ShardTooLarge, or NoRoomYet if other shards hold the memory that the rows need."""
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
@@ -59,7 +59,7 @@ class ShardTexts:
             self._bytes += num_bytes
 
     def gathered(self) -> list[Row | RowProblem]:
-        """Return the rows once all are there. From then on they belong to the caller."""
+        """Return the rows once all are there. From then on the rows belong to the caller."""
         rows = self.rows
         self.rows = []
         self._known = {}
@@ -81,7 +81,7 @@ class ShardTexts:
 def shard_batches(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the added columns. Rows of a text file come with their problems."""
+    """Yield the rows of a shard with the added columns. Rows of a text file have their problems in a column."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 
@@ -91,9 +91,10 @@ def shard_rows(
 ) -> Iterator[Row | RowProblem]:
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
-    read = picture_reader(
-        context, None if file.num_chosen and len(folders) > 1 else os.path.dirname(file.path)
-    )
+    folder: str | None = os.path.dirname(file.path)
+    if file.num_chosen and len(folders) > 1:
+        folder = None
+    read = picture_reader(context, folder)
     for batch in shard_batches(context, plan, shard, reader):
         for row in source.rows(batch, read):
             context.check_interrupted()
@@ -107,7 +108,7 @@ def rendered_shards(
     source: RowSource,
     only: Set[int] | None = None,
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-    """Yield the rows of each shard that holds one of `only`, after its first row's number. Raises InputError."""
+    """Yield each shard that holds a row of `only`: the number of its first row, and its rows. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
@@ -121,7 +122,7 @@ def rendered_shards(
 def shard_readers(
     storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[int, RowReader]]:
-    """Yield each shard that has rows, and a reader that can still reach them.
+    """Yield each shard that has rows, and a reader that can still reach these rows.
 
     A shard gets the same reader as the shard before it where possible. A reader only moves forwards.
     """

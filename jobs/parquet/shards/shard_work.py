@@ -1,4 +1,4 @@
-"""One execution of one shard: reads its rows, publishes its part, ends the run if it was the last."""
+"""One execution of one shard: reads its rows, publishes its part, and ends the run if the part was the last."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ from jobs.runs.statistics.run_statistics import PartStats
 
 
 class ShardWork(RowsTask):
-    """A shard between open and close. If its part is there already, nothing is asked and the part is counted."""
+    """An open shard. If its part is there already, nothing is asked and the part is counted."""
 
     _journal: ShardJournal | None = None
     _num_escalated = 0
@@ -58,7 +58,7 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's, for a job that asks the second model of a cascade.
+        queue: the run's queue, which gets the job that asks the second model of a cascade.
         """
         self._context = context
         self._folder = folder
@@ -112,7 +112,7 @@ class ShardWork(RowsTask):
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal, and reads the run's deadline again.
 
-        Returns None if nothing is new, and no row waits for which the deadline matters.
+        Returns None if nothing is new and no row waits that a deadline could stop.
         """
         if self._journal is None:
             return None
@@ -128,7 +128,7 @@ class ShardWork(RowsTask):
         return keep
 
     def result(self) -> dict[str, Any]:
-        """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
+        """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
         num_low = self._escalate()
         stats = None
         if self.runner is not None and not num_low:
@@ -138,7 +138,7 @@ class ShardWork(RowsTask):
         if num_low:
             return {"run": self._folder.plan.run, "shard": self._number, "rows_escalated": num_low}
 
-        if stats is None:  # another execution was first: its part counts, not ours
+        if stats is None:  # another execution was first, and its part counts
             stats = self._folder.part_stats(self._number)
         has_ended = self._folder.record_part(stats, self._queue)
         return {
@@ -152,15 +152,15 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Leave what is not answered, and the shard's file, to other shards."""
+        """Leave the rows without an answer, and the shard's file, to other shards."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
         super().close()
 
     def _read_deadline(self) -> None:
-        """Take on the deadline of a submission that came while this shard runs."""
-        with suppress(RedisError):  # the one that is known stands meanwhile
+        """Read the run's deadline again, because a new submission may have changed it."""
+        with suppress(RedisError):  # the known deadline stays meanwhile
             self._deadline = self._folder.state.deadline()
 
     def _is_over(self) -> bool:
@@ -168,7 +168,7 @@ class ShardWork(RowsTask):
         return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return how many these are at most.
+        """Leave rows with low margins to the second model; return the most that these rows can be.
 
         Returns 0 if this model has answered all rows, or a part is there.
         """
@@ -193,7 +193,7 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return the answers that stay: those with high margins, and those of other models."""
+        """Return the answers that stay: answers with high margins, and answers of other models."""
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
@@ -230,20 +230,21 @@ class ShardWork(RowsTask):
 
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
-            # The keys, by which later runs find the rows, are there before the part.
+            # The keys, by which later runs find the rows, are written before the part.
             write_keys(folder.storage, folder.plan, number, keys, self._marks, folder.execution_id)
 
         try:
             is_first = folder.put_part(number, write)
         except (OSError, RunError):
-            # If two executions write, the slower one may find the run ended, and its own file or the input removed.
+            # If two executions write, the slower one may find that the run has ended, and that its own file or the
+            # input is removed.
             if not folder.has_part(number):
                 raise
             return None
         return stats if is_first else None
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
-        """Write the part: the input's columns, read again, beside the answers."""
+        """Write the part. It has the input's columns, which are read again, and the answers."""
         plan = self._folder.plan
         spec = plan.spec
         with self._reader(part.columns_kept(spec)) as reader:
@@ -255,7 +256,7 @@ class ShardWork(RowsTask):
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
-        """Return the answers of a cascade with the names of their models, and all others as they are."""
+        """Return the answers of a cascade with the names of their models. Other answers stay as they are."""
         first = self._folder.plan.model
         second = self._folder.plan.second
         if second is None:
@@ -286,7 +287,7 @@ class ShardWork(RowsTask):
             start = end
 
     def _read_rows(self) -> ItemRunner[Answer]:
-        """Read the rows, and what is known of them already; return the runner of the others."""
+        """Read the rows, and the answers that they already have; return the runner of the other rows."""
         plan = self._folder.plan
         context = self._context
         ask = ask_of(plan, context)
@@ -344,7 +345,7 @@ class ShardWork(RowsTask):
 
     @contextmanager
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
-        """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
+        """Borrow a reader that has not passed this shard. Raises InputChanged if the file is not the planned one."""
         storage = self._folder.storage
         plan = self._folder.plan
         shard = self._shard
@@ -356,8 +357,8 @@ class ShardWork(RowsTask):
             with unchanged(storage, plan, file):
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # `unchanged` ends before the reader is given back. If it raises, the reader is closed, and no other shard gets
-        # rows of another file.
+        # `unchanged` ends before the reader is given back. If it raises, the reader is closed. So no shard gets rows of
+        # a wrong file.
         with (
             self._context.files.reader(key, shard, open_reader) as reader,
             unchanged(storage, plan, file),

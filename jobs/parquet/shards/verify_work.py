@@ -1,4 +1,4 @@
-"""Asks rows of a finished run once more, and compares the answers with those in its parts."""
+"""Asks rows of a finished run once more, and compares the answers with the answers in its parts."""
 
 import math
 import re
@@ -31,7 +31,7 @@ from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.parquet.tables.columns import holds
 from jobs.runs.plans.plan import Plan
 
-#: The most answers that are held. A row has `n` of them, or one for each label.
+#: The most answers that are held. A row has `n` answers, or one for each label.
 MAX_ANSWERS = 100_000
 #: The most differences that a result lists.
 MAX_DIFFERENCES = 20
@@ -42,7 +42,7 @@ _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 class VerifyWork(RowsTask):
     """Asks a sample of a run's rows again.
 
-    Rows that the run could not answer, or took from another model, are left out.
+    Rows that the run could not answer, or whose answer another model gave, are left out.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VerifyWork(RowsTask):
             )
         self._columns = []
         for field in kind_of(spec).fields(spec, 0):
-            # Numbers beside tokens or labels stand in structs, also those of a map.
+            # Numbers of tokens or labels stand in structs, also the numbers in a map.
             if field.name not in _NOT_COMPARED and not holds(field.type, pa.types.is_struct):
                 self._columns.append(field.name)
 
@@ -96,7 +96,7 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows that are recorded, to ask them as the run did.
 
-        keys: whole keys of rows; a row that has another one was answered by another model, and is left out.
+        keys: whole keys of rows. A row with another key was answered by another model, and is left out.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
         check_model(plan, context.model)
@@ -137,7 +137,7 @@ class VerifyWork(RowsTask):
             raise
 
     def _is_comparable(self, row: Row, ask: RowAsk, recorded_key: bytes | None) -> bool:
-        """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, if kept."""
+        """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, or None."""
         if recorded_key is not None:
             key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
             if key.tobytes() != recorded_key:
@@ -173,7 +173,7 @@ class VerifyWork(RowsTask):
 
 
 def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of rows that have one; none if the run's model has answered the whole shard."""
+    """Return the whole keys of the rows that have one; nothing if the run's model has answered the whole shard."""
     keys, marks = read_keys(storage, plan, shard, plan.run)
     if np.array_equal(marks, model_mark(plan.model)):
         return {}

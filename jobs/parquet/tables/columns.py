@@ -1,4 +1,4 @@
-"""Handles a table's columns: which are kept and added, their types, and their values as prompts show them."""
+"""Handles a table's columns: which columns are kept and added, their types, and how prompts show their values."""
 
 import json
 import re
@@ -31,7 +31,7 @@ _BYTES = (
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts. A column that only has nulls counts as one."""
+    """Whether values are texts. A column that only has nulls counts as a column of texts."""
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
     return any(is_kind(kind) for is_kind in _TEXTS)
@@ -52,9 +52,9 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 class ColumnChoice(NamedTuple):
-    """A choice of a file's columns. Names that the file does not have are passed over.
+    """A choice of a file's columns. Names that the file does not have are ignored.
 
-    names: the columns to read; None for all but those in `without`.
+    names: the columns to read; None for all columns that are not in `without`.
     """
 
     names: Sequence[str] | None = None
@@ -82,7 +82,7 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which each row's own JSON replaces the columns that also came as JSON."""
+    """Return a batch in which the row's own JSON replaces each column that also came as JSON."""
     json_columns: dict[str, str] = {}  # the extra column, by the column that it replaces
     names = []
     for name in batch.schema.names:
@@ -108,7 +108,7 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema with the added columns behind its own, unless planning has written them there."""
+    """Return a file's schema with the added columns at its end, unless planning has written them into the file."""
     fields = [
         pa.field(column.name, column.type) for column in columns if column.name not in schema.names
     ]
@@ -121,7 +121,7 @@ def with_added_values(
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
     if len(schema) == batch.num_columns:
-        # Only this batch knows its number of rows if it has no column: a new one would have none.
+        # A batch without columns still knows its number of rows. A new batch would have no rows.
         return batch
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
@@ -131,7 +131,7 @@ def with_added_values(
 
 
 def num_values(column: pa.Array) -> int:
-    """Return how many values a column's lists, structs and maps hold at all depths. Each takes memory in Python."""
+    """Return how many values a column's lists, structs and maps hold, at all depths. Each takes memory in Python."""
     if pa.types.is_struct(column.type):
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
@@ -154,7 +154,7 @@ def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return one of Arrow's values with dicts for its maps. If keys are equal, the last one counts."""
+    """Return one of Arrow's values with dicts in place of its maps. If keys are equal, the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):
@@ -171,15 +171,15 @@ def with_dicts(value: Any, kind: pa.DataType) -> Any:
 _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 #: The most bytes of a value in a prompt. The JSON of a chat may write one character as six.
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
-#: The most values within a list, struct or map, at all depths. As a Python object, each takes about a hundred bytes.
+#: The most values within a list, struct or map, at all depths. A value takes about a hundred bytes as a Python object.
 MAX_NESTED_VALUES = 100_000
-#: The metadata of a column of floats that had integers too, all exact as floats. Templates write these as integers.
+#: The metadata of a column of floats and integers, all exact as floats. Templates write the integers as integers.
 NUMBER = {b"tokenmill": b"number"}
-#: The metadata of a text column that only has numbers, in another form than their type would write them.
+#: The metadata of a text column that only has numbers, in another form than a column of numbers would show.
 DIGITS = {b"tokenmill": b"digits"}
 #: The metadata of a column of floats with a decimal comma.
 COMMA = {b"tokenmill": b"comma"}
-#: The metadata of a column of floats with a decimal comma that had integers too.
+#: The metadata of a column of floats and integers with a decimal comma.
 COMMA_NUMBER = {b"tokenmill": b"comma number"}
 #: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
@@ -191,13 +191,13 @@ _TOGETHER_BYTES = 1 << 20
 
 
 class RowProblem(Exception):
-    """Raised when a row cannot be a prompt. Its text goes into the row's `error`, and other rows go on."""
+    """Raised when no prompt can be made of a row. Its text becomes the row's `error`, and other rows go on."""
 
 
 def python_rows(
     columns: Sequence[str], rows: pa.RecordBatch
 ) -> Iterator[dict[str, Any] | RowProblem]:
-    """Yield each row's values by column, or its problem if one of the values cannot be read."""
+    """Yield each row's values by column, or the row's problem if a value cannot be read."""
     if not columns:
         yield from repeat({}, rows.num_rows)
     values_by_column = [
@@ -239,7 +239,7 @@ _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def _from_json(name: str, text: str) -> Any:
-    """Return the value of JSON that we wrote, or a problem if it holds too many values for Python."""
+    """Return the value in JSON that we wrote, or a problem if the JSON holds too many values."""
     if len(text) > MAX_NESTED_VALUES:
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(map(without_texts.count, ",[{"))

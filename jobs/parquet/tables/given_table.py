@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import InvalidJob, unlike
 
-#: The rows of a row group. A reader of one shard has to pass at most this many rows before it.
+#: The rows of a row group. The reader of a shard must skip at most this many rows before the shard.
 GROUP_ROWS = 10_000
 
 _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
@@ -64,7 +64,7 @@ def _as_table(source: Any) -> pa.Table:
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
-    if package == "polars" and hasattr(source, "to_arrow"):  # without its views of texts
+    if package == "polars" and hasattr(source, "to_arrow"):  # without views of texts
         source = source.to_arrow()
     if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(

@@ -1,7 +1,7 @@
 """Puts rows together into row groups of a size, and sorts rows.
 
-Row groups are not too small, because a footer of many takes longer to read than its rows. Rows are sorted on this
-machine's disk, a few at a time in memory.
+Row groups are not too small, because a footer with many row groups takes longer to read than the rows. Rows are sorted
+on this machine's disk, with few rows in memory at a time.
 """
 
 import os
@@ -65,7 +65,7 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of at most GROUP_BYTES. A row that has more is a piece of its own."""
+    """Cut a batch into pieces of at most GROUP_BYTES. A row with more bytes is a piece of its own."""
     rows = max(1, batch.num_rows * GROUP_BYTES // max(GROUP_BYTES, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
@@ -83,9 +83,9 @@ _PLACE = pa.field("\0place", pa.int64())
 
 
 class RowBuckets(ExitStack):
-    """Takes rows in any order, and yields them in the order of their places. To be used in a `with` block.
+    """Takes rows in any order, and yields them in the order of their places. Use it in a `with` block.
 
-    Rows with near places are in one bucket, which is a file. rows: the highest place that may come, plus one.
+    A bucket is a file of rows whose places are near each other. rows: the highest possible place, plus one.
     """
 
     def __init__(self, rows: int) -> None:
@@ -118,8 +118,8 @@ class RowBuckets(ExitStack):
                 ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
                 num_rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
                 for start in range(0, len(ranks), num_rows):
-                    # A few rows at a time: `take` joins a column's chunks, and a joined column holds at most
-                    # 2 GiB of text.
+                    # Take a few rows at a time, because `take` joins a column's chunks, and a joined column holds at
+                    # most 2 GiB of text.
                     is_next = (ranks >= start) & (ranks < start + num_rows)
                     next_rows = table if is_next.all() else table.filter(pa.array(is_next))
                     order = np.argsort(next_rows[_PLACE.name].to_numpy())

@@ -13,7 +13,8 @@ from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_groups import GROUP_BYTES, packed, pieces
 from sandbox.child import Body, Worker
 
-#: The bytes of all columns that are read at once. Without a limit, pyarrow holds a row group's compressed columns.
+#: The most bytes of all columns that are read at once. Without a limit, pyarrow holds all compressed columns of a row
+#: group.
 READ_BYTES = 1 << 24
 
 #: The key of a part's statistics in the metadata of its footer.
@@ -73,7 +74,7 @@ def _compressed_bytes(groups: Sequence[Any]) -> int:
 def read(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a Parquet file's schema, then with batches of its `columns`, from a row group on.
 
-    The first `skip` rows are left out: an earlier child has sent them.
+    The first `skip` rows are left out, because an earlier child has sent them.
     """
     with _parquet_file(source) as file:
         yield {}, file.schema_arrow.serialize().to_pybytes()

@@ -1,4 +1,4 @@
-"""Reads files that are not trusted, in child processes. The worker gives a child the bytes, and gets Arrow batches.
+"""Reads files that are not trusted, in child processes. A child gets bytes from the worker, and returns Arrow batches.
 
 A RowReader gives an input file's rows in order, a shard's worth at a time.
 """
@@ -22,23 +22,23 @@ from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 #: The seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
 
-# How much memory a child may take, as a share of TOKENMILL_MAX_SHARD_BYTES.
+# The following limits of a child's memory are shares of TOKENMILL_MAX_SHARD_BYTES.
 #: A child that reads Parquet.
 CHILD_SHARE = 3 / 8
-#: A child that reads another format. One of Arrow's record batches has to be held whole.
+#: A child that reads another format. It must hold a whole record batch of Arrow's.
 FORMAT_SHARE = 3 / 4
 #: A child that reads columns of bytes, such as pictures, whose pages are large.
 BYTES_SHARE = 6
 #: Every child may take this many bytes.
 MIN_BYTES = 64 << 20
 
-#: The rows of a batch: at first, and after one and two batches that took too much memory.
+#: The rows of a batch: the first number at first, the next one after each batch that took too much memory.
 BATCH_ROWS = (4096, 32, 1)
 
 _LOOK = "jobs.parquet.tables.table_child:look"
 _READ = "jobs.parquet.tables.table_child:read"
 T = TypeVar("T")
-#: Has a child do a task with an open file, and yields its replies. Raises the file's error, or ChildFailed.
+#: Has a child do a task with an open file, and yields the child's replies. Raises the file's error, or ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
 
 
@@ -46,8 +46,8 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a file holds.
 
-    groups: the rows and bytes of each of its row groups. A file in another format has none yet: these are the groups
-        that its Parquet file will have.
+    groups: the rows and bytes of each of its row groups. For a file in another format, these are the groups that its
+    Parquet file will have.
     statistics: a part's statistics as JSON; "" for other files.
     kinds: the kinds of a text file's columns.
     """
@@ -76,7 +76,7 @@ def look_at(
 
 
 def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Return what a child replies. If the child is killed, another one is asked once. Raises TableNotRead."""
+    """Return a child's reply. If the child is killed, a second child is asked once. Raises TableNotRead."""
     try:
         try:
             return ask()
@@ -96,10 +96,10 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 
 
 class TableReading:
-    """One pass over a file, from a row group to the end. Raises as look_at.
+    """One pass over a file, from a row group to the end. Raises the errors of look_at.
 
     schema: the schema of the whole file. batches: the chosen columns of its rows, once.
-    A child that was killed is replaced once. One that takes too much memory is asked for fewer rows at a time.
+    A child that was killed is replaced once. A child that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(
@@ -200,18 +200,18 @@ def open_table(
         child = stack.enter_context(CHILDREN.lent())
         yield ask
     finally:
-        stack.close()  # it stops the child's task, whatever was raised, so that the child serves the next one
+        stack.close()  # stop the child's task after any error, so that the child can serve the next task
 
 
-#: The rows of a shard may have this many times the limit of its bytes in all: they are read batch after batch.
+#: All rows of a shard together may have this many times the limit of bytes, because they are read batch after batch.
 SHARD_TIMES = 16
 
 
 class RowReader(TableReading):
     """One pass over a file, from the first row group of a shard to the end.
 
-    A row group of Parquet cannot be entered in its middle. So a reader is kept for the shards that follow: it goes on
-    where the last shard ended, and each row is decoded once.
+    Reading cannot begin in the middle of a Parquet row group. So a reader is kept for the shards that follow. It goes
+    on where the last shard ended, and each row is decoded once.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether the shard lies ahead, and no new reader would start nearer to it."""
+        """Whether the shard lies ahead, and a new reader would not start nearer to it."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(
@@ -245,7 +245,7 @@ class RowReader(TableReading):
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
                 )
             num_passed = min(batch.num_rows, end - self.next_row)
-            # These rows come before the shard.
+            # Skip the rows before the shard.
             num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._unread = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed

@@ -1,4 +1,4 @@
-"""Classes: what the sequence-classification head of a model says of each text."""
+"""Classes: the class of each text by a model's sequence-classification head."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -64,7 +64,7 @@ def classify_text_task(
 
 
 def _response(answers: Answers, job_id: str, scoring: Classes) -> dict[str, Any]:
-    """Return a list of classifications. A text without one has its `error` there."""
+    """Return a list of classifications. A text that failed has its `error` in the list."""
     entries = []
     for index, answer in enumerate(answers):
         scored = scoring.scored(answer.first)

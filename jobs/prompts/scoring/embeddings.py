@@ -17,7 +17,7 @@ from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, u
 from jobs.tasks import Completion
 
 ENCODINGS = ("float", "base64")
-#: Numbers of a shard's rows together, of 4 bytes each: all are held until its part is written.
+#: The most numbers of a shard's rows together. Each has 4 bytes, and all are held until the part is written.
 MAX_NUMBERS = 1 << 26
 
 _OPTIONS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -30,14 +30,14 @@ ARGUMENTS = ("input", "encoding_format", "model", TRUNCATION, *_OPTIONS)
 
 
 class Embeddings(Scoring):
-    """Asks for the numbers that a text is turned into."""
+    """Asks for the embedding of a text."""
 
     kind = "embed"
     columns: ClassVar = {"embedding": "embedding"}
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return the scoring for these options; those that are None are left out. Raises InvalidJob."""
+        """Return the scoring for these options. Options that are None are left out. Raises InvalidJob."""
         values: dict[str, Any] = {}
         for name, parse in _OPTIONS.items():
             if options.get(name) is not None:
@@ -102,7 +102,7 @@ def embed_task(
 def _response(
     answers: Answers, job_id: str, scoring: Embeddings, *, is_base64: bool
 ) -> dict[str, Any]:
-    """Return OpenAI's list of embeddings. A text without one has its `error` there, and no numbers."""
+    """Return OpenAI's list of embeddings. A text that failed has its `error` in the list, and no numbers."""
     entries = []
     for index, answer in enumerate(answers):
         scored = scoring.scored(answer.first)

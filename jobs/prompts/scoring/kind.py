@@ -1,4 +1,4 @@
-"""What all kinds of scoring share. Each is written once, for jobs and for rows of runs."""
+"""What all kinds of scoring share. Each kind is written once, for jobs and for rows of runs."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The one sampling value of prompts for which nothing is generated.
+#: The only sampling value of prompts for which nothing is generated.
 TRUNCATION = "truncate_prompt_tokens"
 
-#: Probabilities of a shard's rows together, of 88 bytes each: all are held until its part is written.
+#: The most probabilities of a shard's rows together. Each has 88 bytes, and all are held until the part is written.
 MAX_PROBABILITIES = 4_000_000
 
 
@@ -29,13 +29,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Scoring(abc.ABC):
-    """Says what is asked of a prompt, and what its completion means.
+    """Makes the request for a prompt, and reads the numbers in its completion.
 
-    values: those of its requests; see engine.ScoringParams, PoolingParams and ClassParams.
+    values: the sampling values of its requests; see engine.ScoringParams, PoolingParams and ClassParams.
     kind: the kind of its requests.
-    columns: what a row gets, with Arrow's names of their types. "probabilities" is a map from texts to numbers,
-    "embedding" a list of float32.
-    sampling: the sampling values of a run that it reads.
+    columns: the columns of a row's answer, with Arrow's names of their types. "probabilities" is a map from texts to
+    numbers, "embedding" a list of float32.
+    sampling: the sampling values that it takes from a run.
     asks_pairs: whether a prompt is a pair of texts.
     is_tried: whether preview and dry run may try it. is_compared: whether `verify` may compare its values.
     """
@@ -56,16 +56,16 @@ class Scoring(abc.ABC):
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model does no such thing, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model cannot score so, or a shard of the run would hold too much."""
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return the request for a prompt. chat: the options of a chat, whose messages are the prompt."""
+        """Return the request for a prompt. chat: the options of a chat; then the prompt is the chat's messages."""
         if chat is None:
             return Request(prompt, None, self.values, kind=self.kind)
         return Request(None, prompt, self.values, chat, self.kind)
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
-        """Return a request for each prompt. A prompt that cannot be asked stays as it is."""
+        """Return a request for each prompt. A prompt that cannot be asked has its failure instead."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
             requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))
@@ -86,7 +86,7 @@ def unscored(completion: Completion) -> Scored:
 
 
 def truncation(value: object) -> dict[str, int]:
-    """Return `truncate_prompt_tokens` as a sampling value; no value for None. Raises InvalidJob."""
+    """Return `truncate_prompt_tokens` as a sampling value, or nothing for None. Raises InvalidJob."""
     if value is None:
         return {}
     if type(value) is not int or (value < 1 and value != -1):

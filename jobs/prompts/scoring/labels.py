@@ -1,6 +1,7 @@
-"""Labels: how likely each of some texts is behind a prompt or a chat.
+"""Labels: texts, each with its probability of following a prompt or a chat.
 
-Calibration after Zhao et al. 2021, "Calibrate Before Use", takes off what labels have behind a prompt without content.
+Calibration subtracts the log-likelihoods that the labels have after a prompt without content. Source: Zhao et al. 2021,
+"Calibrate Before Use".
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,11 @@ from jobs.tasks import Completion, Parts, Task
 MAX_LABELS = 1_000
 CONTENT_FREE = "N/A"
 
-NOT_FINITE = "a label has no finite log-likelihood: its probability cannot be told"
+NOT_FINITE = "a label has no finite log-likelihood: its probability is not known"
 
 
 def parse_labels(name: str, labels: object) -> list[str]:
-    """Return labels. Raises InvalidJob for too few or too many, and for a label that is empty or there twice."""
+    """Return labels. Raises InvalidJob for too few or too many labels, and for an empty or repeated label."""
     parsed = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
     for number, label in enumerate(parsed):
         if not checked_text(label, f"label {number}"):
@@ -46,7 +47,10 @@ def parse_labels(name: str, labels: object) -> list[str]:
 
 @dataclass(frozen=True)
 class Labels(Scoring):
-    """Asks for the log-likelihood of each label. prior: those behind the prompt without content, or why it failed."""
+    """Asks for the log-likelihood of each label.
+
+    prior: the log-likelihoods after the prompt without content, or why that prompt failed.
+    """
 
     labels: Sequence[str]
     prior: Sequence[float] | str | None = None
@@ -77,7 +81,7 @@ class Labels(Scoring):
         return cls.of(options["labels"], options["sampling"].get(TRUNCATION))
 
     def calibrated(self, completion: Completion) -> Self:
-        """Return a scoring that takes off what labels have behind a prompt without content."""
+        """Return a scoring that subtracts the log-likelihoods after a prompt without content."""
         if completion.loglikelihoods is None:
             return replace(self, prior=f"the prompt without content failed: {completion.error}")
         return replace(self, prior=_logprobs(completion))
@@ -85,8 +89,8 @@ class Labels(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the softmax over the labels' log-likelihoods.
 
-        The label is the likeliest one, or the first of equally likely ones. The margin is its probability less the next
-        one's.
+        The answer is the likeliest label, or the first of equally likely labels. The margin is its probability less
+        that of the next label.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)
@@ -192,7 +196,7 @@ def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
 
 
 def _response(answers: Answers, job_id: str, labels: Labels) -> dict[str, Any]:
-    """Return the classification of the first prompt. The second one, if there is one, has no content."""
+    """Return the classification of the first prompt. If there is a second prompt, it is the prompt without content."""
     for number, answer in enumerate(answers):
         if answer.first.loglikelihoods is None:
             raise RequestFailed(number, answer.first.error or NO_REASON)

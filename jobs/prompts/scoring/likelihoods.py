@@ -1,4 +1,4 @@
-"""Likelihoods: how likely each of some continuations of a prompt is. No run asks for them."""
+"""Likelihoods: the log-likelihood of each of some continuations of a prompt. Runs cannot ask for them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -42,7 +42,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
 def _response(
     answers: Answers, job_id: str, continuations: Sequence[str | list[int]]
 ) -> dict[str, Any]:
-    """Return a choice for each continuation. One of token ids has no text."""
+    """Return a choice for each continuation. A continuation of token ids has no text."""
     likelihoods = answers[0].first.loglikelihoods
     assert likelihoods is not None, "an answer without what was asked for"
     choices = []

@@ -17,7 +17,7 @@ from jobs.prompts.scoring.kind import Scored, Scoring, unscored
 from jobs.prompts.scoring.labels import Labels
 from jobs.tasks import Completion, LateTask, Request, Task
 
-#: What Qwen3-Reranker's model card puts around a query and a document.
+#: The prompt around a query and a document, from Qwen3-Reranker's model card.
 RERANK_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -27,7 +27,7 @@ RERANK_PROMPT = (
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 NO_RELEVANCE = "its labels have no finite log-likelihood"
-#: Bytes of all prompts of a reranking together: query and instruction stand before each document.
+#: The most bytes of all prompts of a reranking together. Query and instruction stand before each document.
 MAX_RERANK_BYTES = 1 << 26
 
 _YES_OR_NO = Labels.of(["yes", "no"])
@@ -37,7 +37,7 @@ _YES_OR_NO = Labels.of(["yes", "no"])
 class Relevance(Scoring):
     """Asks a cross-encoder for its score; asks other models whether the answer is yes.
 
-    has_head: whether the model is a cross-encoder. instruction: says what is looked for.
+    has_head: whether the model is a cross-encoder. instruction: describes the task in the prompt.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Relevance(Scoring):
         model.check_ranks()
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return the request for a prompt, which is a query and a document."""
+        """Return the request for a prompt. The prompt is a query and a document."""
         query, document = prompt
         if self.has_head:
             return Request(query, None, {"pair": document}, kind="classify")
@@ -134,7 +134,7 @@ def _response(
     documents: list[str] | None,
     num_results: int | None,
 ) -> dict[str, Any]:
-    """Return the documents by falling relevance. documents: None leaves their texts out."""
+    """Return the documents, the most relevant first. documents: their texts; None leaves the texts out."""
     results = []
     for number, answer in enumerate(answers):
         scored = scoring.scored(answer.first)
@@ -149,6 +149,6 @@ def _response(
 
 
 def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
-    """Order results by falling relevance. Results without one come last, however low the others are."""
+    """Order results, the most relevant first. Results without a relevance come last."""
     score = result["relevance_score"]
     return (True, 0.0) if score is None else (False, -score)

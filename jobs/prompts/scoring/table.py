@@ -13,10 +13,10 @@ from jobs.tasks import Task
 
 
 class ScoringJob(NamedTuple):
-    """A job that scores, and the same for rows.
+    """A job that scores, and the same scoring for rows.
 
     name: the function that producers enqueue. make_task: makes the job's task of its arguments.
-    scoring: None where no run asks for it. run_task: the value of a run's option `task` that asks for it.
+    scoring: None if runs cannot ask for it. run_task: the value of a run's option `task` that asks for it.
     """
 
     name: str

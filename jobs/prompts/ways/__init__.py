@@ -1,1 +1,1 @@
-"""Ways from a prompt to its answer, beside asking it once: one file for each."""
+"""Ways from a prompt to its answer, other than asking the prompt once. Each way has its own file."""

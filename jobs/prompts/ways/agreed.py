@@ -1,4 +1,4 @@
-"""Sample until they agree: a prompt is sampled in small rounds, and its commonest answer stands.
+"""Agreement: a prompt is sampled in small rounds until enough samples agree. The commonest answer is the answer.
 
 Source: self-consistency, arXiv:2203.11171; stopping once the samples agree, arXiv:2305.11860.
 """
@@ -17,7 +17,7 @@ from jobs.prompts.ways.votes import Votes
 from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
 
-#: Samples that run side by side; they share the prompt's prefill.
+#: Samples that run side by side, because they share the prompt's prefill.
 ROUND = 4
 DEFAULT_MAX_SAMPLES = 16
 
@@ -26,9 +26,9 @@ DEFAULT_MAX_SAMPLES = 16
 class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
-    agree: the share, above 0 and at most 1. agree_on: what of a text is compared: None for all of it, "json" for its
-    JSON, a JSON pointer (RFC 6901) for a part of that, or a pattern for its first group. A sample that was cut, or
-    has nothing to compare, agrees with no other. One that failed is not counted.
+    agree: the share, above 0 and at most 1. agree_on: the part of a text that is compared. None compares the whole
+    text, "json" its JSON, a JSON pointer (RFC 6901) a part of the JSON, a pattern its first group. A sample that was
+    cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
     """
 
     agree: float
@@ -53,18 +53,18 @@ class Agreement(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the question for the part of a text that is compared; none for whole texts."""
+        """Return the question for the part of a text that is compared; nothing if whole texts are compared."""
         return () if self.agree_on is None else (RepairOptions({AGREE_ON: self.agree_on}),)
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
-        """Raise InvalidJob if samples would all be alike, or would not be texts."""
+        """Raise InvalidJob if all samples would be equal, or would not be texts."""
         if sampling.get("temperature") == 0:
             raise InvalidJob("agree and temperature=0: samples would be alike: raise temperature")
         if tools:
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Draw rounds of samples, until they agree or cannot."""
+        """Draw rounds of samples, until they agree or can no longer agree."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:
@@ -75,7 +75,7 @@ class Agreement(Way):
             rounds.append(drawn)
             sound = [sample for sample in drawn if sample.finish_reason != "error"]
             if not sound:
-                break  # the samples before say what they say
+                break  # the answer is made of the earlier samples
             for sample in sound:
                 votes.add(sample, (yield from self._compared(sample)))
 
@@ -85,7 +85,7 @@ class Agreement(Way):
         return merged(votes.winner, [drawn[0] for drawn in rounds], votes.samples, extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return the part of a sample that is compared; None for a sample that agrees with no other."""
+        """Return the part of a sample that is compared; None if the sample agrees with no other sample."""
         if sample.finish_reason != "stop":
             return None
         if not self.questions:

@@ -1,4 +1,4 @@
-"""The ways from a prompt to its answer that jobs and runs may ask for, beside checks."""
+"""The table of all ways from a prompt to its answer that jobs and runs may ask for."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from jobs.prompts.ways.agreed import Agreement
 from jobs.prompts.ways.tool_use import ToolUse
 from jobs.prompts.ways.way import Way, WayOption
 
-#: A new way is a file, and its class here.
+#: To add a way, add its file, and its class here.
 WAYS: tuple[type[Way], ...] = (Agreement, ToolUse)
 
 WAY_OPTIONS: Mapping[str, WayOption] = {
@@ -18,7 +18,7 @@ WAY_OPTIONS: Mapping[str, WayOption] = {
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keyword arguments without the options of ways, and these options, parsed. Raises InvalidJob."""
+    """Split keyword arguments into those that are no options of ways, and the parsed options. Raises InvalidJob."""
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
@@ -31,7 +31,7 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def way_of(options: Mapping[str, Any]) -> Way | None:
-    """Return the way that parsed options ask for, if there are any. Raises InvalidJob for options of two ways."""
+    """Return the way that parsed options ask for; None without options. Raises InvalidJob for options of two ways."""
     if not options:
         return None
     ways: list[Way] = []
@@ -51,7 +51,7 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
 
 
 def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
-    """Raise InvalidJob for a way beside several answers of a prompt, or beside answers that are tried again."""
+    """Raise InvalidJob for a way together with several answers of a prompt, or with answers that are tried again."""
     name = next(iter(way.options))
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: a prompt has one answer then")

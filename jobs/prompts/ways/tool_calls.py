@@ -1,4 +1,4 @@
-"""Runs the calls of tools in a chat's answer: each calls a function, in a child process."""
+"""Runs the calls of tools in a chat's answer. Each call runs a function in a child process."""
 
 import json
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def parse_functions(name: str, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class ChatAfterCalls:
-    """A chat with the answer that calls tools, and with their results. error: why it cannot go on."""
+    """A chat with the answer that calls tools, and with the results of the tools. error: why the chat cannot go on."""
 
     messages: Parts
     error: str | None = None
@@ -41,7 +41,7 @@ class ChatAfterCalls:
 def after_calls(
     messages: Parts, answer: Completion, function_of: Mapping[str, str]
 ) -> Item[ChatAfterCalls]:
-    """Run the tools that an answer calls, in order, up to the first one that fails.
+    """Run the tools that an answer calls, in order. Stop at a tool that fails.
 
     function_of: the dotted names of functions, by the names of tools.
     """

@@ -1,4 +1,4 @@
-"""Tools in the batch: while a chat's answer calls tools, these are run, and the chat goes on with their results."""
+"""Tool use: while a chat's answer calls tools, the tools are run, and the chat goes on with their results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,8 @@ class ToolUse(Way):
     """Runs the tools that a chat's answers call, in child processes with their limits.
 
     tool: dotted names of functions; the last part is the tool's name. A function gets the call's arguments by name.
-    What it returns is the result: a text as it is, all else as JSON. max_turns: answers of a chat at most.
+    The value that it returns is the result of the call; a text stays as it is, any other value is written as JSON.
+    max_turns: the most answers of a chat.
     """
 
     tool: list[str]
@@ -48,7 +49,7 @@ class ToolUse(Way):
         return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
-        """Raise InvalidJob unless each tool that is offered has one function, and each function its tool."""
+        """Raise InvalidJob unless each offered tool has one function, and each function belongs to an offered tool."""
         offered = [tool["function"]["name"] for tool in tools]
         for name in offered:
             if name not in self._function_of:
@@ -66,7 +67,7 @@ class ToolUse(Way):
         return {function.rsplit(".", 1)[1]: function for function in self.tool}
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Ask a chat, run the tools that its answer calls, and go on, until an answer calls none."""
+        """Ask a chat, run the tools that its answer calls, and go on until an answer calls no tool."""
         messages = request.messages or []
         answers: list[Completion] = []
         error: str | None = None
@@ -74,7 +75,7 @@ class ToolUse(Way):
             turn = replace(request, messages=messages)
             if answers:
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
-                sampling.pop("tool_choice", None)  # what it forces is done
+                sampling.pop("tool_choice", None)  # the call that it forces is done
                 turn = replace(turn, sampling=sampling)
             ((completion,),) = yield [turn]
             answers.append(completion)

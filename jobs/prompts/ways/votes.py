@@ -1,4 +1,4 @@
-"""Counts which samples of a prompt give one answer."""
+"""Counts how many samples of a prompt give the same answer."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from jobs.tasks import Completion
 class Votes:
     """The samples of a prompt, grouped by the answer that they give.
 
-    agree: the share of samples that an answer needs. max_samples: how many there may be.
+    agree: the share of samples that an answer needs. max_samples: the most samples.
     """
 
     agree: float
@@ -18,7 +18,7 @@ class Votes:
     _alike: dict[str, list[Completion]] = field(default_factory=dict)
 
     def add(self, sample: Completion, answer: str | None) -> None:
-        """Count a sample. answer: None agrees with no other."""
+        """Count a sample. answer: None for a sample that agrees with no other."""
         self.samples.append(sample)
         if answer is not None:
             self._alike.setdefault(answer, []).append(sample)
@@ -30,7 +30,7 @@ class Votes:
 
     @property
     def are_open(self) -> bool:
-        """Whether more samples are needed, and can still agree."""
+        """Whether more samples are needed, and enough of them can still agree."""
         if not self.samples:
             return True
         agrees = self.share >= self.agree
@@ -44,7 +44,7 @@ class Votes:
 
     @property
     def winner(self) -> Completion:
-        """The first sample with the commonest answer; the first of all if none has an answer."""
+        """The first sample with the commonest answer; the first of all samples if none has an answer."""
         return (self._commonest or self.samples)[0]
 
     @property

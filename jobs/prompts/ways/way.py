@@ -13,10 +13,10 @@ from jobs.tasks import Request
 
 @dataclass(frozen=True)
 class WayOption:
-    """An argument of jobs and runs, and an option of the command line.
+    """An argument of jobs and runs, which is also an option of the command line.
 
-    parse: reads the option's value, or raises InvalidJob. help, type, is_repeatable: as the
-    command line shows and reads it.
+    parse: reads the option's value, or raises InvalidJob. help, type, is_repeatable: how the command line shows and
+    reads the option.
     """
 
     parse: Callable[[str, Any], Any]
@@ -28,8 +28,8 @@ class WayOption:
 class Way(abc.ABC):
     """A way from a prompt to its answer.
 
-    options: its arguments, by name; the first one asks for the way.
-    columns: what it adds to an answer beside the completion, with Arrow's names of their types.
+    options: its arguments, by name. The first argument asks for the way.
+    columns: the columns that it adds to an answer beside the completion, with Arrow's names of their types.
     """
 
     options: ClassVar[Mapping[str, WayOption]]
@@ -42,7 +42,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
-        """Raise InvalidJob for sampling values or tools that do not go with it."""
+        """Raise InvalidJob for sampling values or tools that cannot be combined with this way."""
 
     @abc.abstractmethod
     def item(self, request: Request) -> Item[PromptAnswer]:
@@ -64,7 +64,7 @@ class Way(abc.ABC):
             checks.admit(question)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob for a question that no child could answer. It may take as long as an import."""
+        """Raise InvalidJob for a question that no child could answer. This may take as long as an import."""
         for question in self.questions:
             checks.prepare(question)
 

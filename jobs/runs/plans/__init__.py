@@ -1,1 +1,1 @@
-"""What a run is asked to do, and the plan that follows from it."""
+"""The arguments of a run, and the plan that is made of them."""

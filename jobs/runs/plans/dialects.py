@@ -1,4 +1,4 @@
-"""Reads how an input's text is written, if a run says so: its encoding, and CSV's delimiter and decimal mark."""
+"""Reads the arguments that say how an input's text is written: encoding, CSV's delimiter and decimal mark."""
 
 import codecs
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jobs.runs.plans.names import HEADED, LINES
 #: Arguments of a run, in the order in which they are shown.
 DIALECT = ("encoding", "delimiter", "decimal")
 _TAB = "\t"
-#: A tab as people write it when they cannot type one.
+#: A tab in the form for people who cannot type one.
 _TABS = ("\\t", "tab")
 
 

@@ -1,4 +1,4 @@
-"""Names a run's files and jobs, and tells a file's format from its name. Needs no pyarrow."""
+"""Names a run's files and jobs, and finds a file's format by its name. Needs no pyarrow."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ CSV = "csv"
 TSV = "tsv"
 JSONL = "jsonl"
 ARROW = "arrow"
-#: OpenAI's batch files. Their names are those of JSONL, so a run must ask for this format.
+#: OpenAI's batch files. They have the names of JSONL files, so a run must ask for this format.
 OPENAI_BATCH = "openai-batch"
 
 #: The endings of file names, by format. In folders, only such files are input.
@@ -24,7 +24,7 @@ SUFFIXES = {
     OPENAI_BATCH: (".jsonl", ".ndjson"),
 }
 
-#: Formats whose files are lines of text: they have no types and no index of their own.
+#: Formats whose files are lines of text, without types and without an index.
 LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
 #: Formats whose first line names the columns.
@@ -47,7 +47,7 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
-    """Return the format that a file's name tells; None if it tells none."""
+    """Return the format that a file's name shows; None if it shows none."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):
@@ -60,7 +60,7 @@ def named_format(name: str) -> str | None:
 
 
 def is_named(name: str, wanted: str | None) -> bool:
-    """Whether a file's name tells the wanted format; with None, whether it tells any."""
+    """Whether a file's name shows the wanted format. With None: whether it shows any format."""
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
@@ -68,7 +68,7 @@ def is_named(name: str, wanted: str | None) -> bool:
 
 
 def one_format(names: Iterable[str], wanted: str | None) -> str:
-    """Return the wanted format, or else the one that the files' names tell, or else Parquet. Raises MixedFormats."""
+    """Return the wanted format, or else the format that the files' names show, or else Parquet. Raises MixedFormats."""
     if wanted is not None:
         return wanted
     first_names: dict[str, str] = {}  # the first file's name, by format
@@ -93,13 +93,14 @@ PARTS = "_parts"
 JOURNAL = "_journal"
 #: The folder of Parquet files that were made from other inputs.
 INPUT = "_input"
-#: The folder of the keys of the parts' rows. Its files begin with _ too: polars reads any others in it.
+#: The folder of the keys of the parts' rows. The names of its files begin with _ too, because polars reads files with
+#: other names.
 KEYS = "_keys"
 ROWS_PREFIX = "_rows-"
 #: The folder of answers that were taken from earlier runs.
 REUSED = "_reused"
 
-# Columns of a log of answers (jobs/parquet/reuse/answer_log.py), beside those of the answers.
+# Columns of a log of answers (jobs/parquet/reuse/answer_log.py), beside the columns of the answers.
 #: The row's place in its shard.
 ROW = "_row"
 #: The row's whole key.
@@ -108,9 +109,9 @@ KEY = "_key"
 MODEL = "_model"
 #: The earlier run's row that the answer was taken from.
 SOURCE = "_source"
-#: The tokens generated for this row and its equal rows. They stand with the first of these.
+#: The tokens generated for this row and its equal rows. The number stands with the first of these rows.
 TOKENS = "_tokens"
-#: How far a row without an answer is, as JSON.
+#: The progress of a row without an answer, as JSON.
 UNDER_WAY = "_under_way"
 KEPT_BESIDE = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
 
@@ -157,7 +158,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name under which one execution writes a file before it is published. No `*.parquet` matches it."""
+    """Return the name under which an execution writes a file before it is published. `*.parquet` does not match it."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 
@@ -172,7 +173,7 @@ def plan_job_id(run: str) -> str:
 
 
 def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
-    """Return the run and the shard that a job's id names; None if it is no run's job.
+    """Return the run and the shard that a job's id names; None if the job belongs to no run.
 
     The shard is None for a planning job.
     """
@@ -183,7 +184,7 @@ def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
 
 
 def job_shard(run: str, job_id: str) -> int | None:
-    """Return the shard whose job this is; None if it is no shard's job of this run."""
+    """Return the shard whose job this is; None if it is not the job of a shard of this run."""
     run_shard = run_and_shard(job_id)
     if run_shard is None or run_shard[0] != run:
         return None

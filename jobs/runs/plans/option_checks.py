@@ -1,4 +1,4 @@
-"""Checks a run's options: brings each of the smaller ones into one form, and refuses what does not go together."""
+"""Checks a run's options: brings small options into one form, and refuses options that cannot be combined."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH
 
-#: How exactly log probabilities are written, and how templates are; the first by default.
+#: How exactly log probabilities are written, and how templates are written. The first word is the default.
 LOGPROB_TYPES = ("float32", "float16")
 TEMPLATE_FORMATS = ("fields", "jinja")
-#: What the probabilities of labels are written as, the first by default.
+#: The forms in which the probabilities of labels are written. The first one is the default.
 MAP, STRUCT = "map", "struct"
 PROBABILITIES = (MAP, STRUCT)
 #: The most labels of a struct. Each is a column of the file.
@@ -26,7 +26,7 @@ MAX_STRUCT_LABELS = 1000
 
 
 def column_names(name: str, value: Any) -> list[str]:
-    """Return the columns of a list, each once and sorted: their order changes nothing. Raises InvalidValue."""
+    """Return the columns of a list, each once and sorted, because their order changes nothing. Raises InvalidValue."""
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
@@ -43,7 +43,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
     )
 
 
-#: What a run of batch files may be given as well.
+#: Arguments that a run of batch files may have as well.
 _BESIDE_BATCHES = (
     "batch_endpoint",
     "drop_unsupported",
@@ -55,7 +55,7 @@ _BESIDE_BATCHES = (
     "only_new",
     "rows_per_shard",
 )
-#: Arguments that such a run has in its normal form, with the values that they have there.
+#: Arguments in the normal form of such a run, with their values.
 _OF_BATCHES = {
     "prompt_column": ("prompt",),
     "keep": (["custom_id"],),
@@ -64,12 +64,12 @@ _OF_BATCHES = {
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that a batch file's lines set, or that no run of them can have."""
+    """Raise InvalidJob for an argument that a batch file's lines set, or that a run of batch files cannot have."""
     for name, value in arguments.items():
         if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
-            continue  # the run's seed is for the lines that name none
+            continue  # the run's seed is for the lines without a seed
         if value not in _OF_BATCHES.get(name, ()):
             raise InvalidJob(
                 f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
@@ -132,7 +132,7 @@ TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob if the served model cannot do what a run asks for. options: the run's."""
+    """Raise InvalidJob if the served model cannot do what a run asks for. options: the run's options."""
     task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
@@ -152,7 +152,7 @@ _OF_ANSWERS = (
     "continue_on_length",
     "repair_template",
 )
-#: Sampling values that say how a prompt is read, and nothing of an answer.
+#: Sampling values that say only how a prompt is read. They do not change an answer.
 OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
 
 
@@ -168,7 +168,7 @@ def check_read(
 
 
 def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Raise InvalidJob for options that do not go with labels, or with a task that generates nothing."""
+    """Raise InvalidJob for options that cannot be combined with labels, or with a task that generates nothing."""
     task = options["task"]
     if task in RUN_SCORINGS:
         _check_task(task, options, is_chat=is_chat)

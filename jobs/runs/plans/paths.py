@@ -1,4 +1,4 @@
-"""Reads paths as a job may write them, before anything is looked up on a disk or in a store."""
+"""Reads the paths in a job's arguments, before anything is looked up on a disk or in a store."""
 
 import os
 import re
@@ -28,8 +28,8 @@ def run_path(path: object) -> str:
         scheme = uri[1].lower()
         host = uri[2].rpartition("@")[2]
         inner = uri[3]
-        # Errors show neither user, password nor query: these may hold a store's keys. A key that is not
-        # encoded may hold a slash, so the search for @ goes beyond the host.
+        # Errors show no user, password or query, because these may hold a store's keys. A key that is not encoded may
+        # hold a slash, so the search for @ does not stop at the host's end.
         safe = f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}"
         if scheme in STORES:
             return _stored_path(scheme, uri, safe)
@@ -48,12 +48,12 @@ def is_stored(path: str) -> bool:
 
 
 def real_path(path: str) -> str:
-    """Return a local path without links; a store's path as it is."""
+    """Return a local path without links. A store's path stays as it is."""
     return path if is_stored(path) else os.path.realpath(path)
 
 
 def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
-    """Return the path of an object. Raises InvalidJob, with `safe`, if it names none. safe: without secrets."""
+    """Return the path of an object. Raises InvalidJob if the URI names none. safe: the URI without secrets."""
     if not _BUCKET.fullmatch(uri[2]) or uri[4]:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "

@@ -18,12 +18,12 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Redis keeps the shares of at most this many shards. In a run with more, all shards count as equal.
+#: Redis keeps the shares of at most this many shards. In a run with more shards, all shards count as equal.
 MAX_SHARES = 10_000
 
 
 class AnotherFormat(ValueError):
-    """Raised, with the plan's format, if this version cannot read it."""
+    """Raised if this version cannot read a plan's format: (the format)."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class AddedColumn:
 class PlannedFile:
     """An input file as it was planned.
 
-    size: in bytes. mtime_ns (Unix), etag: if the file has others now, it is looked at more closely. values: in the
-    plan's added columns. num_chosen: how many of its rows planning has chosen for the run; None for all.
+    size: in bytes. mtime_ns (Unix), etag: if these have changed, the file is looked at more closely. values: its values
+    in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run; None for all.
     """
 
     path: str
@@ -53,7 +53,7 @@ class PlannedFile:
 
     @property
     def num_asked(self) -> int:
-        """Return how many of its rows the run asks."""
+        """Return how many rows of this file the run asks."""
         return self.rows if self.num_chosen is None else self.num_chosen
 
 
@@ -61,8 +61,8 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: stands in the names of the files that hold it. any_model: whether answers of other models were taken. runs:
-    see ReusedRun. seed: the first earlier run's, if this run was given none.
+    name: part of the names of the files with these answers. any_model: whether answers of other models were taken.
+    runs: see ReusedRun. seed: the first earlier run's seed, if this run was given no seed.
     """
 
     name: str
@@ -93,11 +93,11 @@ class Plan:
     seed: the source of every row's seed.
     added_columns: columns that come after the files' own.
     columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns that prompts read as each row's own JSON, because a type would be that of all rows.
+    as_json: columns that prompts read as each row's own JSON. A type would be the same for all rows.
     sizes: the bytes of the rows that each shard asks.
     second: the model that answers rows with low margins again.
-    planned_at: Unix seconds. Chats take it for the present.
-    input_folder: holds the Parquet files made from other inputs. By default it is in the output.
+    planned_at: Unix seconds. Chats take it as the present time.
+    input_folder: the folder of Parquet files that were made from other inputs. By default it is in the output.
     """
 
     spec: RunSpec
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def given_seed(self) -> int | None:
-        """Return the seed that this run was given, or else the one that the first earlier run was given."""
+        """Return the seed that this run was given, or else the seed that the first earlier run was given."""
         inherited = None if self.reused is None else self.reused.seed
         seed: int | None = self.spec.sampling.get("seed", inherited)
         return seed
@@ -157,7 +157,7 @@ class Plan:
     def queues(self, queue: str) -> list[tuple[str, bool]]:
         """Return the queues of a shard's jobs, in turn, each with whether its job asks the second model.
 
-        queue: the run's.
+        queue: the run's queue.
         """
         queues = [(queue, False)]
         if self.second:
@@ -192,12 +192,12 @@ class Plan:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row. Cached, as each of ten thousand shards needs one."""
+        """Return the number of each file's first row. Cached, because each of ten thousand shards needs it."""
         return [0, *accumulate(file.num_asked for file in self.files)]
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the numbers by which rows are found. Nothing else would show that one has changed."""
+        """Return a digest of the numbers by which rows are found. Nothing else would show that a number has changed."""
         digest = blake2b(digest_size=8)
         for value in (self.seed, *(file.num_asked for file in self.files), *self.shards):
             digest.update(json.dumps(value).encode())
@@ -272,7 +272,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Towards a run's end, a shard holds this fraction of the rows that are left, so that all workers end together.
+#: Near a run's end, a shard holds this fraction of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
 #: The fewest rows of such a shard: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
@@ -283,9 +283,9 @@ def cut_shards(
 ) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    In a run of more than TAIL_SHARE shards, the last ones are smaller. A run without rows gets one empty shard, so that
-    it has a part and readers find the schema. row_groups: the rows of each row group, by file. limit: the
-    most rows to take, from the first one on. Raises InvalidJob beyond MAX_SHARDS.
+    In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard, so
+    that it has a part and readers find the schema. row_groups: the rows of each row group, by file. limit: the most
+    rows to take, counted from the first row. Raises InvalidJob for more than MAX_SHARDS shards.
     """
     rows = sum(map(sum, row_groups))
     if limit is not None:
@@ -318,7 +318,7 @@ def _cut(row_groups: Sequence[Sequence[int]], most: int, num_left: int) -> Itera
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
-    """Return the shard of one range of rows. ends: the row after each row group's last one."""
+    """Return the shard of one range of rows. ends: for each row group, the row after its last row."""
     first = bisect_right(ends, start)
     last = bisect_left(ends, start + rows)
     group_start = ends[first - 1] if first else 0

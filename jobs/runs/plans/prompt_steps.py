@@ -18,7 +18,7 @@ from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
 MAX_SHARD_PIECES = 20_000_000
-#: A text cut into (literal, column that follows it or None).
+#: A text that is cut into pairs: a literal, and the column that follows it, or None.
 Pieces = tuple[tuple[str, str | None], ...]
 
 
@@ -31,7 +31,7 @@ class Template:
     """
 
     texts: tuple[Pieces, ...]
-    roles: tuple[str, ...] | None  # None: a single prompt text
+    roles: tuple[str, ...] | None  # None stands for a single prompt text
 
     @classmethod
     def parse(cls, template: Any) -> Self:
@@ -48,9 +48,12 @@ class Template:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns that the template names, each once."""
-        return tuple(
-            dict.fromkeys(column for text in self.texts for _, column in text if column is not None)
-        )
+        columns: dict[str, None] = {}
+        for text in self.texts:
+            for _, column in text:
+                if column is not None:
+                    columns[column] = None
+        return tuple(columns)
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
@@ -61,7 +64,11 @@ class Template:
         sizes: dict[str | None, int] = {None: 0}
         for column, value in values.items():
             sizes[column] = len(f"{value}")
-        return sum(len(literal) + sizes[column] for text in self.texts for literal, column in text)
+        num_chars = 0
+        for text in self.texts:
+            for literal, name in text:
+                num_chars += len(literal) + sizes[name]
+        return num_chars
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages of a chat, with the values in place of their columns' names."""
@@ -79,14 +86,14 @@ class Template:
         ]
 
 
-#: What to do about braces that hold no column name.
+#: Advice about braces that hold no column name.
 BRACES = "write {{ and }} for braces of text, or, for Jinja's, say template_format 'jinja' (--template-format jinja)"
 
 
 def _parse_text(text: str, text_name: str) -> Pieces:
     """Cut a text at its braces.
 
-    text_name: the text's name in errors. They say where to look and repeat nothing of the text.
+    text_name: the text's name in errors, which never quote the text.
     """
     pieces: list[tuple[str, str | None]] = []
     try:
@@ -104,10 +111,10 @@ def _parse_text(text: str, text_name: str) -> Pieces:
     return tuple(pieces)
 
 
-#: The most prompts of a row. Each one is a turn in the batch.
+#: The most prompts of a row. Each prompt is a turn in the batch.
 MAX_STEPS = 20
 
-#: Columns that a row has once, however many prompts it has.
+#: Columns that a row has only once, however many prompts it has.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 #: The longest ending of a prompt's column, after the prompt's name.
 LONGEST = "_prompt_logprobs"
@@ -130,7 +137,7 @@ def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]
 class PromptStep:
     """One of a row's prompts.
 
-    sampling: all of its values, those of the run included. is_scored: whether it is scored against labels.
+    sampling: all of its sampling values, with those of the run. is_scored: whether it is scored against labels.
     """
 
     name: str
@@ -146,7 +153,7 @@ class PromptStep:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the prompt's columns, each with the answer's column that it holds. The completion is first."""
+        """Return the prompt's columns, each with the answer's column that it holds. The completion comes first."""
         if self.is_scored:
             return {name: name for name in Labels.columns}
         columns = {}
@@ -196,14 +203,14 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     return prompt
 
 
-#: A shard's prompts and answers are held in memory until its part is written.
+#: These limits exist because a shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return the sampling values of a run's rows, checked, without those that ask for nothing. Raises InvalidJob.
+    """Check and return the sampling values of a run's rows, without values that ask for nothing. Raises InvalidJob.
 
-    Equal values have one form, so that equal runs have one id: 0.0 becomes 0.
+    Equal values get one form, so that equal runs have one id. For example, 0.0 becomes 0.
     """
     if not isinstance(value, dict):
         raise unlike(
@@ -225,7 +232,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
     n = sampling.get("n", 1)
     if isinstance(n, int):
         check_shard(n, "completions of a row", rows_per_shard, MAX_ROWS_PER_SHARD)
-    if isinstance(sampling.get("logit_bias"), dict):  # the plan is JSON, where keys are texts
+    if isinstance(sampling.get("logit_bias"), dict):  # the plan is JSON, and keys of JSON are texts
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
 
@@ -237,9 +244,10 @@ def make_steps(
     rows_per_shard: int,
     has_labels: bool = False,
 ) -> tuple[PromptStep, ...]:
-    """Return the prompts of a run, checked. Raises InvalidJob.
+    """Check and return the prompts of a run. Raises InvalidJob.
 
-    from_columns: names of sampling values that come from columns. has_labels: the last prompt is scored against labels.
+    from_columns: names of sampling values that come from columns. has_labels: whether the last prompt is scored against
+    labels.
     """
     steps = []
     if sampling.get("n", 1) != 1:
@@ -252,7 +260,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # Read before the two are merged, so that both use the same names.
+        # Both are read before they are merged, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )
@@ -278,7 +286,7 @@ def make_steps(
 
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
-    """Raise InvalidJob if two columns would have one name, or a template names an answer that is not there yet."""
+    """Raise InvalidJob if two columns would have the same name, or a template names a later prompt's answer."""
     taken_names = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
     for step in steps:
         for column in step.columns:

@@ -1,4 +1,4 @@
-"""Finds the type of column that values of a JSON schema have. Needs no pyarrow: a run is refused before it starts."""
+"""Finds the type of a column for values of a JSON schema. Needs no pyarrow, so a run is refused before it starts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from urllib.parse import unquote
 from jobs.common.display import brief, is_unicode
 from jobs.errors import InvalidJob
 
-#: The most values of a row, lists and objects among them.
+#: The most values of a row. Lists and objects count too.
 MAX_TYPES = 10_000
 MAX_DEPTH = 50
 
@@ -41,14 +41,14 @@ def type_of_schema(schema: Any) -> ValueType:
 
 
 class _Reader:
-    """Reads one schema. Counts types: a few references may stand for any number of them."""
+    """Reads one schema. Counts its types, because a few references may stand for any number of types."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._num_types = 0
 
     def type_of(self, schema: Any, path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the type of a part of the schema. references: those that led here."""
+        """Return the type of a part of the schema. references: the references that led here."""
         self._num_types += 1
         if self._num_types > MAX_TYPES:
             raise _unfit(path, f"the schema names more than {MAX_TYPES} values")
@@ -87,7 +87,7 @@ class _Reader:
         return self.type_of(schema, path, (*references, reference))
 
     def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the one type of several schemas, of which one may be null's."""
+        """Return the one type of several schemas. One of these may be the schema of null."""
         types = []
         is_nullable = False
         for option in options:
@@ -100,7 +100,7 @@ class _Reader:
     def _plain(
         self, kind: Any, schema: Mapping[str, Any], path: str, references: tuple[str, ...]
     ) -> ValueType:
-        """Return the type of a schema that names one itself."""
+        """Return the type of a schema that names its type."""
         if kind == STRING:
             return ValueType(_FORMATS.get(str(schema.get("format")), STRING))
         if kind in (INTEGER, NUMBER, BOOLEAN):

@@ -1,4 +1,4 @@
-"""The arguments of a run, checked; what makes two runs the same run. Needs no pyarrow: the CLI uses it."""
+"""Checks the arguments of a run, and makes the run's id of them. Needs no pyarrow, because the CLI uses it."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from jobs.runs.plans.names import CSV, JSONL, OPENAI_BATCH, PARTS, SUFFIXES, par
 from jobs.runs.plans.paths import real_path, run_path
 from jobs.runs.plans.schema_types import ValueType, type_of_schema
 
-#: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
+#: The most files that an input may name. Planning opens them one by one, and every shard's worker holds the list.
 MAX_FILES = 100_000
-#: The column that is completed if no source of prompts is named. It may be named beside another source.
+#: The column that is completed if no source of prompts is named. Naming it beside another source is allowed.
 DEFAULT_PROMPT_COLUMN = "prompt"
 
 
@@ -50,8 +50,8 @@ def _prefix(name: str, value: Any) -> str:
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with its default value is in neither the JSON nor the run's id. If a type comes with a function, it gets the
-    field's name and the argument, checks that, and returns the field's value.
+    A field with its default value is left out of the JSON and of the run's id. A type may come with a function. The
+    function gets the field's name and the argument, checks the argument, and returns the field's value.
     """
 
     input: Annotated[list[str], _inputs]
@@ -143,7 +143,7 @@ class RunSpec:
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             sources = [OPENAI_BATCH]
-            # The normal form has single_file at this value, which no option gives.
+            # In the normal form single_file has this value. No option gives it.
             options["single_file"] = True
         arguments = {"input": input, "output": output, **options}
         if options.get("task") == checks.RERANK:
@@ -209,7 +209,7 @@ class RunSpec:
     def n(self) -> int:
         """Return how many completions each row gets. If there are several, the output has lists of them."""
         n = self.sampling.get("n", 1)
-        return n if type(n) is int and n > 0 else 1  # a worker refuses others
+        return n if type(n) is int and n > 0 else 1  # a worker refuses other values
 
     @cached_property
     def run(self) -> str:
@@ -224,17 +224,17 @@ class RunSpec:
 
     @property
     def writes_lines(self) -> bool:
-        """Whether the output is one file of CSV or JSON lines, which can hold what the input's lines hold."""
+        """Whether the output is one file of CSV or JSON lines. Such a file can hold all values of the input's lines."""
         return self.single_file in (CSV, JSONL)
 
     @property
     def has_tools(self) -> bool:
-        """Whether rows' chats may have tools, the run's own or those of a column."""
+        """Whether rows' chats may have tools, from the run or from a column."""
         return "tools" in self.chat[1] or "tools" in self.sampling_columns
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
-        """Return the prompts of each row if it has several; else none. Raises InvalidJob."""
+        """Return the prompts of each row if a row has several prompts; else nothing. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
@@ -248,7 +248,7 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's."""
+        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's columns."""
         return RepairOptions(
             self.check, self.max_attempts, self.continue_on_length, self.repair_template
         )
@@ -286,7 +286,7 @@ class RunSpec:
             self.way.admit(checks)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob for a check or way that can never work. It may take as long as an import."""
+        """Raise InvalidJob for a check or way that can never work. This may take as long as an import."""
         checks.prepare(self.repairs)
         if self.way is not None:
             self.way.prepare(checks)
@@ -333,7 +333,7 @@ def _sources(options: Mapping[str, Any]) -> list[str]:
 
 
 def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments that do not go together, and for a template that is not valid."""
+    """Raise InvalidJob for arguments that cannot be combined, and for a template that is not valid."""
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     if spec.order is not None and spec.only_new:
@@ -378,7 +378,7 @@ def _check_used(option: object, is_usable: object, message: str) -> None:
 
 
 def _check_task_options(spec: RunSpec) -> None:
-    """Raise InvalidJob for an option of another task or kind of input than the run has."""
+    """Raise InvalidJob for an option that belongs to another task or another kind of input."""
     _check_used(
         spec.model_alias,
         spec.single_file == OPENAI_BATCH,
@@ -483,7 +483,7 @@ def _check_escalation(spec: RunSpec) -> None:
 
 
 def _check_template(spec: RunSpec) -> None:
-    """Raise InvalidJob for a template that is not valid, and for its options where there is none."""
+    """Raise InvalidJob for a template that is not valid, and for a template's options without a template."""
     is_jinja = spec.template_format == "jinja"
     has_template = spec.template is not None
     _check_used(
@@ -514,7 +514,7 @@ def _check_template(spec: RunSpec) -> None:
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
-    """Raise InvalidJob for an argument that does not go with a way to the answer."""
+    """Raise InvalidJob for an argument that cannot be combined with a way to the answer."""
     name = next(iter(way.options))
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:

@@ -1,6 +1,6 @@
-"""Reads and enqueues a run's jobs. Each is enqueued once, however often the run is planned.
+"""Reads and enqueues a run's jobs. Each job is enqueued once, however often the run is planned.
 
-RQ's executions tell who holds a job. The status does not: a job that waits inside a worker still says "queued".
+RQ's executions show who holds a job. The status does not show it: a job that waits inside a worker is still "queued".
 """
 
 import os
@@ -76,7 +76,7 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return the jobs that Redis has, all read at one moment. queue: where to look for them, too."""
+    """Return the jobs that Redis has, all read at one moment. queue: the queue on which to look for them, too."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
@@ -143,7 +143,8 @@ def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
     return count
 
 
-#: How long RQ keeps the jobs' results. They only help while someone looks: a run's own record is its parts.
+#: How long RQ keeps the jobs' results. They only help people who look at them, because the parts are a run's own
+#: record.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
 #: Jobs enqueued in one transaction. Small, so that other clients of Redis never wait long and memory stays flat.
@@ -176,7 +177,7 @@ def enqueue_shards(
     num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
-        # A chunk is written while no other planner writes, or not at all.
+        # A chunk is not written if another planner writes at the same time.
         num_enqueued += state.write(partial(new_jobs.enqueue, shards[start : start + CHUNK]))
     return num_enqueued
 
@@ -193,15 +194,15 @@ class _NewJobs:
         self._state = state
         self._num_low = num_low
         self._is_second = num_low is not None
-        # A job for the second model means that its shard needs no job for the first one. So both queues are read
-        # before jobs for the first model are enqueued.
+        # If a shard has a job for the second model, it needs no job for the first model. So both queues are read before
+        # jobs for the first model are enqueued.
         phases = plan.queues(queue_name)[1:] if self._is_second else plan.queues(queue_name)
         self._queues = []
         for name, is_second in phases:
             self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
-        """Enqueue those of the shards that no live job works on; return how many. pipe: see RunState.write."""
+        """Enqueue the shards that no live job works on; return how many these are. pipe: see RunState.write."""
         run = self._plan.run
         if self._state.is_cancelled():
             raise RunCancelled(run)
@@ -223,10 +224,10 @@ class _NewJobs:
                 job.delete(pipe, from_queue=job.origin != self._queues[0].queue.name)
                 pipe.delete(results_key(job.id))
             elif job.was_cancelled(cancelled):
-                # It still waits, and from now on belongs to the newest submission.
+                # The job still waits. From now on it belongs to the newest submission.
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
         if job_ids:
-            # One of these jobs may have been stopped, and so have failed, since it was looked at.
+            # Since the look, one of these jobs may have been stopped, and so have failed.
             pipe.zrem(self._queues[0].keys.failed, *job_ids.values())
         jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
         self._queues[0].queue.enqueue_many(jobs, pipeline=pipe)
@@ -241,7 +242,7 @@ class _NewJobs:
         if self._is_second:
             args.append(self._queue_name)
             description += ", again"
-        # The first model's job of a cascade leaves no result, so it is gone once the second one's job is there.
+        # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.
         has_result = self._is_second or plan.second is None
         return prepared_job(
             "jobs.score_shard",
@@ -271,7 +272,7 @@ class _NewJobs:
 class _ShardQueue:
     """The jobs that a run has on one queue, for one model.
 
-    The queue is read once. It is read again only for jobs that say "queued" and were not on it.
+    The queue is read once. It is read again only for jobs whose status is "queued" but which were not on it.
     """
 
     def __init__(self, connection: Redis, name: str, run: str, is_second: bool) -> None:
@@ -282,7 +283,7 @@ class _ShardQueue:
         self._is_second = is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs that the shards have, each with whether it will bring its shard to an end.
+        """Return the jobs of the shards, each with whether it will bring its shard to an end.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
@@ -296,11 +297,11 @@ class _ShardQueue:
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
-        if job.was_cancelled(cancelled):  # if a worker holds it, it ends without its part
+        if job.was_cancelled(cancelled):  # a worker that holds the job ends it without a part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
-        # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
+        # A worker that was killed between taking and starting a job may leave the job "queued", but on no queue.
         is_lost = (
             job.status == JobStatus.QUEUED and job.origin == self.queue.name and not job.in_queue
         )
@@ -308,7 +309,7 @@ class _ShardQueue:
 
     @cached_property
     def _on_queue(self) -> set[str]:
-        """Return the run's jobs that were on the queue, or just taken from it by a worker of RQ's own."""
+        """Return the run's jobs that were on the queue, or that one of RQ's own workers has just taken from it."""
         on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0

@@ -1,9 +1,9 @@
-"""Keeps a run's state in Redis: what the CLI shows, and the count of parts, which tells the last shard to end the run.
+"""Keeps a run's state in Redis: the facts that the CLI shows, and the count of parts, by which the last shard is known.
 
-Nothing here is needed to resume. Parts on disk are the truth, and the planner rebuilds these keys from them.
+Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
-A writer may have been frozen, for any time, since it read. So each write that depends on a read is one transaction. It
-is carried out only if what was read is still true:
+A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction, which
+is carried out only if the values that were read are still true:
 - submitting, enqueueing: nobody planned, submitted or cancelled the run meanwhile;
 - writes of a planner: its job is still held;
 - cancelling: no other submission came;
@@ -40,8 +40,8 @@ T = TypeVar("T")
 def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
     """Call `change` with a pipeline that watches these keys, and return its result.
 
-    It is called again if a watched key has changed. change: reads, calls `multi`, and queues commands; it may execute
-    them if it needs their replies. This is no script because producers make transactions too, and may not run scripts
+    `change` is called again if a watched key has changed. It reads, calls `multi`, and queues commands. It may execute
+    them if it needs their replies. This is no script, because producers make transactions too, and may not run scripts
     (`ops/redis-users.acl`).
     """
     result: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
@@ -53,14 +53,15 @@ MAX_OF_PART = 5
 MAX_PARTS = 1000
 #: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-#: Fields of a run's hash about its last submission. The parts recorded since have this many rows, rows with an error
-#: and generated tokens; work began at this time, and the last part ended at this time.
+#: Fields of a run's hash about its last submission: the rows, the rows with an error and the generated tokens of the
+#: parts that were recorded since; when work began, and when the last part ended.
 OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
 
-#: Records a part, unless it is recorded, and counts it. It is one step because many shards end at once, and workers
-#: are killed. If Redis has lost the totals of earlier parts, it returns no total; the caller then counts all parts.
+#: Records and counts a part, unless the part is recorded already. This is one step, because many shards end at once,
+#: and workers may be killed. If Redis has lost the totals of earlier parts, no total is returned. Then the caller
+#: counts all parts.
 _RECORD = """
 local args, parts, run, failed = cjson.decode(ARGV[1]), KEYS[1], KEYS[2], KEYS[3]
 local total = redis.call('HEXISTS', run, args.newest) == 1 and redis.call('HGET', parts, 'total')
@@ -78,14 +79,16 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
+#: The field that says who submitted the run last.
+SUBMITTED_BY = "submitted_by"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
-#: How long a run is listed from its submission on. Its last part may come late, and its keys live on after that.
+#: How long after its submission a run is listed. Its last part may come late, and its keys live longer than that part.
 LISTED_S = 2 * RUN_TTL_S
 
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
-    """Keep the reasons of a part's errors. If it has none, forget those of an earlier part of this shard."""
+    """Keep the reasons of a part's errors. If it has no errors, forget the reasons of an earlier part of this shard."""
     key = run_key(run, "errors")
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
@@ -100,7 +103,7 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
-    """Return the reasons of errors in a run's parts. If more than MAX_PARTS have errors, some are missing."""
+    """Return the reasons of errors in a run's parts. Some are missing if more than MAX_PARTS parts have errors."""
     records: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
     for record in islice(records.values(), 2 * MAX_PARTS):
@@ -123,7 +126,7 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return the count from what Redis replied. length: that of the parts' hash, which also holds the total."""
+        """Return the count from a reply of Redis. length: of the parts' hash, which also holds the total."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 
     @property
@@ -135,7 +138,7 @@ class PartCount:
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: the lease of the job that writes. With it, a planner writes only while it holds the job.
+    lease: the lease of the job that writes. With a lease, a planner writes only while it holds the job.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
@@ -150,7 +153,7 @@ class RunState:
         self._record = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts of the plan, or why there is none. They outlive the planning job. Raises RunBusy."""
+        """Store facts of the plan, or why there is no plan. The facts outlive the planning job. Raises RunBusy."""
         outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]
 
         def write(pipe: Pipeline) -> None:
@@ -161,7 +164,7 @@ class RunState:
         self._change(write)
 
     def _list(self, pipe: Pipeline) -> None:
-        """Have `pipe` put the run first in the list of runs, and drop runs of long ago from it."""
+        """Have `pipe` put the run first in the list of runs, and drop old runs from the list."""
         now_ms = _now_ms()
         pipe.zadd(RUNS_KEY, {self.run: now_ms})
         pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - LISTED_S * 1000)
@@ -175,7 +178,7 @@ class RunState:
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks of the run's end. Raises UnknownRun if Redis has lost it."""
+        """Return the facts from `describe`, and the marks of the run's end. Raises UnknownRun if Redis lost the run."""
         fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in fields.items()}
         if not facts.keys() >= {"output", "queue"}:
@@ -185,18 +188,26 @@ class RunState:
     def submission(self, which: str = "submission") -> int:
         """Return the number of the last submission, 0 for none. It is greater than any earlier one.
 
-        which: "cancelled_submission" for the last one that was cancelled. Jobs of it and of earlier ones are to stop.
+        which: "cancelled_submission" for the last cancelled submission. Jobs of this and of earlier submissions must
+        stop.
         """
         number: Any = self._redis.hget(self._key, which)
         return _number(number)
 
     def submit(
-        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
+        self,
+        pipe: Pipeline,
+        plan_job: str,
+        output: str,
+        submission: Submission,
+        *,
+        anew: bool = True,
+        by: str = "",
     ) -> None:
-        """Submit the run with a planning job. Takes back a cancellation or a stop, but leaves a mark of its end.
+        """Submit the run with a planning job. Takes back a cancellation or a stop, but not the mark of the run's end.
 
         `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
-        a planning is under way, which keeps its submission's number.
+        a planning is under way, which keeps its submission's number. by: who submits it, "" if that is not known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = _number(numbers[0])
@@ -216,8 +227,11 @@ class RunState:
             facts["plan_model"] = submission.model
         if submission.deadline is not None:
             facts[DEADLINE] = str(submission.deadline)
+        if by:
+            facts[SUBMITTED_BY] = by
         outdated = (
             "cancelled",
+            SUBMITTED_BY,
             "stopped",
             "plan_model",
             DEADLINE,
@@ -234,7 +248,7 @@ class RunState:
         self._list(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with its planning job, if that was enqueued without a submission.
+        """Submit the run with its planning job, if the job was enqueued without a submission.
 
         Raises RunBusy, or RunCancelled if the job's submission was cancelled.
         """
@@ -246,7 +260,7 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                # If the job is enqueued once more, that is a new submission.
+                # Enqueueing the job once more makes a new submission.
                 pipe.hdel(self._key, "plan_job")
                 pipe.execute()
                 raise RunCancelled(self.run)
@@ -254,7 +268,7 @@ class RunState:
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another one came.
+        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
 
         reason: `stopped`, with the reason, if no person cancelled it.
         """
@@ -267,13 +281,13 @@ class RunState:
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
-        # The clock counts too: if Redis lost the run, nobody knows to which submission a job belongs.
+        # The clock counts too, because nobody knows a job's submission if Redis lost the run.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
+        """Make a change, as `write` does, if no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
             number: Any = pipe.hget(self._key, "submission")
@@ -284,7 +298,7 @@ class RunState:
         return transact(self._redis, checked, self._key)
 
     def begin(self, moment: float) -> float | None:
-        """Note when work on the submission began, unless that is noted. Raises RunCancelled.
+        """Note when work on the submission began, unless the time is noted already. Raises RunCancelled.
 
         Returns the submission's deadline in Unix seconds; None if it has none.
         """
@@ -298,7 +312,7 @@ class RunState:
         return stored.seconds(stored.text(deadline or b""))
 
     def deadline(self) -> float | None:
-        """Return the last submission's deadline in Unix seconds; None if it has none."""
+        """Return the last submission's deadline in Unix seconds; None without a deadline."""
         text: Any = self._redis.hget(self._key, DEADLINE)
         return stored.seconds(stored.text(text or b""))
 
@@ -309,11 +323,11 @@ class RunState:
     def judge(
         self, *, is_whole: bool = False, client: Redis | None = None
     ) -> tuple[str, int] | None:
-        """Return why the run must stop, and the submission whose limit says so; None if the run goes on.
+        """Return why the run must stop, and the submission whose limit demands it; None if the run goes on.
 
         The parts recorded since the submission are judged, without the rows that the deadline has left unasked.
-        is_whole: every shard has a part. Then all parts are judged, so that it does not matter which came last. client:
-        what to read with, such as a pipeline that watches the run.
+        is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
+        matter. client: used for reading, such as a pipeline that watches the run.
         """
         client = client or self._redis
         if is_whole:
@@ -327,7 +341,7 @@ class RunState:
         fields: Any = client.hmget(self._key, "max_errors", "submission")
         text, submission = fields
         limit = ErrorLimit.from_stored(stored.text(text) if text else None)
-        # A limit that somebody set holds for runs of any size. The default limit stops no small run.
+        # A limit that somebody set counts for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
@@ -354,7 +368,7 @@ class RunState:
         return self._change(record, self._parts_key)
 
     def mark_finished(self, manifest: Mapping[str, Any]) -> None:
-        """Note the run's end. manifest: the one just written; {} if another worker has written it."""
+        """Note the run's end. manifest: the new manifest; {} if another worker has written it."""
         facts: dict[str, Any] = {"finished": 1}
         if manifest:
             facts |= {f"total_{name}": manifest[name] for name in COUNTED}
@@ -364,7 +378,7 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark of the run's end if its folder has none, because it was deleted. Raises RunBusy.
+        """Remove the mark of the run's end from Redis if the mark in the folder was deleted. Raises RunBusy.
 
         has_ended: looks into the folder. A worker that ends the run after that look sets the mark again.
         """
@@ -377,7 +391,7 @@ class RunState:
         self._change(unmark, self._key)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, unless it is recorded, and add it to the run's totals."""
+        """Record a finished shard, unless it is recorded already, and add it to the run's totals."""
         arguments = {
             "shard": str(stats.shard),
             "record": stats.to_record(),
@@ -400,12 +414,12 @@ class RunState:
     ) -> PartCount:
         """Record the parts that a listing found, and drop those that it did not find.
 
-        gone: the records of parts that are to be dropped. One that has changed since the listing stays.
+        gone: the records of parts that are to be dropped. A record that has changed since the listing stays.
         """
         shards = [*unrecorded, *gone]
 
         def amend(pipe: Pipeline) -> PartCount:
-            is_lost = self._is_lost(pipe)  # then nothing is recorded but parts among those found
+            is_lost = self._is_lost(pipe)  # then only parts that were found are recorded
             current: dict[int, bytes | None] = {}
             if shards and not is_lost:
                 records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
@@ -454,7 +468,7 @@ class RunState:
         return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        """Return the statistics of those shards that have a part."""
+        """Return the statistics of the shards that have a part."""
         if not shards:
             return {}
         records: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
@@ -467,7 +481,7 @@ class RunState:
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change that no planner, submission or cancel comes between. Raises RunBusy.
 
-        `change` is called again if one came after it read.
+        `change` is called again if one of these came after its reads.
         """
         return self._change(change, self._turn_key, *watched)
 
@@ -476,7 +490,7 @@ class RunState:
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change; if there is a lease, only while its job is held."""
+        """Make a change. If there is a lease, its job must be held."""
         lease = self._lease
         if lease is None:
             return transact(self._redis, change, *watched)

@@ -1,4 +1,4 @@
-"""Holds what a submission says beside its run's arguments: whom to tell of the end, and how many errors stop it."""
+"""Holds a submission's own arguments, such as: who gets notices of the run's end, and how many errors stop the run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ON_END = "on_end"
 ASKED_FOR = (WEBHOOK, ON_END)
 #: The field of a run's hash that holds the last submission's deadline, in Unix seconds.
 DEADLINE = "deadline"
-#: Fields of a run's hash that hold the last submission for which notices of an end, or of a failure, were enqueued.
+#: Fields of a run's hash: the last submission for which notices of an end, or of a failure, were enqueued.
 TOLD = "told_submission"
 TOLD_FAILED = "told_failed_submission"
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
-#: While more rows are to come, a share is judged only from this many finished rows on.
+#: While a run goes on, a share is judged only after this many finished rows.
 MIN_JUDGED_ROWS = 100
 
 
 @dataclass(frozen=True)
 class ErrorLimit:
-    """How many rows of a run may have an error before it is stopped: a number of rows, or a share of them."""
+    """How many rows of a run may have an error before the run is stopped: a number of rows, or a share of the rows."""
 
     rows: int | None = None
     share: float | None = None
@@ -64,10 +64,10 @@ class ErrorLimit:
     def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Return a sentence that says that too many rows have an error; None if the limit allows them.
+        """Return a sentence that says that too many rows have an error; None if there are not too many.
 
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
-        also judged by fewer than MIN_JUDGED_ROWS rows.
+        also judged before MIN_JUDGED_ROWS rows are finished.
         """
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
@@ -89,17 +89,17 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue is one more.
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue belongs to it too.
 WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What one submission of a run says beside the run's arguments.
+    """Holds what one submission of a run says beside the run's arguments.
 
     model: only workers that serve it may plan the run or resume it; None for any model.
     limit: how many errors stop the run.
-    webhook, on_end: a URL, and a function's dotted name, that are called at the run's end.
+    webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called then.
     reuse: outputs of earlier runs whose answers are taken.
     deadline: when to begin no more rows, in Unix seconds.
     """
@@ -119,7 +119,7 @@ class Submission:
     ) -> tuple[Submission, dict[str, Any]]:
         """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
 
-        now: what a deadline that is a duration counts from, in Unix seconds; by default this moment.
+        now: the Unix seconds from which a duration as deadline counts; by default this moment.
         """
         check_queue_name(queue)
         run_arguments = dict(arguments)

@@ -1,1 +1,1 @@
-"""Statistics of parts and runs, and the report made of them."""
+"""Statistics of parts and runs, and the report that is made of them."""

@@ -1,4 +1,4 @@
-"""Makes a page about a finished run from its manifest and some rows. It has no script and fetches nothing."""
+"""Makes a page about a finished run from its manifest and some rows. The page has no script and fetches nothing."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: A chart's size in the units of its SVG, with the room left of the bars and below them.
+#: A chart's size in the units of its SVG, and the room at the left of the bars and below them.
 _WIDTH = 640
 _HEIGHT = 190
 _LEFT = 64
@@ -46,7 +46,7 @@ _BELOW = 26
 
 
 class Examples(NamedTuple):
-    """Some rows of a run. columns: names of the output. rows: each row's number, and its values of these columns."""
+    """Some rows of a run. columns: the output's columns. rows: each row's number, and its values in these columns."""
 
     columns: Sequence[str] = ()
     rows: Sequence[tuple[int, Sequence[Any]]] = ()
@@ -57,7 +57,7 @@ def report_html(
     price_per_hour: float | None = None,
     examples: Examples | None = None,
 ) -> str:
-    """Return the page.
+    """Return the report of a run as HTML.
 
     price_per_hour: what a worker's machine costs, in any currency. examples: rows that are shown.
     """
@@ -133,7 +133,7 @@ def _figures(
     return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
-#: Arguments of a run that say what it asks, in the order in which they are shown, with their names.
+#: Arguments that say what a run asks, with the words for them, in the order in which they are shown.
 _ASKED = {
     "template": "Template",
     "prompts": "Prompts",
@@ -147,13 +147,13 @@ _ASKED = {
     "check": "Check",
     "input_format": "Format",
 }
-#: Arguments that every run has, or that stand elsewhere on the page.
+#: Arguments that are not listed, because every run has them, or they stand elsewhere on the page.
 _SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
 MAX_INPUTS = 10
 
 
 def _asked(manifest: Mapping[str, Any]) -> str:
-    """Return what was asked: of which files, how, and where the answers are."""
+    """Return what the run asked: its files, its arguments, and where the answers are."""
     arguments = manifest.get("arguments", {})
     values: list[tuple[str, Any]] = []
     for name, title in _ASKED.items():
@@ -193,7 +193,7 @@ _SOURCES = (
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return how many answers ended in which way, have which label, and passed their check."""
+    """Return the numbers of answers by reason of their end, by label, and by result of their check."""
     tables = []
     by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
     for title, key in by_title.items():
@@ -223,7 +223,7 @@ def _examples(examples: Examples | None) -> str:
     return f"<h2>Examples</h2><table><tr>{heads}</tr>{body}</table>"
 
 
-#: The most characters of a value on the page, and the most lines.
+#: The most characters and lines of a value on the page.
 MAX_VALUE_CHARS = 1000
 MAX_VALUE_LINES = 40
 
@@ -263,7 +263,7 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars. marks: the text below each bar, of which at most seven are drawn."""
+    """Draw bars. marks: the text below each bar. At most seven marks are drawn."""
     highest = max(values)
     bars_height = _HEIGHT - _BELOW
     step = (_WIDTH - _LEFT) / len(values)
@@ -284,7 +284,7 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 def _table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
 ) -> str:
-    """Return a table, and below it how many rows it leaves out. Empty if there are no rows."""
+    """Return a table, with the number of rows that it leaves out below it. Empty if there are no rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)

@@ -25,7 +25,7 @@ COUNTED = (
     "expired",
 )
 
-#: Fields of PartStats whose sums stand in the manifest.
+#: Fields of PartStats whose sums are in the manifest.
 IN_MANIFEST = (*COUNTED, "rows_resumed", "tokens_resumed")
 
 
@@ -35,7 +35,7 @@ class PartStats:
 
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns.
     generated_tokens: tokens that the part's execution computed. Equal prompts count once.
-    rows_resumed, tokens_resumed: what earlier executions of the shard had computed.
+    rows_resumed, tokens_resumed: the rows and tokens that earlier executions of the shard had computed.
     started_at, ended_at: Unix seconds.
     failed_checks: rows without an error whose answer fails its check.
     cut: rows without an error whose answer ended at its limit of tokens.
@@ -77,7 +77,7 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
-        """Return how long the execution took that wrote the part."""
+        """Return the seconds of the execution that wrote the part."""
         return max(0.0, self.ended_at - self.started_at)
 
     def to_text(self) -> str:
@@ -100,7 +100,7 @@ class PartStats:
 
 
 def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> str:
-    """Say how many rows have no good answer, and why. rows: a word to put behind the first number."""
+    """Say how many rows have no good answer, and why. rows: a word to put after the first number."""
     texts = [f"{errors} {rows}with an error"]
     if failed_checks:
         texts.append(f"{failed_checks} failed their check")
@@ -109,11 +109,11 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
     return ", ".join(texts)
 
 
-#: The reason of a row whose answer is there, and ended at its limit of tokens.
+#: The reason for listing a row without an error whose answer ended at its limit of tokens.
 CUT = "the answer was cut at its limit of tokens"
 
 MAX_REASON_CHARS = 200
-#: The most kinds of reasons that are told apart. Rows of all further kinds are counted together.
+#: The most kinds of reasons that are counted one by one. Rows of all further kinds are counted together.
 MAX_KINDS = 1000
 OTHERS = "other reasons"
 
@@ -124,7 +124,8 @@ MAX_EXAMPLES = 3
 class Reason:
     """Rows that have the same error.
 
-    text: the first row's error. rows: how many there are. examples: numbers of the first rows, over the whole input.
+    text: the first row's error. rows: how many rows there are. examples: numbers of the first rows, over the whole
+    input.
     """
 
     text: str
@@ -164,12 +165,12 @@ class Reasons:
         reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
 
     def commonest(self, most: int) -> list[Reason]:
-        """Return at most `most` reasons, the commonest first. Among equals, the one with the first row comes first."""
+        """Return at most `most` reasons, the commonest first. Equally common ones are ordered by their first rows."""
         ordered = sorted(self._by_kind.values(), key=lambda reason: (-reason.rows, reason.examples))
         return ordered[:most]
 
     def to_objects(self, most: int) -> list[dict[str, Any]]:
-        """Return the commonest reasons as JSON shows them."""
+        """Return the commonest reasons as JSON."""
         objects = []
         for reason in self.commonest(most):
             objects.append(
@@ -205,7 +206,7 @@ def _lasted(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the times that the spans cover, in order. No two of them touch."""
+    """Return the times that the spans cover, in order. Spans that touch are merged."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if not merged or start > merged[-1][1]:
@@ -256,7 +257,7 @@ class RunStatistics:
         self._left_out.update(part.left_out)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return the statistics as the manifest has them. Times in which no worker had a shard are left out."""
+        """Return the statistics in the manifest's form. Times in which no worker had a shard are left out."""
         all_parts: list[_Part] = []
         workers: list[dict[str, Any]] = []
         for name, parts in self._parts_by_worker.items():
@@ -292,7 +293,7 @@ def _by_bound(lengths: Counter[int]) -> dict[str, int]:
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the tokens that were generated in each of some equal stretches of the busy times."""
+    """Divide the busy times into equal stretches; return the tokens that were generated in each."""
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]  # seconds, by busy time
     starts = [start for start, _ in busy]
     tokens = [0.0] * min(MAX_BINS, 3 * len(parts))

@@ -1,6 +1,6 @@
-"""What the API servers record in Redis for others to show: their batches, and which projects were limited.
+"""Records of the API servers in Redis, for others to show: their batches, and which projects were limited.
 
-The dashboard and /metrics read it. The servers themselves decide nothing by it: batches lie in their folder.
+The dashboard and /metrics read these records. The servers decide nothing by them, because batches lie in a folder.
 """
 
 import json
@@ -18,7 +18,7 @@ from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import read_runs
 from jobs.runs.watching.snapshot import RunSnapshot
 
-#: OpenAI's states of a batch, by those of its run.
+#: OpenAI's states of a batch, by the states of its run.
 _STATUS = {
     "planning": "validating",
     "not planned": "validating",
@@ -39,7 +39,7 @@ _MAX_ENTRIES = 20_000
 
 
 def batch_status(snapshot: RunSnapshot) -> str:
-    """Return the state of a run's batch, as OpenAI names it."""
+    """Return the state of a run's batch, in OpenAI's words."""
     status = _STATUS[snapshot.state]
     is_late = snapshot.deadline is not None and snapshot.deadline <= time.time()
     if status == "in_progress" and is_late:
@@ -113,7 +113,7 @@ def recorded_limits(connection: Redis) -> list[Limited]:
 
 
 def _batch(fields: dict[str, Any]) -> BatchRecord | None:
-    """Return a record; None if it cannot be right."""
+    """Return a record; None if the fields cannot be right."""
     batch_id = fields.get("id")
     project = fields.get("project")
     run = fields.get("run")

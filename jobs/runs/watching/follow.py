@@ -21,7 +21,7 @@ class End(enum.Enum):
     PLAN_FAILED = "planning failed: repair what is named above, then submit again"
     SHARDS_FAILED = "shards failed: repair what is named above, then submit again"
     STRANDED = "nothing is left to run, and the run did not finish: submit it again, which also repairs its end"
-    FORGOTTEN = "this Redis no longer knows the run, and lost its data perhaps: submit it again to resume it"
+    FORGOTTEN = "this Redis no longer knows the run, and perhaps lost its data: submit it again to resume it"
 
 
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
@@ -77,9 +77,9 @@ def follow(
     show: Callable[[RunSnapshot], None] = lambda snapshot: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Followed:
-    """Look at a run until it ends, and sit out times when Redis or the workers are away.
+    """Look at a run until it ends. If Redis or the workers are away, wait until they are back.
 
-    Raises what the first look raises.
+    Raises the errors of the first look.
     """
     snapshot = look()
     previous = snapshot
@@ -117,7 +117,7 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in REFUSED:
-        return End.PLAN_FAILED  # even if the run had finished: this submission was refused
+        return End.PLAN_FAILED  # this submission was refused, even if the run had finished before
     if snapshot.finished and not snapshot.is_planning:
         return End.FINISHED
     if not snapshot.is_idle:
@@ -125,7 +125,7 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
     if snapshot.failed_jobs:
         return End.SHARDS_FAILED
 
-    # A look is not one instant: the last shard may have ended between two of its reads. So a run is
-    # stranded only when two looks in a row found it idle.
+    # A look is several reads, and the last shard may end between two of them. So a run counts as stranded only when two
+    # looks in a row found it idle.
     is_second_look = snapshot is not previous
     return End.STRANDED if is_second_look and previous.is_idle else None

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm as tqdm_for_notebooks
 from jobs.common.display import duration_text
 from jobs.runs.watching.snapshot import RunSnapshot
 
-#: Leaves out tqdm's own estimate of the time left: it counts rows, and later rows may be longer.
+#: Leaves out tqdm's own estimate of the time left, which counts rows. Later rows may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 

@@ -1,4 +1,4 @@
-"""Reads the state of runs from Redis, in a few round trips however many runs there are."""
+"""Reads the state of runs from Redis. This takes a few round trips, however many runs there are."""
 
 import time
 from bisect import bisect
@@ -20,6 +20,7 @@ from jobs.runs.redis_state.state import (
     OF_SUBMISSION,
     PLAN_ERROR,
     REUSE_DIFFERS,
+    SUBMITTED_BY,
     TOTALS,
     RunState,
     recorded_reasons,
@@ -29,7 +30,7 @@ from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 
-#: The most shards whose jobs are looked for one by one when none is seen to run.
+#: The most shards whose jobs are looked for one by one, if no shard is seen to run.
 MAX_SOUGHT = 1000
 #: The most finished shards from which the time left is estimated.
 MAX_LOOKED = 1000
@@ -62,6 +63,7 @@ _FACTS = (
     "format",
     PLAN_ERROR,
     REUSE_DIFFERS,
+    SUBMITTED_BY,
 )
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
 
@@ -69,7 +71,7 @@ _COUNTS = (*TOTALS, *OF_SUBMISSION)
 class QueueLook(NamedTuple):
     """The jobs of one queue at one moment.
 
-    length: the number of waiting jobs, of any run. started, failed: the ids of shards' jobs, by run and shard.
+    length: the number of waiting jobs of all runs. started, failed: the ids of shards' jobs, by run and shard.
     """
 
     length: int
@@ -86,7 +88,7 @@ class _Measured(NamedTuple):
 
 
 class RunLook:
-    """What one look has seen of a run so far.
+    """Collects what one look sees of a run.
 
     done: the number of shards that have a part. claimed: jobs of the run that a worker holds. gone: shards without a
     part whose job is no longer in Redis. stopped: failed jobs that an earlier cancel has stopped.
@@ -110,7 +112,7 @@ class RunLook:
         self.is_finished = "finished" in facts
 
     def see_queues(self, queues: Mapping[str, QueueLook]) -> None:
-        """Take from the run's queues how many jobs wait, and which of its own jobs run or have failed."""
+        """Read from the run's queues how many jobs wait, and which of its own jobs run or have failed."""
         self.length = 0
         self.started: dict[int, str] = {}
         self.failed: dict[int, str] = {}
@@ -123,9 +125,9 @@ class RunLook:
     def see_parts(
         self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
     ) -> None:
-        """Leave out the jobs of shards that have a part: another execution wrote it.
+        """Leave out the jobs of shards that have a part, because another execution has written the part.
 
-        with_part: the shards with a part, among those that have a running or failed job.
+        with_part: the shards with a part, among the shards with a running or failed job.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
@@ -172,7 +174,7 @@ class RunLook:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether shards wait, nobody works on any, and none has failed."""
+        """Whether shards wait, nobody works on a shard, and no shard has failed."""
         is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
         return (
             bool(self.shards)
@@ -182,7 +184,7 @@ class RunLook:
         )
 
     def seek(self, connection: Redis) -> None:
-        """Look for the jobs of unfinished shards one by one: a worker holds them, or they are gone."""
+        """Look for the jobs of unfinished shards one by one, to see whether a worker holds them or they are gone."""
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
@@ -207,7 +209,7 @@ class RunLook:
         return job_ids
 
     def snapshot(self, connection: Redis, workers: Collection[Worker]) -> RunSnapshot:
-        """Return the run's progress, once queues, parts and stopped jobs have been seen."""
+        """Return the run's progress. Call it after queues, parts and stopped jobs have been seen."""
         facts = self.facts
         progress = self.progress
         counts = self.counts
@@ -271,6 +273,7 @@ class RunLook:
             deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
             submitted_at=submitted_at,
+            submitted_by=_shown(facts, SUBMITTED_BY),
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
@@ -282,7 +285,7 @@ class RunLook:
     def _measured(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
     ) -> "_Measured | None":
-        """Return what the rates are computed from. None if nobody works on the run: an old rate would mislead."""
+        """Return the numbers for the rates. None if nobody works on the run, because an old rate would mislead."""
         facts = self.facts
         if worked_s:
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
@@ -301,7 +304,7 @@ class RunLook:
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
-        """Return the seconds left, judged by the parts that were done last; None while nobody works on the run."""
+        """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
         state = RunState(connection, self.run)
         alive = _alive(workers)
         running: dict[int, Progress] = {}
@@ -309,8 +312,8 @@ class RunLook:
             if progress.worker in alive:
                 running[shard] = progress
 
-        # Shards are started in the order of their numbers. So the parts that were done last are those
-        # before the shards under way; parts behind these come from an earlier pass, and count as older.
+        # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
+        # under way. Parts after the shards under way come from an earlier pass, and count as older.
         recorded = state.recorded()
         ordered = sorted(recorded)
         split = bisect(ordered, max(self.running, default=-1))
@@ -333,15 +336,15 @@ class RunLook:
         if status is None and PLAN_ERROR in facts:
             return _shown(facts, PLAN_ERROR)
         if status is None and self.shards is None and "cancelled" not in facts:
-            return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
+            return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
         return None
 
     def _awaited(
         self, workers: Collection[Worker], queue: str, needed: str, shown: str
     ) -> str | None:
-        """Return the model that the run needs, as it is shown, if no worker of the queue serves it; else None.
+        """Return the text of the model that the run needs, if no worker of the queue serves the model; else None.
 
-        needed, shown: the facts that hold the model's identity and its text.
+        needed, shown: the names of the facts with the model's identity and with its text.
         """
         _, models = served_on(workers, queue)
         if models is None or needed not in self.facts or self.facts[needed] in models:
@@ -349,7 +352,7 @@ class RunLook:
         return _shown(self.facts, shown)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return "newer" or "older" if no worker of the queue can read the plan's version; else None."""
+        """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
         readable_formats = set()
         for worker in workers:
             is_listening = self.facts["queue"] in worker.queues and not worker.is_silent
@@ -363,10 +366,10 @@ class RunLook:
 
 
 def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[RunSnapshot]:
-    """Return the progress of those runs that Redis knows.
+    """Return the progress of the runs that Redis knows.
 
     most: the most entries that are read from a queue's registry, for a list of runs. With 0 all entries are read, and
-    each run is looked at more closely: how long it goes on, and which of its jobs are gone.
+    each run is looked at more closely, to see how long it goes on and which of its jobs are gone.
     """
     looks = begin_looks(connection, runs)
     workers = [worker for worker in read_workers(connection) if worker.queues]
@@ -375,7 +378,7 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     queues = {name: read_queue(connection, name, most if name in busy else 1) for name in names}
     for look in looks:
         look.see_queues(queues)
-    # Parts are read after the queues: a shard that ends in between is then seen as done, and not as lost.
+    # Parts are read after the queues. So a shard that ends in between is seen as done, and not as lost.
     _read_parts(connection, looks)
 
     snapshots = []
@@ -428,7 +431,7 @@ def list_runs(
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
     """Return the runs that are not expected to end before their deadline, among the last submitted ones.
 
-    limit: how many of these are looked at.
+    limit: how many of the last submitted runs are looked at.
     """
     newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
     run_ids = list(map(stored.text, newest))
@@ -445,26 +448,26 @@ def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
 
 
 def run_reasons(connection: Redis, run: str) -> list[Reason]:
-    """Return why rows of a run have an error: at most MAX_REASONS, the commonest first, safe to show."""
+    """Return why rows of a run have an error: at most MAX_REASONS reasons, the commonest first, safe to show."""
     reasons = recorded_reasons(connection, run).commonest(MAX_REASONS)
     return [replace(reason, text=safe_name(reason.text, MAX_TEXT_CHARS)) for reason in reasons]
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
-    """Return the last line of a failed job's error, or a sentence that says it left none."""
+    """Return the last line of a failed job's error, or a sentence that says that it left no error."""
     return (
         error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
     )
 
 
 def error_line(error: str) -> str:
-    """Return the last line of an error, safe to show, without the line that classes it; "" if there is none."""
+    """Return the last line of an error, safe to show, but not the line about whose fault it is; "" if there is none."""
     lines = [line for line in error.strip().splitlines() if not line.startswith(FAULT_PREFIX)]
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
-    """Return what each job says of its progress, in the order of the ids."""
+    """Return the progress in each job's hash, in the order of the ids."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hmget(
@@ -497,7 +500,7 @@ def begin_looks(connection: Redis, runs: Iterable[str]) -> list[RunLook]:
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
             pipe.hmget(run_key(run), _FACTS)
-        # Producers may write to these keys too. So a reply may be an error, and costs that run alone.
+        # Producers may write to these keys too. So a reply may be an error. Then only that run is left out.
         replies = pipe.execute(raise_on_error=False)
         for run, values in zip(run_ids, replies, strict=True):
             if not isinstance(values, list):
@@ -519,7 +522,8 @@ def begin_looks(connection: Redis, runs: Iterable[str]) -> list[RunLook]:
 def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
     """Read a queue's waiting, running and failed jobs.
 
-    They are read in the order in which jobs move on, so that none is missed. most: the most entries of a registry.
+    The places are read in the order in which jobs move on, so that no job is missed. most: the most entries of a
+    registry.
     """
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
@@ -532,7 +536,7 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
 
 
 def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
-    """Have each look see its run's counts, how many parts there are, and which shards with a job have one."""
+    """Have each look see its run's counts, the number of its parts, and which of the shards with a job have a part."""
     shards_with_jobs = [list({*look.started, *look.failed}) for look in looks]
     with connection.pipeline(transaction=False) as pipe:
         for look, shards in zip(looks, shards_with_jobs, strict=True):

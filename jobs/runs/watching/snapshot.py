@@ -1,4 +1,4 @@
-"""Says how a run stands at one moment: its state as a word, and in sentences what it needs and what is ahead of it."""
+"""Describes a run at one moment: its state as a word, and sentences about what it needs and what is ahead of it."""
 
 import time
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ STATES = (
     "cancelled",
     "stopped",
 )
-#: Those of a run on which nobody works any more.
+#: The words for a run on which nobody works any more.
 ENDED_STATES = ("finished", "expired", "failed", "cancelled", "stopped")
 #: The most jobs of a queue that are looked through for the run's first one.
 MAX_AHEAD = 1000
@@ -45,13 +45,14 @@ class RunSnapshot:
     claimed: shards that a worker holds. One of them may be about to write the run's end.
     queue_length: the waiting jobs of any run.
     is_held: whether workers claim nothing because Redis came back with older data.
-    awaited_model, awaited_second: the run's model, and its second one, if no worker of its queue serves it.
+    awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
+    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
-    worked_s: the time in which workers had shards. Rates of a finished run are over this time.
+    worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
     """
 
     run: str
@@ -85,6 +86,7 @@ class RunSnapshot:
     second_queue: str | None = None
     model: str | None = None
     submitted_at: float | None = None
+    submitted_by: str | None = None
     began_at: float | None = None
     ended_at: float | None = None
     worked_s: float | None = None
@@ -103,7 +105,7 @@ class RunSnapshot:
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
-        """Return the snapshot as JSON shows it."""
+        """Return the snapshot as JSON."""
         return {
             **asdict(self),
             "state": self.state,
@@ -136,20 +138,20 @@ class RunSnapshot:
 
     @property
     def plan_failed(self) -> bool:
-        """Whether the last submission's planning has failed, or was lost before it planned anything."""
+        """Whether the last submission's planning has failed, or was lost before it made a plan."""
         if self.plan_status is not None:
             return self.plan_status in REFUSED
         return self.plan_error is not None or self.shards is None
 
     @property
     def all_failed(self) -> bool:
-        """Whether the run has finished with an error in every row, and its limit does not allow that."""
+        """Whether the run has finished with an error in every row, which its limit does not allow."""
         has_only_errors = self.errors > 0 and self.errors == self.rows
         return self.finished and self.too_many_errors is not None and has_only_errors
 
     @property
     def deadline_holds(self) -> bool | None:
-        """Whether the run is expected to end before its deadline. None if there is none, or nothing is known yet."""
+        """Whether the run is expected to end before its deadline. None without a deadline, or if not known yet."""
         if self.deadline is None or self.finished:
             return None
         left_s = self.deadline - time.time()
@@ -171,7 +173,7 @@ class RunSnapshot:
             return self.plan_status is None  # someone deleted the planning job
         if not self.queue_length:
             return True
-        # If every shard has a part, the job that was to end the run may still wait.
+        # If every shard has a part, the job that must end the run may still wait.
         may_wait = self.queued > 0 or self.shards_done >= self.shards
         return not may_wait
 
@@ -184,7 +186,7 @@ class RunSnapshot:
             return "expired" if self.expired else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
-        # Shards that run while a planning waits count as the run's progress.
+        # If shards run while a planning waits, the run counts as running.
         if self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started):
             return "planning"
         if self.plan_failed and (self.shards is None or self.is_idle):
@@ -227,7 +229,7 @@ def expired_text(snapshot: RunSnapshot) -> str:
 
 def needs(snapshot: RunSnapshot) -> list[str]:
     """Say what a person must provide before a run can go on: workers, and workers that serve its models."""
-    # A started shard waits too: the worker that had it may be gone.
+    # A started shard counts as waiting too, because its worker may be gone.
     is_waiting = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     if not is_waiting or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
         return []
@@ -296,7 +298,7 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     waiting_ids = list(map(stored.text, waiting))
-    # A run with a second queue may have its jobs there: then nothing is known to be ahead.
+    # A run with a second queue may have its jobs there. Then nothing is known about jobs ahead.
     num_ahead = 0 if snapshot.second_queue else len(waiting_ids)
     for place, job_id in enumerate(waiting_ids):
         if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:

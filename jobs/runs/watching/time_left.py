@@ -1,4 +1,4 @@
-"""Estimates how long a run goes on: the rows and bytes that are left, at the rate of the work done lately."""
+"""Estimates how long a run goes on, from the rows and bytes that are left and the rate of the latest work."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -13,9 +13,9 @@ LATELY_S = 2.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What a shard's job says of its progress.
+    """The progress that a shard's job reports.
 
-    rows: answered so far, of shard_rows. tokens: generated so far. has_job: whether Redis has the job.
+    rows: the answered rows, of shard_rows. tokens: the generated tokens. has_job: whether Redis has the job.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class Progress:
 class PartsDone:
     """The parts of a run that are done.
 
-    shards: all that have a part. latest: the statistics of those done last. counts: totals of all parts.
+    shards: the shards that have a part. latest: the statistics of the shards done last. counts: totals of all parts.
     """
 
     shards: Collection[int]
@@ -64,7 +64,7 @@ def time_left(
         return None
     work = json.loads(shares_text or "[]")
     if len(work) < shards:
-        work = [1] * shards  # as if all were equal
+        work = [1] * shards  # as if all shards were equal
 
     spans = []
     for shard, part in parts.latest.items():
@@ -108,7 +108,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
         if lasted_s > 0:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
-        # A worker may have several shards at once: the time that they share counts once.
+        # A worker may have several shards at once. The time that they share counts once.
         counted_until = busy_until.get(span.worker, began_at)
         busy_s += max(0.0, ended_at - max(began_at, counted_until))
         busy_until[span.worker] = max(ended_at, busy_until.get(span.worker, ended_at))
@@ -116,7 +116,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
 
 
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
-    """Return the share of rows with a new text: among the next rows, and among all that are left.
+    """Return the share of rows with a new text, among the next rows and among all remaining rows.
 
     Equal texts are computed once. If rows are drawn from n texts, x rows hold n * (1 - exp(-x / n))
     different ones. n is chosen so that this gives the `share` of the rows so far.

@@ -1,6 +1,7 @@
 """`tokenmill info` and `tokenmill requeue`: RQ's commands without reading, and running, what a job holds."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
+from jobs.queues.flood import read_producers
 from tests.worker.test_hostile_jobs import Bomb
 
 
@@ -160,3 +162,45 @@ def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
     redis.hset("rq:job:failed", mapping={"rate_limit_key": "one", "rate_limit_concurrency": 1})
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").exit_code == 0
     assert Job.fetch("failed", redis, JSONSerializer).get_status() == JobStatus.RATE_LIMITED
+
+
+def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    run = "625c814dbfdb9778"
+    queue.enqueue("jobs.score_shard", job_id=f"{run}-00003")
+    queue.enqueue("jobs.complete", "mine", job_id="mine")
+    flood = [
+        queue.enqueue("jobs.complete", "x", meta={"producer": "team a\x1b"}) for _ in range(250)
+    ]
+    held = flood[-1]
+    redis.zadd(f"rq:executions:{held.id}", {"execution": 1e12})
+    redis.hset("rq:job:mine", "meta", pickle.dumps({"producer": "team a"}))
+
+    shown = tokenmill(redis_url, "flood", "bulk").output.splitlines()
+    assert shown[0].startswith("queue bulk: 252 waiting, the first for ")
+    assert [line.split("  ")[0].split() for line in shown[1:2]] == [["JOBS"]]
+    assert [re.split("  +", line.strip()) for line in shown[2:]] == [
+        ["250", r"team a\x1b", r"tokenmill flood bulk --stop 'team a\x1b'"],
+        ["1", f"run {run}", f"tokenmill cancel {run}"],
+        ["1", "no producer named", "tokenmill flood bulk --stop -"],
+    ]
+
+    stopped = tokenmill(redis_url, "flood", "bulk", "--stop", r"team a\x1b")
+    assert stopped.output == "cancelled 249 waiting jobs\n"
+    assert queue.job_ids == [f"{run}-00003", "mine", held.id], "a worker has the last one"
+    assert flood[0].get_status() == JobStatus.CANCELED
+    assert tokenmill(redis_url, "flood", "bulk", "--stop", f"run {run}").exit_code == 2
+    assert tokenmill(redis_url, "flood", "nothing").output == "queue nothing: 0 waiting\n"
+
+
+def test_of_a_long_queue_some_jobs_spread_over_its_length_are_read(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.queues.flood.MAX_READ", 20)
+    monkeypatch.setattr("jobs.queues.flood._PAGE", 10)
+    redis.rpush("rq:queue:bulk", *(f"625c814dbfdb9778-{number:05}" for number in range(50)))
+    redis.rpush("rq:queue:bulk", *(f"job{number}" for number in range(50)))
+    producers = read_producers(redis, "bulk")
+    assert (producers.num_waiting, producers.num_read) == (100, 20)
+    assert producers.share("-") == 50

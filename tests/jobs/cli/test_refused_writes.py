@@ -18,7 +18,7 @@ from tests.tokenmill.dashboard.conftest import Open, open_page  # noqa: F401
 @contextmanager
 def full(redis: Redis) -> Iterator[str]:
     redis.config_set("maxmemory", "1")
-    yield "soon no job can be enqueued"
+    yield "no job can be enqueued"
     redis.config_set("maxmemory", "0")
 
 
@@ -59,14 +59,15 @@ def run(runs: Runs, source: Path) -> str:
     return str(runs.plan(source)["run"])
 
 
-@pytest.mark.parametrize("command", ["status", "status {run}", "runs", "workers"])
+@pytest.mark.parametrize("command", ["status", "status {run}", "runs", "workers", "info"])
 def test_commands_that_look_show_what_there_is_and_why_it_stands_still(
     run: str, why: str, invoke: Invoke, command: str
 ) -> None:
     done = invoke(*command.format(run=run).split())
     assert done.exit_code == 0, done.output
     assert why in done.stderr
-    assert (run if "worker" not in command else "no worker") in done.stdout
+    shown = {"workers": "no worker", "info": "queue bulk: 1 waiting"}
+    assert shown.get(command, run) in done.stdout
 
 
 def test_a_program_gets_json_alone(run: str, why: str, invoke: Invoke) -> None:
@@ -84,3 +85,12 @@ def test_the_dashboard_shows_what_there_is_and_why_it_stands_still(
         assert answer.status_code == 200
         assert run in answer.text
         assert why in answer.text
+
+
+def test_a_full_redis_is_named_with_what_mends_it(
+    redis: Redis, invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
+    with full(redis):
+        refused = invoke("submit", str(source), str(tmp_path / "out"))
+    assert refused.exit_code == 1
+    assert "Redis is full, and takes no writes: give it more memory" in refused.stderr

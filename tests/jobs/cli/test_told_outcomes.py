@@ -24,7 +24,7 @@ from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.tokenmill.dashboard.test_pages import text_of
 from tokenmill.dashboard.app import Dashboard, Options
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.shards_seen import list_shards
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Lists of runs and workers, for people and for programs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_verify import drawn
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.shards_seen import list_shards
 
 
 def test_status_without_a_run_shows_all_of_them(
@@ -57,29 +58,26 @@ def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis:
     redis.sadd("rq:workers", "rq:worker:w1", "rq:worker:w2", "rq:worker:stock")
     sample = {"state": "draining", "model": "q54m", "dtype": "bfloat16", "version": "0.1.0"}
     sample |= {"queues": ["high", "bulk"], "held": {"bulk": 3}}
-    sample |= {"num_requests_running": 7, "max_num_seqs": 64}
+    sample |= {"num_requests_running": 7, "max_num_seqs": 64, "fingerprint": "0123456789ab"}
+    sample |= {"host": "gpu1", "pid": 42, "memory_bytes": 5 << 30, "commit": "c0ffee1234"}
+    sample |= {"model_source": "/models/q54m", "started_at": 1e9, "updated_at": 1e9 + 7200}
     redis.set("tokenmill:worker:w1", json.dumps(sample), ex=3600)
     redis.set("tokenmill:worker:w2", json.dumps({**sample, "model": "m"}), ex=3500)
-    _, first, second = invoke("workers").stdout.splitlines()
-    assert first.split() == [
-        *(
-            "w1",
-            "draining",
-            "q54m",
-            "bfloat16",
-            "0.1.0",
-            "high",
-            "bulk",
-            "bulk",
-            "3",
-            "7/64",
-            "0",
-            "0%",
-        ),
-        *(first.split()[-2:]),
+    heads, first, second = invoke("workers").stdout.splitlines()
+    assert heads.split() == [
+        *("WORKER", "STATE", "MODEL", "FINGERPRINT", "VERSION", "HOST", "PID", "UP", "MEMORY"),
+        *("LANES", "HOLDS", "BATCH", "WAITING", "KV", "SEEN", "PATH"),
     ]
-    assert second.split()[:3] == ["w2", "silent", "m"]
-    assert second.split()[7:11] == ["-"] * 4, "nobody knows what it still holds"
+    cells = re.split("  +", first)
+    assert [*cells[:-2], cells[-1]] == [
+        *("w1", "draining", "q54m", "01234567", "0.1.0 (c0ffee12)", "gpu1", "42", "2 h 0 min"),
+        *("5.0 GiB", "high bulk", "bulk 3", "7/64", "0", "0%", "/models/q54m"),
+    ]
+    cells = re.split("  +", second)
+    assert [*cells[:-2], cells[-1]] == [
+        *("w2", "silent", "m", "01234567", "0.1.0 (c0ffee12)", "gpu1", "42", "-"),
+        *("-", "high bulk", "-", "-", "-", "-", "/models/q54m"),
+    ], "nobody knows what a silent one still holds"
     one, two = json.loads(invoke("workers", "--json").stdout)
     assert (one["name"], one["draining"], one["held"]) == ("w1", True, {"bulk": 3})
     assert (two["name"], two["silent"], two["held"]) == ("w2", True, {"bulk": 3})

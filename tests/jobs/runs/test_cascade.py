@@ -43,7 +43,7 @@ from tests.jobs.answering import (
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, finish, open_work
 from tests.jobs.local_runs import Runs
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.shards_seen import list_shards
 
 LARGE = ServedModel("large", "fingerprint of large", "float32")
 LABELS: dict[str, Any] = {"labels": ["yes", "no"], "prompt_column": "prompt", "rows_per_shard": 4}

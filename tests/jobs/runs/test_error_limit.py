@@ -19,6 +19,7 @@ from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.watching.reading import list_runs, read_snapshot
 from jobs.tasks import OpenTask, Request
+from tests.examples import examples
 from tests.jobs.answering import FakeCompletion, refuse, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -157,7 +158,9 @@ def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, ru
     num_open=st.integers(1, 4),
 )
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_a_run_beyond_its_limit_never_gets_the_mark_of_its_end_whatever_order_shards_end_in(
     runs: Runs, redis: Redis, bad: list[int], limit: str, order: Random, num_open: int

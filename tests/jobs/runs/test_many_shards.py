@@ -14,7 +14,7 @@ from jobs.runs.redis_state.state import TOTALS, RunState
 from jobs.runs.watching import reading
 from jobs.runs.watching.reading import list_runs, read_snapshot
 from tests.jobs.local_runs import Runs
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.shards_seen import list_shards
 
 QUEUE_KEY = "rq:queue:bulk"
 SHARDS = 30

@@ -144,7 +144,7 @@ def test_an_end_is_told_where_its_worker_was_killed_before(
     planned.succeed(0)
     planned.succeed(1)
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "tell_of", killed)
+        patch.setattr(run_folder, "enqueue_notices", killed)
         with pytest.raises(KeyboardInterrupt):
             planned.succeed(2)
     assert planned.redis.hexists(run_key(planned.run), "finished")

@@ -5,6 +5,7 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from tokenmill.dashboard.app import Dashboard, Options
+from tokenmill.dashboard.guard import SHARED_LOGIN
 
 Open = Callable[..., TestClient]
 
@@ -16,7 +17,11 @@ def open_page(redis: Redis) -> Iterator[Open]:
     """A browser's side of a dashboard with these options. Nothing looks at Redis but for its requests."""
     opened = []
 
-    def open_(connection: Redis | None = None, **options: object) -> TestClient:
+    def open_(
+        connection: Redis | None = None, token: str | None = None, **options: object
+    ) -> TestClient:
+        if token is not None:
+            options["tokens"] = {SHARED_LOGIN: token}
         app = Dashboard(connection or redis, Options(**options)).app()  # type: ignore[arg-type]
         opened.append(TestClient(app, base_url="http://127.0.0.1:9181", follow_redirects=False))
         return opened[-1]

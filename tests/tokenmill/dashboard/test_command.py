@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from jobs.cli import main
 from tests.tokenmill.dashboard.conftest import TOKEN
 from tests.tokenmill.dashboard.dashboard_process import ask, running_dashboard
-from tokenmill.dashboard.guard import SESSION_COOKIE, Sessions
+from tokenmill.dashboard.guard import SESSION_COOKIE, SHARED_LOGIN, Sessions
 from tokenmill.dashboard.serve import TOKEN_VARIABLE
 
 
@@ -45,7 +45,7 @@ def test_what_is_not_safe_or_possible_is_refused_in_a_line(
 
 @pytest.mark.processes
 def test_a_dashboard_that_starts_before_redis_asks_for_its_token_and_waits() -> None:
-    cookie = f"{SESSION_COOKIE}={Sessions(TOKEN).open(time.time())}"
+    cookie = f"{SESSION_COOKIE}={Sessions({SHARED_LOGIN: TOKEN}).open(SHARED_LOGIN, time.time())}"
     with running_dashboard("unix:///nowhere/s", **{TOKEN_VARIABLE: TOKEN}) as address:
         for path in ("/series.json", "/failed"):
             assert ask(address, path).status == 401

@@ -1,5 +1,7 @@
 """Failed jobs on the dashboard: each has a page, its reason comes first, what was stopped is told as that."""
 
+import re
+
 from redis import Redis
 from starlette.testclient import TestClient
 
@@ -13,14 +15,14 @@ def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(
     fail(redis, "a_job-1")
     end(redis, "a_job-1", "ValueError: of this very job")
     for listed in ("/", "/failed"):
-        assert 'class="id"><a href="/jobs/a_job-1"' in page.get(listed).text
+        assert 'class="id" href="/jobs/a_job-1"' in page.get(listed).text
     assert "of this very job" in page.get("/jobs/a_job-1").text
     to, text = act(page, "/jobs/a_job-1", "/retry")
-    assert to == "/jobs/a_job-1?done=retried-1"
-    assert "1 job put back on the queue." in text
+    assert to.startswith("/jobs/a_job-1?done=")
+    assert "1 put back." in text
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"a_job-1"]
     to, text = act(page, "/jobs/a_job-1", "/cancel-job")
-    assert to == "/jobs/a_job-1?done=removed"
+    assert to.startswith("/jobs/a_job-1?done=")
     assert "will not run" in text
 
 
@@ -63,11 +65,11 @@ def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(
     fail(redis, "really", score=1e12)
     end(redis, "really", "ValueError: tokenmill: cancelled\n")
     listed = text_of(page.get("/failed").text)
-    assert listed.count("stopped by cancel") == 50
     assert "Job stopped by user" not in listed
-    last = text_of(page.get("/failed?page=2").text)
-    assert "ValueError: tokenmill: cancelled" in last
-    assert last.count("stopped by cancel") == 11
+    assert re.search(
+        r"stopped by a cancel Somebody stopped it\. It runs if it is put back\. 61 ", listed
+    )
+    assert "ValueError: tokenmill: cancelled It is not known" in listed
 
 
 def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient) -> None:
@@ -75,13 +77,10 @@ def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient
     shard = f"{RUN}-00000"
     fail(redis, shard, status="stopped")
     end(redis, shard, "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n")
-    to, text = act(page, f"/jobs/{shard}", "/retry")
-    assert to == f"/jobs/{shard}?done=retried-0-1"
-    assert (
-        "0 jobs put back on the queue. 1 job of cancelled runs stayed: `tokenmill submit`" in text
-    )
+    _, text = act(page, f"/jobs/{shard}", "/retry")
+    assert "0 put back. 1 of cancelled runs stayed: `tokenmill submit`" in text
     fail(redis, "one")
     end(redis, "one")
-    to, text = act(page, "/failed", "/retry-all")
-    assert to.endswith("done=retried-1-1")
+    _, text = act(page, "/failed", "/retry", "Put all")
+    assert "1 put back. 1 of cancelled runs stayed" in text
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]

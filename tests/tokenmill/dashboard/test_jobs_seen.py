@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from jobs.queues import requeue
-from tokenmill.dashboard.jobs_seen import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
+from tokenmill.dashboard.seen.jobs_seen import MAX_ERROR_CHARS, newest_failed, read_failed, read_job
 
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
 
@@ -35,15 +35,12 @@ def end(redis: Redis, job_id: str, error: str = ERROR) -> None:
     redis.xadd(f"rq:results:{job_id}", {"type": 2, "exc_string": packed, "created_at": "0"})
 
 
-def test_failed_jobs_come_newest_first_over_all_queues_and_by_page(redis: Redis) -> None:
+def test_failed_jobs_come_newest_first_over_all_queues(redis: Redis) -> None:
     for i in range(30):
         fail(redis, f"job-{i}", "bulk" if i % 2 else "prompts", 1e12 + i)
     newest = newest_failed(redis, ["bulk", "prompts", "no such"], 5)
     assert [each.job_id for each in newest] == [f"job-{i}" for i in (29, 28, 27, 26, 25)]
     assert {each.queue for each in newest} == {"bulk", "prompts"}
-    page = failed_page(redis, "bulk", 10, 25)
-    assert [each.job_id for each in page] == [f"job-{i}" for i in (9, 7, 5, 3, 1)]
-    assert failed_page(redis, "bulk", 15, 25) == []
 
 
 def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(
@@ -51,7 +48,7 @@ def test_a_failed_job_shows_function_time_and_error_without_the_line_for_program
 ) -> None:
     fail(redis, "one")
     end(redis, "one", f"{ERROR}tokenmill: client")
-    [seen] = failed_page(redis, "bulk", 0, 5)
+    [seen] = read_failed(redis, [("one", "bulk")])
     assert (seen.function, seen.ended_at) == ("jobs.complete", 1767225600.0)
     assert seen.error == "jobs.errors.PromptTooLong: 9 tokens"
     assert "secret" not in repr(seen)
@@ -86,7 +83,7 @@ def test_a_payload_that_is_no_json_call_or_too_large_names_no_function(
     redis: Redis, data: bytes
 ) -> None:
     fail(redis, "one", data=data)
-    [seen] = failed_page(redis, "bulk", 0, 5)
+    [seen] = read_failed(redis, [("one", "bulk")])
     assert seen.function is None
     one = read_job(redis, "one", with_arguments=True)
     assert one is not None

@@ -72,11 +72,10 @@ def test_the_overview_shows_queues_workers_runs_and_failed_jobs(
     assert "Failed 1 " in text
     assert re.search(r"node-1 busy – – 75 % 48/64 50 % 25 % 3 0 s bulk m", text)
     assert f"{RUN} " in text
-    assert "rows 0 of 100 0 % errors 0" in text
+    assert "0 of 100 0 0 0" in text
     assert re.search(r"bulk 1,234 0 0 0 0 1 ", text)
     assert "jobs.errors.PromptTooLong: 9 tokens" in text
     assert "secret" not in html
-    assert 'aria-label="Retry job one"' in html
 
 
 def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: Open) -> None:
@@ -88,7 +87,7 @@ def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: 
     assert page.status_code == 503
     assert 'hx-get="/"' in page.text
     assert "secret" not in update.text + page.text
-    assert away.get("/series.json").status_code == 200
+    assert away.get("/series.json").status_code == 503
 
 
 def test_what_producers_write_is_text_wherever_it_is_shown(redis: Redis, page: TestClient) -> None:
@@ -110,19 +109,21 @@ def quoted(name: str) -> str:
     return "".join(f"%{byte:02X}" for byte in name.encode())
 
 
-def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: TestClient) -> None:
+def test_an_outcome_is_told_once_and_no_address_can_put_words_on_a_page(
+    redis: Redis, page: TestClient
+) -> None:
     fail(redis, "one")
-    redis.sadd("rq:queues", "rq:queue:bulk")
     found = re.search(r'name="form_token" value="([^"]+)"', page.get("/failed").text)
     assert found is not None
-    sent = {"form_token": found[1], "queue": "bulk", "job_id": "one", "back": "/failed?queue=bulk"}
+    sent = {"form_token": found[1], "job": '["bulk", "one"]', "back": "/failed?queue=bulk"}
     first, second = (page.post("/retry", data=sent).headers["location"] for _ in range(2))
-    assert (first, second) == ("/failed?queue=bulk&done=retried-1", "/failed?queue=bulk&done=gone")
-    assert "1 job put back on the queue." in page.get(first).text
-    assert "Nothing was put back" in page.get(second).text
+    assert first.startswith("/failed?queue=bulk&done=")
+    assert "1 put back." in page.get(first).text
+    assert "0 put back, 1 was gone." in page.get(second).text
     assert "done=" not in page.get(first).text
-    for odd in ("retried-99999999999", "retried-x", "<b>", "retried-\u0661"):
-        assert "<b>" not in page.get("/failed", params={"done": odd}).text
+    for odd in ("retried-1", "<b>", "\u0661"):
+        text = page.get("/failed", params={"done": odd}).text
+        assert 'class="banner good"' not in text
 
 
 def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
@@ -146,9 +147,6 @@ def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
     ]
     assert "node-298" in page.get("/?workers=6").text
     assert "node-298" in page.get("/?workers=99999").text
-    last = text_of(page.get("/failed?page=2000").text)
-    assert "job-0 " in last
-    assert "Page 2,000 of 2,000" in last
     for odd in ("-1", "x", "9" * 30, "\u0661"):
         assert page.get("/failed", params={"page": odd, "queue": "bulk"}).status_code == 200
 
@@ -189,9 +187,13 @@ def test_a_jobs_page_leads_to_its_dependencies_and_dependents_and_shows_its_meta
     assert re.search(r'Depends on.*href="/jobs/first"', html)
 
 
-def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
-    """Send the form of a page as a browser does; return the path it leads to and the page's words there."""
-    form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]
+def act(page: TestClient, path: str, action: str, words: str = "") -> tuple[str, str]:
+    """Send the form of a page as a browser does; return the path it leads to and the page's words there.
+
+    words: which form, if a page has several with this action.
+    """
+    forms = page.get(path).text.split(f'action="{action}"')[1:]
+    form = next(each for each in (one.partition("</form>")[0] for one in forms) if words in each)
     found = re.findall(r'name="(\w+)" value="([^"]*)"', form)
     fields = {name: re.sub(r"\r\n|\r|\n", "\r\n", unescape(value)) for name, value in found}
     to = page.post(action, data=fields).headers["location"]
@@ -203,7 +205,7 @@ def test_a_run_is_cancelled_from_its_page(redis: Redis, page: TestClient) -> Non
     redis.rpush("rq:queue:bulk", *(f"{RUN}-0000{i}" for i in range(2)), "another")
     assert "Finished parts stay." in text_of(page.get(f"/runs/{RUN}").text)
     to, text = act(page, f"/runs/{RUN}", "/cancel-run")
-    assert to == f"/runs/{RUN}?done=run-2-0"
+    assert to.startswith(f"/runs/{RUN}?done=")
     assert "The run was cancelled: 2 jobs taken from the queue, 0 told to stop." in text
     assert f"Run {RUN} cancelled" in text
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"another"]
@@ -216,7 +218,7 @@ def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(
     queue = Queue("prompts", connection=redis, serializer="json")
     queue.enqueue("jobs.complete", "secret words", job_id="one")
     to, text = act(page, "/jobs/one", "/cancel-job")
-    assert to == "/jobs/one?done=removed"
+    assert to.startswith("/jobs/one?done=")
     assert "will not run" in text
     assert "Job one canceled" in text
     assert queue.job_ids == []

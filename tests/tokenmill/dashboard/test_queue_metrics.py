@@ -34,6 +34,10 @@ def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(
         "of the scheduled ones, that whose time has come"
     )
     assert found["rq_jobs", "never-seen", "queued"] == 0
+    assert 0 <= found["tokenmill_oldest_job_seconds", "bulk"] < 60
+    assert found["tokenmill_oldest_job_seconds", "never-seen"] == 0
+    assert 0 < found["tokenmill_redis_memory_bytes",] < found["tokenmill_redis_memory_limit_bytes",]
+    assert found["tokenmill_redis_write_failed", "aof_last_write_status"] == 0
     assert not any("producers-own" in key for key in found)
 
 

@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 from redis import Redis
 
+from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers, wait_until
 from tests.tokenmill.server.server_process import client, running_server
@@ -34,7 +35,7 @@ def served(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> I
     root = tmp_path_factory.mktemp("server")
     log = root / "server.log"
     with running_redis_server(executable=redis_executable) as url:
-        workers = Workers(url, root)
+        workers = ForkedWorkers(url, root)
         workers.start(queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(root))
         folder = root / "api"
         try:
@@ -96,7 +97,7 @@ def model(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> It
     """A server, and a worker with a real engine."""
     root = tmp_path_factory.mktemp("streams")
     with running_redis_server(executable=redis_executable) as url:
-        workers = Workers(url, root)
+        workers = ForkedWorkers(url, root)
         try:
             with running_server(url, root / "server.log") as address:
                 served = RealModel(workers, client(address), root / "model")

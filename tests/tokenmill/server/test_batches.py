@@ -17,6 +17,7 @@ from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
 from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.file_store import FileStore
+from tokenmill.server.batches.folders import LocalFolder
 
 #: How many lines a part holds.
 ROWS_PER_SHARD = 1000
@@ -173,7 +174,9 @@ def test_lines_of_responses_are_answered_with_response_objects(served: Served) -
 
 def test_lines_that_were_not_begun_within_the_window_are_expired(served: Served) -> None:
     two_hours_ago = time.time() - 7200
-    batches = Batches(served.redis, FileStore(served.folder), "bulk", clock=lambda: two_hours_ago)
+    batches = Batches(
+        served.redis, FileStore(LocalFolder(served.folder)), "bulk", clock=lambda: two_hours_ago
+    )
     asked = {"endpoint": "/v1/completions", "completion_window": "1h"}
     asked["input_file_id"] = upload(served, [line("a"), line("b")])
     created = batches.create("default", asked)

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.rq_workers import wait_until
-from tokenmill.server.answers import jobs_asked
+from tokenmill.server.answers import jobs_asked, live_models
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.answers.jobs_asked import JobsAsked
 from tokenmill.server.answers.live_models import LiveModels
@@ -156,21 +156,24 @@ def test_a_job_that_is_being_enqueued_is_not_taken_for_lost(
     asyncio.run(ask())
 
 
-def test_requests_that_come_together_await_the_first_look_at_the_workers(redis: Redis) -> None:
+def test_requests_that_come_together_await_the_first_look_at_the_workers(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: list[str] = []
 
-    class SlowModels(LiveModels):
-        def _read(self) -> list[object]:  # type: ignore[override]
-            looks.append("look")
-            return [object()]
+    def look(_: Redis, queue: str) -> list[object]:
+        looks.append(queue)
+        return [object()]
+
+    monkeypatch.setattr(live_models, "living_workers", look)
 
     async def ask_together() -> list[int]:
-        models = SlowModels(redis, "prompts", clock=lambda: 1.0)
+        models = LiveModels(redis, "prompts", clock=lambda: 1.0)
         samples = await asyncio.gather(*(models.samples() for _ in range(20)))
         return [len(each) for each in samples]
 
     assert asyncio.run(ask_together()) == [1] * 20
-    assert looks == ["look"]
+    assert looks == ["prompts"]
 
 
 def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:

@@ -14,8 +14,9 @@ from starlette.datastructures import Headers
 from jobs.api_keys import known_keys, list_keys
 from jobs.cli import main
 from jobs.common.keys import API_KEYS_KEY
+from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
-from tests.rq_workers import ROOT, Workers, wait_until
+from tests.rq_workers import ROOT, wait_until
 from tests.tokenmill.server.server_process import client, running_server
 from tokenmill.server.errors import ApiError
 from tokenmill.server.projects import KNOWN_S, Projects
@@ -198,7 +199,7 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(
                     admin.execute_command("ACL", "SETUSER", name, *rules)
         as_server = url.replace("unix://", "unix://server:change-this-3@")
         as_worker = url.replace("unix://", "unix://worker:change-this-1@")
-        workers = Workers(as_worker, tmp_path)
+        workers = ForkedWorkers(as_worker, tmp_path)
         try:
             key = run(as_server, "add", "search")
             run(as_server, "limit", "search", "--tokens-queued", "100000")

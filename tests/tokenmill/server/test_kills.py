@@ -17,7 +17,8 @@ import pytest
 
 from jobs.api_keys import add_key
 from tests.faults.servers import DurableRedis
-from tests.rq_workers import Workers, wait_until
+from tests.forking import ForkedWorkers
+from tests.rq_workers import wait_until
 from tests.tokenmill.server.server_process import client, start_server
 
 NUM_PROJECTS = 4
@@ -32,7 +33,7 @@ class Site:
     def __init__(self, folder: Path, redis: DurableRedis) -> None:
         self.folder = folder
         self.redis = redis
-        self.workers = Workers(redis.url, folder)
+        self.workers = ForkedWorkers(redis.url, folder)
         self.servers: list[subprocess.Popen[bytes]] = []
         self.ports: list[int] = []
         for _ in range(2):

@@ -45,13 +45,12 @@ def test_what_no_worker_would_take_makes_no_room_for_others() -> None:
     assert tokens_of("/v1/completions", prompt=text, max_tokens=1) >= 1000, "this is no picture"
 
 
-def test_tokens_of_a_batch_are_those_of_its_lines(tmp_path: Path) -> None:
-    file = tmp_path / "in.jsonl"
+def test_tokens_of_a_batch_are_those_of_its_lines() -> None:
     bodies: list[dict[str, Any]] = [{"max_tokens": 10}, {"max_completion_tokens": 20}, {}]
-    file.write_text("".join(json.dumps({"body": body}) + "\n" for body in bodies) + "\n")
-    read = file.stat().st_size // 4
-    assert tokens_of_batch(file, generates=True) == read + 10 + 20 + 256
-    assert tokens_of_batch(file, generates=False) == read
+    data = "".join(json.dumps({"body": body}) + "\n" for body in bodies).encode() + b"\n"
+    read = len(data) // 4
+    assert tokens_of_batch(io.BytesIO(data), generates=True) == read + 10 + 20 + 256
+    assert tokens_of_batch(io.BytesIO(data), generates=False) == read
 
 
 def test_a_limit_of_tokens_is_set_by_a_command(redis: Redis, redis_url: str) -> None:

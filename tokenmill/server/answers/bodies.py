@@ -40,7 +40,7 @@ class Call:
 
     model: the name of the model that is asked for; None for any. is_streamed: whether the answer is sent as it grows.
     has_growing_text: whether each text so far is a beginning of the final one. with_usage: whether a stream ends with
-    the counts of tokens. on_enqueued: called once Redis has the job.
+    the counts of tokens. on_enqueued: called once Redis has the job. producer: whose job it is, as an operator sees it.
     """
 
     function: str
@@ -50,6 +50,7 @@ class Call:
     has_growing_text: bool = False
     with_usage: bool = False
     on_enqueued: Callable[[], None] = lambda: None
+    producer: str = ""
 
     def let_arguments_go(self) -> None:
         """Drop what is in Redis now: a call that waits for its answer holds no body."""

@@ -205,6 +205,7 @@ class JobsAsked:
             result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
             description=call.function,
+            meta={"producer": call.producer},
             job_id=job_id,
         )
         fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}

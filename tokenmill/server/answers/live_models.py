@@ -32,19 +32,11 @@ class LiveModels:
         async with self._looking:  # requests that come together await the same look
             now = self._clock()
             if self._looked_at is None or now - self._looked_at >= LOOK_S:
-                self._samples = await run_in_threadpool(self._read)
+                self._samples = await run_in_threadpool(
+                    living_workers, self._connection, self._queue
+                )
                 self._looked_at = self._clock()
             return self._samples
-
-    def _read(self) -> list[WorkerSample]:
-        samples = []
-        for worker in read_workers(self._connection):
-            is_here = self._queue in worker.queues or (
-                worker.sample is not None and self._queue in worker.sample.queues
-            )
-            if is_here and worker.sample is not None and not worker.is_silent:
-                samples.append(worker.sample)
-        return samples
 
     async def serving(self) -> list[WorkerSample]:
         """Return the samples of workers that serve a model now."""
@@ -73,3 +65,15 @@ class LiveModels:
                 code="model_not_found",
                 param="model",
             )
+
+
+def living_workers(connection: Redis, queue: str) -> list[WorkerSample]:
+    """Return what each living worker of a queue says of itself, also those that load. Raises RedisError."""
+    samples = []
+    for worker in read_workers(connection):
+        is_here = queue in worker.queues or (
+            worker.sample is not None and queue in worker.sample.queues
+        )
+        if is_here and worker.sample is not None and not worker.is_silent:
+            samples.append(worker.sample)
+    return samples

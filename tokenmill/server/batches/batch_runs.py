@@ -1,8 +1,8 @@
 """Batches of a project. Each is a run over an uploaded file, in a folder of its own.
 
-    <folder>/<project>/batches/<id>/batch.json     what was asked for
-    <folder>/<project>/batches/<id>/run/           the run's output
-    <folder>/<project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
+    <project>/batches/<id>/batch.json     what was asked for
+    <project>/batches/<id>/run/           the run's output
+    <project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
 The state of a batch is read from its run each time.
 """
@@ -11,30 +11,30 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from redis import Redis
 
 from jobs.client import Run
 from jobs.errors import JobsError, RunResubmitted, UnknownRun
 from jobs.runs.control import submit_run
-from jobs.runs.output import RunOutput, output_here
-from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
+from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH, SUCCESS
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.answers.live_models import living_workers
 from tokenmill.server.batches.answered_lines import write_answered_lines
 from tokenmill.server.batches.file_store import (
+    NUM_READERS,
     FileStore,
     check_id,
     missing,
     new_id,
     page_of,
-    read_json,
-    write_json,
 )
+from tokenmill.server.batches.folders import read_json, write_json
 from tokenmill.server.errors import ApiError
 
 logger = logging.getLogger("tokenmill")
@@ -112,6 +112,7 @@ class Batches:
     ) -> None:
         self._connection = connection
         self._files = files
+        self._folder = files.folder
         self._queue = queue
         self._clock = clock
 
@@ -126,18 +127,18 @@ class Batches:
         max_open: int | None = None,
         *,
         batch_id: str | None = None,
-        admit: Callable[[str, Path, str], None] | None = None,
+        admit: Callable[[str, IO[bytes], str], None] | None = None,
     ) -> dict[str, Any]:
         """Make a batch of an uploaded file. max_open: how many open batches the project may have.
 
         batch_id: of `new_id`. If it has been made before, it is returned as it stands. admit: called with a new batch's
-        id, its file and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError.
+        id, its lines and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError, StoreError.
         """
         if batch_id is None:
             batch_id = self.new_id()
-        record = read_json(self._folder(project, batch_id) / "batch.json")
-        if record is not None:
-            return self._shown(project, Batch(**record))
+        known = self._find(project, batch_id)
+        if known is not None:
+            return self._shown(project, known)
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object")
         endpoint = body.get("endpoint")
@@ -148,27 +149,28 @@ class Batches:
             raise _wrong("input_file_id", file_id, "the id of an uploaded file")
         window_s = _window_s(body.get("completion_window"))
         metadata = _metadata(body.get("metadata"))
-        file, path = self._files.find(project, file_id)
+        file = self._files.find(project, file_id)
         if not file.bytes:
             raise ApiError(400, f"{file_id} has no lines", code="empty_file", param="input_file_id")
 
         if max_open is not None:
             self._check_open(project, max_open)
         try:
-            _refuse_compressed(path)
-            if admit is not None:
-                admit(batch_id, path, endpoint)
+            with self._folder.open(file.content) as lines:
+                _refuse_compressed(lines)
+                if admit is not None:
+                    admit(batch_id, lines, endpoint)
         except FileNotFoundError:  # it was deleted meanwhile
             raise missing("file", file_id) from None
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
-            reused = tuple(self._finished_runs(project))[:MAX_REUSED]
+            reused = tuple(self._finished_runs(project))
         now = self._clock()
         batch = Batch(
             id=batch_id,
             input_file_id=file.id,
-            input_path=str(path),
+            input_path=self._folder.path(file.content),
             endpoint=endpoint,
             completion_window=body["completion_window"],
             created_at=int(now),
@@ -177,22 +179,20 @@ class Batches:
             reused=reused,
         )
         # The record comes first. If this server dies before it submits the run, the next look submits it.
-        folder = self._folder(project, batch.id)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "batch.json", asdict(batch))
+        self._write(project, batch)
         try:
             self._submit(project, batch)
         except JobsError as error:  # nothing was enqueued, and another try would fail too
-            (folder / "batch.json").unlink(missing_ok=True)
+            self._folder.remove(f"{_name(project, batch.id)}/batch.json")
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
 
     def is_open(self, project: str, batch_id: str) -> bool:
         """Whether a project's batch has not ended."""
-        record = read_json(self._folder(project, batch_id) / "batch.json")
-        if record is None:
+        batch = self._find(project, batch_id)
+        if batch is None:
             return False
-        return self._standing(project, Batch(**record)).status in (*OPEN_STATUSES, "cancelling")
+        return self._standing(project, batch).status in (*OPEN_STATUSES, "cancelling")
 
     def _check_open(self, project: str, max_open: int) -> None:
         standings = [self._standing(project, batch) for batch in self._all(project)]
@@ -231,11 +231,10 @@ class Batches:
     def cancel(self, project: str, batch_id: str) -> dict[str, Any]:
         """Cancel a batch; one that has ended stays as it is. Raises ApiError if there is none."""
         batch = self._read(project, batch_id)
-        folder = self._folder(project, batch_id)
         shown = self._shown(project, batch)
         if shown["status"] in OPEN_STATUSES:
             batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
-            write_json(folder / "batch.json", asdict(batch))
+            self._write(project, batch)
             # A run that Redis has lost counts as cancelled by the record alone.
             try:
                 self._run(project, batch).cancel()
@@ -246,32 +245,44 @@ class Batches:
             shown = self._shown(project, batch)
         return shown
 
-    def _folder(self, project: str, batch_id: str) -> Path:
-        return self._files.project_folder(project, "batches") / batch_id
+    def _find(self, project: str, batch_id: str) -> Batch | None:
+        record = read_json(self._folder, f"{_name(project, batch_id)}/batch.json")
+        return None if record is None else Batch(**record)
 
     def _read(self, project: str, batch_id: str) -> Batch:
         check_id(batch_id, "batch")
-        record = read_json(self._folder(project, batch_id) / "batch.json")
-        if record is None:
+        batch = self._find(project, batch_id)
+        if batch is None:
             raise missing("batch", batch_id)
-        return Batch(**record)
+        return batch
+
+    def _write(self, project: str, batch: Batch) -> None:
+        write_json(self._folder, f"{_name(project, batch.id)}/batch.json", asdict(batch))
 
     def _all(self, project: str) -> list[Batch]:
-        folder = self._files.project_folder(project, "batches")
-        paths = sorted(folder.glob("batch_*/batch.json"), reverse=True)
-        records = [read_json(path) for path in paths]
-        return [Batch(**record) for record in records if record is not None]
+        """Return a project's batches, the latest first."""
+        ids = self._folder.names(f"{project}/batches")
+        ids.reverse()
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            found = list(readers.map(lambda batch_id: self._find(project, batch_id), ids))
+        return [batch for batch in found if batch is not None]
 
     def _finished_runs(self, project: str) -> list[str]:
         """Return the outputs of a project's finished batches, the latest first."""
-        folders = [self._folder(project, batch.id) / "run" for batch in self._all(project)]
-        return [str(folder) for folder in folders if (folder / MANIFEST).is_file()]
+        runs = []
+        for batch in self._all(project):
+            run = f"{_name(project, batch.id)}/run"
+            if self._folder.stat(f"{run}/{MANIFEST}") is not None:
+                runs.append(self._folder.path(run))
+            if len(runs) == MAX_REUSED:
+                break
+        return runs
 
     def _run_arguments(self, project: str, batch: Batch) -> dict[str, Any]:
         """Return the arguments that the id of a batch's run is made of."""
         return {
             "input": [batch.input_path],
-            "output": str(self._folder(project, batch.id) / "run"),
+            "output": self._folder.path(f"{_name(project, batch.id)}/run"),
             "input_format": OPENAI_BATCH,
             "inline_pictures": True,  # a client of the server names no file on a worker's disk
             "batch_endpoint": batch.endpoint,
@@ -282,13 +293,33 @@ class Batches:
         run = RunSpec.from_arguments(**arguments).run
         return Run(run, self._connection, arguments["output"])
 
-    def _ended(self, project: str, batch: Batch) -> RunOutput | None:
-        """Return the run's output if it has ended."""
-        run = self._run(project, batch)
-        output = output_here(run.output, run.id)
-        return output if output is not None and output.state == "finished" else None
+    def _ended(self, project: str, batch: Batch) -> Standing | None:
+        """Return how the batch stands by its run's folder, if the run has ended."""
+        run = f"{_name(project, batch.id)}/run"
+        if self._folder.stat(f"{run}/{SUCCESS}") is None:
+            return None
+        manifest = read_json(self._folder, f"{run}/{MANIFEST}")
+        if manifest is None or manifest["run"] != self._run(project, batch).id:
+            return None
+        status = "expired" if manifest["expired"] else "completed"
+        return Standing(
+            status,
+            total=manifest["rows"],
+            done=manifest["rows"],
+            failed=manifest["errors"],
+            began_at=int(manifest["started_at"]),
+            ended_at=int(manifest["ended_at"]),
+        )
 
     def _standing(self, project: str, batch: Batch) -> Standing:
+        """Read how the batch stands. One whose window has ended while no worker is alive is expired."""
+        standing = self._run_standing(project, batch)
+        is_late = standing.status in OPEN_STATUSES and self._clock() >= batch.expires_at
+        if is_late and not living_workers(self._connection, self._queue):
+            return replace(standing, status="expired")
+        return standing
+
+    def _run_standing(self, project: str, batch: Batch) -> Standing:
         """Read how the run stands, and submit one that Redis does not know."""
         run = self._run(project, batch)
         try:
@@ -301,8 +332,7 @@ class Batches:
             return replace(standing, status="cancelled") if has_lost_cancel else standing
         ended = self._ended(project, batch)
         if ended is not None:  # Redis has forgotten the run, and the folder has it whole
-            status = "expired" if ended.expired else "completed"
-            return Standing(status, ended.plan.rows, ended.plan.rows, ended.errors or 0)
+            return ended
         if batch.cancelling_at is not None:
             return Standing("cancelled")
         # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
@@ -318,7 +348,7 @@ class Batches:
         Other batches are listed with it, so that is no error.
         """
         try:
-            return write_answered_lines(self._folder(project, batch.id))
+            return write_answered_lines(self._folder, _name(project, batch.id))
         except (JobsError, OSError) as error:
             logger.warning("%s: its answered lines cannot be written: %s", batch.id, error)
             return set()
@@ -327,7 +357,8 @@ class Batches:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
         status = standing.status
-        has_ended = status in ("completed", "expired")
+        # Without an end its files are not written yet: no worker was alive when its window ended.
+        has_ended = status in ("completed", "expired") and standing.ended_at is not None
         num_completed = max(0, standing.done - standing.failed)
         has_output = has_ended and num_completed > 0
         has_errors = has_ended and standing.failed > 0
@@ -354,7 +385,7 @@ class Batches:
             "finalizing_at": standing.ended_at if has_ended else None,
             "completed_at": standing.ended_at if status == "completed" else None,
             "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
-            "expired_at": standing.ended_at if status == "expired" else None,
+            "expired_at": (standing.ended_at or batch.expires_at) if status == "expired" else None,
             "cancelling_at": batch.cancelling_at,
             "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
             "request_counts": {
@@ -367,10 +398,15 @@ class Batches:
         }
 
 
-def _refuse_compressed(path: Path) -> None:
-    """Raise ApiError for a compressed file, which workers would unpack. Raises OSError."""
-    with path.open("rb") as file:
-        beginning = file.read(4)
+def _name(project: str, batch_id: str) -> str:
+    """Return the name of a batch's folder within the server's."""
+    return f"{project}/batches/{batch_id}"
+
+
+def _refuse_compressed(lines: IO[bytes]) -> None:
+    """Raise ApiError for a compressed file, which workers would unpack."""
+    beginning = lines.read(4)
+    lines.seek(0)
     if beginning.startswith(_COMPRESSED):
         raise ApiError(
             400, "the file is compressed: upload its lines as they are", param="input_file_id"

@@ -5,7 +5,7 @@ Source: OpenAI's API reference, "Files" and "Batch".
 
 import re
 from functools import partial
-from pathlib import Path
+from typing import IO
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -49,13 +49,12 @@ class BatchCalls:
     async def upload(self, request: Request, project: Project) -> Response:
         """Take a file in pieces."""
         max_bytes = await run_in_threadpool(self._room, project)
-        file_id, sink = await run_in_threadpool(self._files.begin, project.name)
+        new_file = await run_in_threadpool(self._files.begin, project.name)
         try:
-            with sink:
-                content_type = request.headers.get("content-type", "")
-                is_hashed = key_of(request) is not None
-                upload = Upload(content_type, sink, max_bytes, is_hashed=is_hashed)
-                await upload.read(request.stream())
+            content_type = request.headers.get("content-type", "")
+            is_hashed = key_of(request) is not None
+            upload = Upload(content_type, new_file.draft, max_bytes, is_hashed=is_hashed)
+            await upload.read(request.stream())
             purpose = upload.fields.get("purpose")
             if not purpose:
                 raise ApiError(400, "purpose is missing: send 'batch'", param="purpose")
@@ -66,12 +65,12 @@ class BatchCalls:
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
             asked = [name, upload.fields, upload.file_digest]
-            made = await self._keys.made(request, project.name, asked, file_id)
+            made = await self._keys.made(request, project.name, asked, new_file.id)
             file = await run_in_threadpool(
-                self._files.finish, project.name, file_id, name, purpose, life_s, as_id=made.id
+                self._files.finish, project.name, new_file, name, purpose, life_s, as_id=made.id
             )
         finally:
-            await run_in_threadpool(self._files.drop, project.name, file_id)
+            await run_in_threadpool(new_file.draft.drop)
         return JSONResponse(file.to_object())
 
     def _room(self, project: Project) -> int:
@@ -100,14 +99,18 @@ class BatchCalls:
 
     async def show_file(self, request: Request, project: Project) -> Response:
         """Describe a file."""
-        file, _ = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
+        file = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return JSONResponse(file.to_object())
 
     async def file_content(self, request: Request, project: Project) -> Response:
         """Send a file, or the range of it that is asked for."""
         file_id = request.path_params["id"]
-        _, path = await run_in_threadpool(self._files.find, project.name, file_id)
-        return SentFile(path, missing("file", file_id))
+        file = await run_in_threadpool(self._files.find, project.name, file_id)
+        try:
+            source = await run_in_threadpool(self._files.folder.open, file.content)
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise missing("file", file_id) from None
+        return SentFile(source, file.bytes, request.headers.get("range"))
 
     async def delete_file(self, request: Request, project: Project) -> Response:
         """Remove a file."""
@@ -119,9 +122,9 @@ class BatchCalls:
         """Make a batch."""
         most = project.limits.open_batches
 
-        def admit(batch_id: str, path: Path, endpoint: str) -> None:
+        def admit(batch_id: str, lines: IO[bytes], endpoint: str) -> None:
             if project.limits.tokens_queued is not None:
-                num_tokens = tokens_of_batch(path, generates=endpoint != EMBEDDINGS)
+                num_tokens = tokens_of_batch(lines, generates=endpoint != EMBEDDINGS)
                 self._tokens.admit(project, batch_id, num_tokens, BATCH_S)
 
         with self._bodies.held() as body:

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from email.message import Message
 from email.utils import collapse_rfc2231_value
 from hashlib import sha256
-from typing import BinaryIO
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 
 from jobs.common.display import safe_name
+from tokenmill.server.batches.folders import Draft
 from tokenmill.server.errors import ApiError
 
 #: The most bytes of all fields together, with their headers.
@@ -38,7 +38,7 @@ class Upload:
     def __init__(
         self,
         content_type: str,
-        sink: BinaryIO,
+        sink: Draft,
         max_file_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         *,

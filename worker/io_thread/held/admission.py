@@ -8,21 +8,21 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import FunctionCall, JobRecord, parse_call
 
 MAX_ID_CHARS = 255
-"""The most characters of a job's id, which is in the names of a dozen keys, in the answer and in the log."""
+"""The most characters of a job's id. The id is part of a dozen keys' names, of the answer and of the log."""
 
 
 class Admission:
     """Decides by its exact name whether a function may run here, before anything is imported.
 
     A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by attribute.
-    Callbacks must be on the same list, and a job may not bring an object whose method is called.
+    Callbacks must be on the same list. A job may not call a method of an object.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
 
     def admit(self, claimed: ClaimedJob, payload: bytes) -> FunctionCall:
-        """Return the job's call. payload: the job's, unpacked. Raises BadPayload, TooLarge or NotAllowed."""
+        """Return the job's call. payload: the job's unpacked payload. Raises BadPayload, TooLarge or NotAllowed."""
         if len(claimed.job_id) > MAX_ID_CHARS:
             raise TooLarge(
                 f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
@@ -37,7 +37,7 @@ class Admission:
         return call
 
     def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
-        """Return the record. If one of its callbacks may not run here, the record has none."""
+        """Return the record, without its callbacks if one of them may not run here."""
         if any(name not in self._allowed for name in record.callbacks.values()):
             return record.without_callbacks()
         return record

@@ -27,16 +27,16 @@ class Beginnings:
         self._unshown[job.number] = job
 
     def run(self, job: HeldJob, function: Callable[[], None]) -> None:
-        """Call `function` once Redis shows that the job has begun. It hands the job's function to a thread."""
+        """Call `function` once Redis shows that the job has begun. `function` gives the job's work to a thread."""
         self._functions[job.number] = (job, function)
 
     def forget(self, job: HeldJob) -> bool:
-        """Forget a job. Returns whether its function still had to be handed over."""
+        """Forget a job. Returns whether its function was still waiting for a thread."""
         self._unshown.pop(job.number, None)
         return self._functions.pop(job.number, None) is not None
 
     def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write new beginnings, then hand functions over. Returns the lost jobs. Call it again after a RedisError."""
+        """Write new beginnings, then start functions. Returns the lost jobs. After a RedisError call it again."""
         functions = list(self._functions.values())
         begun = [*self._unshown.values(), *(job for job, _ in functions)]
 
@@ -60,7 +60,7 @@ class Beginnings:
 
 
 def _start_clock(job: HeldJob, moment: float, present: float) -> None:
-    """Note that a job began at `moment`. present: the monotonic seconds of now."""
+    """Note that a job began at `moment`. present: the monotonic seconds now."""
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
     job.limit_s = job.claimed.record.limit_s

@@ -21,13 +21,13 @@ _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""
 
 _MAX_REFUSALS = 3
-"""Refusals of an end by a server that takes others; then the job fails instead."""
+"""Refusals of an end by a server that takes other ends. After that many the job fails instead."""
 
 _PAUSE_S = 0.25
-"""Seconds before an end is written by itself again."""
+"""Seconds between two tries to write one end by itself."""
 
 _SMALL_BYTES = 1 << 16
-"""No server cuts a connection because of a smaller end. If a connection is cut then, the network is to blame."""
+"""No server cuts a connection because of an end below this size. If the connection is cut, the network is to blame."""
 
 
 class _End(NamedTuple):
@@ -63,8 +63,8 @@ Written = Callable[[HeldJob, Outcome, FinishReply], None]
 class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
-    The server may refuse one end while it takes others, perhaps because it is too large. Such an end holds up no
-    other: after a few tries by itself the job fails with that reason instead.
+    The server may refuse one end while it takes others, perhaps because it is too large. Such an end does not hold up
+    the others. It is tried a few times by itself. Then the job fails with that reason instead.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
 
 SLOW_S = 2.0
-"""Seconds after which a call is slow. Another thread is started then, and its lane claims the next file."""
+"""Seconds after which a call is slow. Then another thread is started, and the job's lane claims the next file."""
 
 
 class JobState(enum.Enum):
@@ -69,9 +69,9 @@ class HeldJob:
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
-    streamed: what its stream has, by sample.
+    streamed: the text that was already written to its stream in Redis, by sample.
     owner_digest: names the owner of the tokens in its stream, see JobJournal.
-    is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
+    is_blamed: it has met an unforeseen error. After a second such error the job is let go.
     """
 
     number: int
@@ -189,7 +189,7 @@ class HeldJob:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its first sequence was scheduled, or its function began: its time limit runs."""
+        """Whether its first sequence was scheduled, or its function began. Its time limit runs from then on."""
         return self.started_at is not None
 
     @property
@@ -211,7 +211,7 @@ class HeldJob:
 
     @property
     def num_rows_done(self) -> int:
-        """The number of answered rows of its file; 0 without a file, or once it is closed."""
+        """The number of answered rows of its file; 0 without a file, or once the file is closed."""
         if not self.is_file or self.open_task is None:
             return 0
         progress = self.open_task.progress()

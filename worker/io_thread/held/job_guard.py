@@ -1,4 +1,4 @@
-"""JobGuard: an error that nobody foresaw costs only the job that it is about."""
+"""JobGuard: limits an unforeseen error to the one job that it is about."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +63,8 @@ class JobGuard:
     ) -> list[Reply]:
         """Make one call for many jobs, and return its replies.
 
-        If it raises, it is made again for each job by itself, to find the job at fault. So it must be safe to repeat.
+        If the call raises, it is made again for each job by itself, to find the job at fault. So the call must be safe
+        to repeat.
         """
         if not items:
             return []

@@ -1,4 +1,4 @@
-"""Has held jobs write down what they have computed, so that the next execution goes on from there."""
+"""Has held jobs write down what they have computed, so that their next executions go on from there."""
 
 import logging
 import time
@@ -10,16 +10,17 @@ from jobs.common.display import shown_error
 from worker.engine_thread.orders import Order, SampledTokens, Tell
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
+from worker.logs import LastingTrouble
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
 """Threads that write journals. A store that does not answer blocks one of them."""
 
 STEP_S = 4.0
-"""Seconds that a leaving worker waits for the end of the engine's step, which it has to wait for anyway."""
+"""Seconds that a leaving worker waits for the end of the engine's step."""
 
 LEAVE_S = 1.0
-"""Seconds that it then waits for its journals."""
+"""Seconds that a leaving worker then waits for its journals."""
 
 _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
@@ -45,18 +46,17 @@ class Journals:
         self._period_s = period_s
         self._orders = orders
         self._post = post
-        self._log = log
+        self._trouble = LastingTrouble(log, "journals are written again", logging.WARNING)
         self._clock = clock
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
         self._num_unanswered = 0
-        self._writing: dict[
-            int, SampledTokens | None
-        ] = {}  # by job number: the report that came during the writing
+        # By job number: the report that came while the entry was written.
+        self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
-        """Ask the engine for the tokens so far, if a period is over."""
+        """Ask the engine for the tokens by now, if a period is over."""
         if self.pool is None or self._leave_by is not None:
             return
         if moment < self._due_at or self._num_unanswered > 0:
@@ -116,10 +116,14 @@ class Journals:
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
         """Note that an entry is written, and write the next one if a report came meanwhile."""
         next_report = self._writing.pop(job.number)
-        if error is not None:
-            reason = shown_error(error)
-            self._log.warning(
-                "job %s: its journal could not be written: %s", job.claimed.job_id, reason
+        if error is None:
+            self._trouble.passed()
+        else:
+            self._trouble.met(
+                type(error).__name__,
+                "job %s: its journal could not be written: %s",
+                job.claimed.job_id,
+                shown_error(error),
             )
         if next_report is not None and job in self._streaming():
             self._enter(job, next_report)

@@ -27,7 +27,7 @@ def _next_request(job: HeldJob) -> Request | None:
 
 
 _REFILLS_REMEMBERED = 16
-"""Refills over which the largest number of sequences that left together is remembered."""
+"""Over this many refills the packer remembers the largest number of sequences that left together."""
 
 
 class Packer:
@@ -35,18 +35,18 @@ class Packer:
 
     The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. All further
     requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences, or twice the number that lately left
-    the engine between refills, because completions of equal length end together. It is refilled when half of it is
-    gone.
+    the engine between two refills, because completions of equal length end together. The reserve is refilled when half
+    of it is gone.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
     and those of more urgent lanes, so a full bulk batch never holds back an urgent prompt. Every lane may have
-    `prefetch` sequences in the engine, whose scheduler gives a waiting lower lane its share.
+    `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(
         self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int
     ) -> None:
-        """slots: sequences that the engine runs at once. max_functions, max_files: run and opened at the same time."""
+        """slots: sequences that the engine runs at once. max_functions, max_files: the most at the same time."""
         self.slots = slots
         self._min_reserve = max(1, prefetch)
         self._reserve = self._min_reserve
@@ -75,24 +75,25 @@ class Packer:
         return self._max_files - len(self._opening)
 
     def finishing(self, job: HeldJob) -> None:
-        """Note that all answers of this file are here. They are held until its part is written."""
+        """Note that all answers of this file are here. The answers are held until the file's part is written."""
         self._finishing.add(job)
 
     def finished(self, job: HeldJob) -> None:
-        """Note that the part is written, or could not be."""
+        """Note that the part is written, or could not be written."""
         self._finishing.discard(job)
 
     @property
     def _is_behind(self) -> bool:
-        """Whether parts are written more slowly than rows are answered, which would fill the memory."""
+        """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
     def claimable_files(self, lane: int) -> int:
         """Return how many files the lane may claim.
 
-        It may claim none while one of its files is being opened, because that file may fill the batch; a file that
-        opens slowly is not waited for. It may claim none either while too many answered files wait to be written.
+        The lane may claim no file while one of its files is being opened, because that file may fill the batch. But it
+        does not wait for a file that opens slowly. It may also claim no file while too many answered files wait to be
+        written.
         """
         is_opening = any(job.lane == lane and not job.is_slow for job in self._opening)
         if is_opening or self._is_behind:
@@ -225,14 +226,14 @@ class Packer:
 
 
 _TURN_BYTES = 1 << 20
-"""Bytes of payloads after which no further one is unpacked for a lane in the same turn of the I/O thread."""
+"""Bytes of payloads after which no further payload of a lane is unpacked in the same turn of the I/O thread."""
 
 
 class PayloadBudget:
     """Decides when a claimed job's payload is unpacked. Used by the I/O thread only.
 
-    max_held_bytes: bytes of hashes and unpacked payloads that the open jobs of a lane may hold. Beyond it the next job
-    waits, packed. A lane without open jobs always opens one.
+    max_held_bytes: bytes of hashes and unpacked payloads that the open jobs of a lane may hold. With more, the lane's
+    next job waits with its payload packed. A lane without open jobs always opens one.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
@@ -271,7 +272,7 @@ class PayloadBudget:
     def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first.
 
-        The caller opens each before it takes the next, and calls `opening` and `opened` around that.
+        The caller opens each job before it takes the next one. It calls `opening` before that, and `opened` after it.
         """
         for lane, waiting in enumerate(self._waiting):
             num_bytes = 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from engine import Completion
@@ -43,7 +44,7 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, then call `then` with its error or None.
+        """Have a task inspect an answer, then call `then` with the task's error or None.
 
         is_wanted: whether the inspection is still needed, asked when its turn has come.
         """
@@ -55,9 +56,10 @@ class Inspections:
             if is_wanted():
                 task.inspect(index, completions)
 
-        self._pool.submit(
-            inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn
-        )
+        def done(_: Any, error: BaseException | None) -> None:
+            self._post(lambda: then(error))
+
+        self._pool.submit(inspect, done, raises=False, order=turn)
 
     def end(self) -> None:
         """Let the threads and processes end after their current work."""
@@ -132,7 +134,7 @@ class Streams:
                 self._take(job, index, completion)
 
     def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
-        """Take a completion. The last one of a request hands the request over."""
+        """Take a completion. The last completion of a request hands the request over."""
         self._tally.completed(completion)
         if job.trace is not None:
             job.trace.completed(completion)

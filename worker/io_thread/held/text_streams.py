@@ -67,7 +67,7 @@ class TextStreams:
                 job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
-        """Write the waiting pieces. Raises RedisError; then they wait on."""
+        """Write the waiting pieces. After a RedisError the pieces still wait."""
         if self._waiting:
             self._store.write_texts(self._waiting)
             self._waiting = []

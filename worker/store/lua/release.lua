@@ -1,11 +1,12 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the job `left_before` ('' for none).
 -- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. kind: 'function', 'file', or '' if that is not known.
 -- Returns
---   {'queued', deaths}; deaths is 0 if the job is merely given back;
+--   {'queued', deaths, worker}; deaths is 0 if the job is merely given back. worker: the one on which the job had
+--   begun, '' if it had not;
 --   {'alive', 0} if the job is 'abandoned' but its lease still runs;
 --   {'gone', 0} if its holder has let go of it;
 --   {'dropped', 0} if the job was cancelled, deleted or enqueued again;
---   {'exhausted', deaths, claimed} if max_deaths workers have died with it. The caller holds it now, by the execution
+--   {'exhausted', deaths, claimed, worker} if max_deaths workers have died with it. The caller holds it now, by the execution
 --   `new_eid`, to fail it;
 --   {'ended', 0, claimed} if its end is written. The caller holds it now, by the same execution, to queue dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
@@ -18,7 +19,8 @@ if not taken_at then
   let_go_of_lost(queue, id, eid)
   return {'dropped', 0}
 end
-local fields = call('HMGET', job, 'ended_by', 'ttl')
+local fields = call('HMGET', job, 'ended_by', 'ttl', 'status', 'worker_name')
+local worker = fields[3] == 'started' and fields[4] or ''
 if fields[1] == eid then
   call('HSET', execution, 'id', eid, 'created_at', args.now_ts, 'last_heartbeat', args.now_ts, 'worker_name', args.worker)
   call('EXPIRE', execution, args.lease_s)
@@ -32,7 +34,7 @@ local deaths = left_of(id) + (mode == 'given_back' and 0 or 1)
 if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
 if mode ~= 'given_back' and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)
-  return {'exhausted', deaths, open_execution(queue, id, args.new_eid)}
+  return {'exhausted', deaths, open_execution(queue, id, args.new_eid), worker}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
 if args.kind ~= '' then call('HSET', job, 'tokenmill_kind', args.kind) end
@@ -41,4 +43,4 @@ call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 if left_before == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', left_before, id) < 1 then
   call('LPUSH', 'rq:queue:' .. queue, id)
 end
-return {'queued', mode == 'given_back' and 0 or deaths}
+return {'queued', mode == 'given_back' and 0 or deaths, worker}

@@ -14,7 +14,7 @@ Hold = Literal["", "suspended", "restored"]
 """Why no worker claims: `rq suspend`, or Redis came back with older data that nobody has confirmed; else ""."""
 
 Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
-"""Why a job goes back into its queue. All but the first count as a death of its worker."""
+"""Why a job goes back into its queue. All reasons but the first count as a death of its worker."""
 
 
 def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
@@ -34,17 +34,17 @@ class ClaimedJob:
     damage: Exception | None = None
     """The error of reading the job's hash. Such a job can only be failed."""
     has_ended: bool = False
-    """Whether its end is written, so that only its dependents may still wait."""
+    """Whether the job's end is written. Then only its dependents may still wait."""
     deaths: int = 0
     """How many workers have died with it."""
     left_before: str = ""
-    """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
+    """The id of the last job before this one that the claim left in the queue for lack of a place; "" for none."""
     journal: bytes | None = None
-    """The journal that an earlier execution has left; None for none."""
+    """The journal that an earlier execution has left; None without a journal."""
     pieces: Sequence[Any] = ()
     """The pieces of its text that earlier executions have sent, as entries of its stream."""
     kind: str = ""
-    """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
+    """FUNCTION or FILE if this worker has no thread for the job; else ""."""
 
     def check_hash(self) -> None:
         """Raise JobRefused if the job's hash could not be read."""
@@ -64,7 +64,7 @@ class ClaimedJob:
 class Wanted:
     """A request to claim jobs of one queue.
 
-    most: the most sequences' worth of jobs. max_functions, max_files: the most of these among them.
+    most: the most sequences' worth of jobs. max_functions, max_files: the most functions and files among these jobs.
     token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
     takes_suspects: whether a suspect may be claimed, see claim.lua.
     num_takers: workers that divide the queue. num_held: jobs of the queue that this worker holds.
@@ -105,7 +105,7 @@ class Claim:
 def restore(
     queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
 ) -> ClaimedJob:
-    """Read a reply of open_execution.lua. max_job_bytes: the most bytes of a payload, unpacked."""
+    """Read a reply of open_execution.lua. max_job_bytes: the most bytes of an unpacked payload."""
     job_id, execution_id, fields, deaths, left_before, journal, pieces = reply
     record = JobRecord()
     damage: Exception | None = None

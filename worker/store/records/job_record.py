@@ -31,8 +31,8 @@ MAX_HASH_FIELDS = 1000
 """The most fields of a job's hash. RQ writes about 40, and user code may add some."""
 
 BYTES_PER_CONTAINER = 40
-"""A payload may hold one list or object for each 40 bytes of its limit. The smallest lists take 27 times their text in
-memory when they are parsed, and ten times as long as other values."""
+"""A payload may hold one list or object for each 40 bytes of its limit. Parsed, the smallest lists take 27 times the
+memory of their text. Parsing them takes ten times as long as other values."""
 
 _MAX_FIELD_BYTES = 1 << 20
 """The most bytes of each other field that is JSON, such as `meta`."""
@@ -226,7 +226,8 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
         (name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())
     ),
 }
-"""The fields that RQ's `Job` reads, in its order, without the payload and old versions' fields of a job's end."""
+"""The fields that RQ's `Job` reads, in its order, without the payload and the fields in which old versions kept a job's
+end."""
 
 _NEVER_EMPTY = {
     b"enqueue_at_front",

@@ -36,7 +36,7 @@ class StoredJob(Job):
 
     @property
     def data(self) -> bytes:
-        """The payload's JSON. It is unpacked anew each time, because it may be large."""
+        """The payload's JSON. It is unpacked again each time, because it may be large."""
         if self._data is not _PACKED:
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)

@@ -42,7 +42,7 @@ NUM_VALUES = 14
 
 
 def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
-    """Return the tokens of an owner's pieces. entries: of the job's stream. Damaged ones are left out."""
+    """Return the tokens of an owner's pieces. entries: those of the job's stream. Damaged entries are left out."""
     sent = []
     for _, values in entries:
         fields = dict(zip(values[::2], values[1::2], strict=False))
@@ -53,6 +53,6 @@ def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
             sent.append(
                 SentTokens(int(fields[b"sample"]), int(fields[b"num_tokens_before"]), token_ids)
             )
-        except (KeyError, ValueError):  # whoever reads the text ends with an error
+        except (KeyError, ValueError):  # a reader of the text gets an error
             continue
     return sent

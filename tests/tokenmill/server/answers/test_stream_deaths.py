@@ -8,6 +8,7 @@ from threading import Semaphore
 import pytest
 from openai import OpenAI
 
+from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
 from tests.rq_workers import Workers, wait_until
 from tests.tokenmill.server.server_process import client, running_server
@@ -37,7 +38,7 @@ class Site:
 @pytest.fixture
 def site(redis_executable: str, tmp_path: Path) -> Iterator[Site]:
     with running_redis_server(executable=redis_executable) as url:
-        workers = Workers(url, tmp_path)
+        workers = ForkedWorkers(url, tmp_path)
         try:
             with running_server(url, tmp_path / "server.log") as address:
                 served = Site(workers, client(address))

@@ -1,20 +1,23 @@
-"""A file that is deleted between its look-up and its sending is a 404, or a cut answer, and no traceback."""
+"""Files are sent whole, or the range that is asked for; one that is deleted or cut meanwhile brings no traceback."""
 
 import asyncio
-import os
-from pathlib import Path
+import io
 from typing import Any
 
-import anyio
 import pytest
 
-from tokenmill.server.batches.file_store import missing
-from tokenmill.server.batches.sent_file import SentFile
+from tokenmill.server.batches.sent_file import PIECE_BYTES, SentFile
 
-SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "method": "GET",
+    "headers": [],
+    "asgi": {"spec_version": "2.4"},
+}
 
 
-def sent(path: Path, scope: dict[str, Any] = SCOPE) -> list[Any]:
+def sent(source: io.BytesIO, size: int, wanted: str | None = None) -> tuple[Any, bytes]:
+    """Return the message that begins the answer, and its body."""
     messages: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -23,40 +26,50 @@ def sent(path: Path, scope: dict[str, Any] = SCOPE) -> list[Any]:
     async def receive() -> Any:
         await asyncio.Event().wait()  # the client stays
 
-    response = SentFile(path, missing("file", "file-1"))
-    response.headers["x-request-id"] = "req_1"
-    asyncio.run(response(scope, receive, send))
-    return messages
+    asyncio.run(SentFile(source, size, wanted)(SCOPE, receive, send))
+    assert source.closed
+    start, *rest = messages
+    return start, b"".join(message["body"] for message in rest)
 
 
-def test_a_file_is_sent_whole(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"abc")
-    start, *body = sent(file)
-    assert start["status"] == 200
-    assert b"".join(part["body"] for part in body) == b"abc"
+@pytest.mark.parametrize("size", [0, 3, PIECE_BYTES, PIECE_BYTES + 1])
+def test_a_file_is_sent_whole(size: int) -> None:
+    start, body = sent(io.BytesIO(b"x" * size), size)
+    assert (start["status"], body) == (200, b"x" * size)
+    assert (b"content-length", str(size).encode()) in start["headers"]
 
 
-def test_a_file_that_is_gone_is_not_found(tmp_path: Path) -> None:
-    start, body = sent(tmp_path / "gone")
-    assert start["status"] == 404
-    assert (b"x-request-id", b"req_1") in start["headers"]
-    assert b"no file has the id" in body["body"]
+@pytest.mark.parametrize(
+    ("wanted", "place", "body"),
+    [
+        ("bytes=0-0", b"bytes 0-0/10", b"0"),
+        ("bytes=2-4", b"bytes 2-4/10", b"234"),
+        ("bytes=7-", b"bytes 7-9/10", b"789"),
+        ("bytes=7-99", b"bytes 7-9/10", b"789"),
+        ("bytes=-3", b"bytes 7-9/10", b"789"),
+        ("bytes=-99", b"bytes 0-9/10", b"0123456789"),
+    ],
+)
+def test_a_range_is_sent_alone(wanted: str, place: bytes, body: bytes) -> None:
+    start, found = sent(io.BytesIO(b"0123456789"), 10, wanted)
+    assert (start["status"], found) == (206, body)
+    assert (b"content-range", place) in start["headers"]
 
 
-@pytest.mark.parametrize("headers", [[], [(b"range", b"bytes=0-1")]])
-def test_a_file_that_goes_behind_its_headers_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: Any
-) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"abc")
-    opened = anyio.open_file
+@pytest.mark.parametrize("wanted", ["bytes=10-", "bytes=5-4", "bytes=-0"])
+def test_a_range_that_the_file_does_not_have_is_refused(wanted: str) -> None:
+    start, body = sent(io.BytesIO(b"0123456789"), 10, wanted)
+    assert (start["status"], body) == (416, b"")
+    assert (b"content-range", b"bytes */10") in start["headers"]
 
-    async def open_late(*args: Any, **options: Any) -> Any:
-        os.unlink(file)
-        return await opened(*args, **options)
 
-    monkeypatch.setattr("starlette.responses.anyio.open_file", open_late)
-    messages = sent(file, {**SCOPE, "headers": headers})
-    whole = [each for each in messages if each["type"] == "http.response.body"]
-    assert not any(each.get("body") for each in whole)
+@pytest.mark.parametrize("wanted", ["bytes=-", "bytes=0-1,3-4", "lines=0-1", "bytes=a-b"])
+def test_a_range_that_is_none_or_several_gets_the_whole_file(wanted: str) -> None:
+    start, body = sent(io.BytesIO(b"0123456789"), 10, wanted)
+    assert (start["status"], body) == (200, b"0123456789")
+
+
+def test_a_file_that_is_cut_while_it_is_sent_lacks_bytes(capfd: pytest.CaptureFixture[str]) -> None:
+    start, body = sent(io.BytesIO(b"abc"), 10)
+    assert (b"content-length", b"10") in start["headers"]
+    assert body == b"abc"

@@ -1,0 +1,40 @@
+"""Reads what INFO of Redis says about memory and disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether Redis refused a command because its memory is full. For scripts the error is a plain ResponseError."""
+    return isinstance(error, OutOfMemoryError) or (
+        isinstance(error, ResponseError) and str(error).startswith("OOM ")
+    )
+
+
+#: The fields of INFO that say "ok" while Redis can write to its disk.
+WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
+
+
+@dataclass(frozen=True)
+class RedisHealth:
+    """How full a Redis is, and which files it could not write to its disk.
+
+    limit_bytes: `maxmemory`, or all memory of its machine if no limit is set; 0 if neither is known.
+    failed_writes: those of WRITES that failed the last time.
+    """
+
+    used_bytes: int
+    limit_bytes: int
+    failed_writes: tuple[str, ...]
+
+
+def redis_health(info: Mapping[str, Any]) -> RedisHealth:
+    """Read memory and disk from the reply to INFO."""
+    return RedisHealth(
+        used_bytes=info.get("used_memory", 0),
+        limit_bytes=info.get("maxmemory") or info.get("total_system_memory", 0),
+        failed_writes=tuple(name for name in WRITES if info.get(name, "ok") != "ok"),
+    )

@@ -1,0 +1,69 @@
+"""Remembers which workers died while they held jobs. The worker that takes over the jobs writes this record."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from jobs.common.display import safe_name
+from jobs.common.keys import DEATHS_KEY
+from jobs.common.stored import count, json_object, seconds
+
+#: The most deaths that are kept, the latest ones.
+MAX_DEATHS = 200
+#: The most jobs that a record of a death names.
+MAX_JOBS = 20
+DEATHS_TTL_S = 30 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class WorkerDeath:
+    """A worker that died, was cut off or froze while it held jobs.
+
+    at: when others took its jobs over, in Unix seconds. num_jobs: how many jobs it had begun. job_ids: some of these
+    jobs.
+    """
+
+    worker: str
+    at: float
+    num_jobs: int
+    job_ids: tuple[str, ...] = ()
+
+
+def record_deaths(client: Redis, jobs_of: Mapping[str, Sequence[str]]) -> None:
+    """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
+    if not jobs_of:
+        return
+    moment = time.time()
+    entries = []
+    for worker, job_ids in jobs_of.items():
+        jobs = list(job_ids[:MAX_JOBS])
+        entries.append(
+            json.dumps({"worker": worker, "at": moment, "num_jobs": len(job_ids), "jobs": jobs})
+        )
+    with client.pipeline(transaction=False) as pipe:
+        pipe.lpush(DEATHS_KEY, *entries)
+        pipe.ltrim(DEATHS_KEY, 0, MAX_DEATHS - 1)
+        pipe.expire(DEATHS_KEY, DEATHS_TTL_S)
+        pipe.execute()
+
+
+def read_deaths(connection: Redis) -> list[WorkerDeath]:
+    """Return the last deaths, the latest first. All but the job ids are safe to show. Raises RedisError."""
+    entries: Any = connection.lrange(DEATHS_KEY, 0, MAX_DEATHS - 1)
+    deaths = [_death(json_object(entry)) for entry in entries]
+    return [death for death in deaths if death is not None]
+
+
+def _death(fields: dict[str, Any]) -> WorkerDeath | None:
+    """Return a recorded death; None if the record cannot be right."""
+    worker = fields.get("worker")
+    at = seconds(str(fields.get("at")))
+    jobs = fields.get("jobs")
+    if not isinstance(worker, str) or at is None or not isinstance(jobs, list):
+        return None
+    job_ids = tuple(job for job in jobs[:MAX_JOBS] if isinstance(job, str))
+    return WorkerDeath(safe_name(worker), at, count(fields.get("num_jobs")) or 0, job_ids)

@@ -1,0 +1,119 @@
+"""Uses a prefix of an object store as a server's folder, without Arrow."""
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+
+from jobs.parquet.files.filesystem import FetchedFile, FileStat
+from jobs.parquet.files.object_requests import make_request, opened_store
+
+T = TypeVar("T")
+#: The most seconds of a request with its repetitions.
+TIMEOUT_S = 30.0
+#: Bytes that are read at once.
+READ_BYTES = 1 << 20
+#: Bytes of one piece of an upload. A store takes at most 10,000 pieces.
+CHUNK_BYTES = 8 << 20
+
+
+class ObjectFolder:
+    """A prefix that servers and workers reach, each process with the credentials of its environment.
+
+    Methods block. They raise StoreError.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """folder: of `run_path`, such as s3://bucket/prefix."""
+        self._folder = folder
+        scheme, _, place = folder.partition("://")
+        bucket, _, self._prefix = place.partition("/")
+        self._store = opened_store(scheme, bucket, TIMEOUT_S)
+        # Written bytes are not kept, so only obstore itself can repeat the requests.
+        self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, TIMEOUT_S)
+
+    def path(self, name: str) -> str:
+        """Return the path by which workers know a file."""
+        return f"{self._folder}/{name}"
+
+    def stat(self, name: str) -> FileStat | None:
+        """Return the state of a file; None if there is none."""
+        try:
+            head = self._head(name)
+        except FileNotFoundError:
+            return None
+        mtime_ns = int(head["last_modified"].timestamp() * 1e9)
+        return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
+
+    def names(self, name: str) -> list[str]:
+        """Return the names in one of its folders, sorted; none if there is no such folder."""
+        level = self._make(name, partial(obstore.list_with_delimiter, self._store, self._key(name)))
+        paths = [*level["common_prefixes"], *(entry["path"] for entry in level["objects"])]
+        return sorted(path.rpartition("/")[2] for path in paths)
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file to read at any place, as it is now. Raises FileNotFoundError."""
+        head = self._head(name)
+        same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
+
+        def fetch(start: int, end: int) -> bytes:
+            options: Any = {"range": (start, end), **same_state}
+            return self._make(
+                name,
+                lambda: bytes(obstore.get(self._store, self._key(name), options=options).bytes()),
+            )
+
+        return io.BufferedReader(FetchedFile(fetch, head["size"]), READ_BYTES)
+
+    def create(self, name: str) -> "ObjectDraft":
+        """Begin a file."""
+        upload = obstore.open_writer(
+            self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
+        )
+        return ObjectDraft(upload, partial(make_request, self.path(name)))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._make(name, partial(obstore.delete, self._store, self._key(name)))
+
+    def _head(self, name: str) -> Any:
+        return self._make(name, partial(obstore.head, self._store, self._key(name)))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}".lstrip("/")
+
+    def _make(self, name: str, request: Callable[[], T]) -> T:
+        return make_request(self.path(name), request, timeout_s=TIMEOUT_S)
+
+
+class ObjectDraft:
+    """An upload in many pieces. A small object is put in one piece. The object exists once it is finished."""
+
+    def __init__(self, upload: Any, make: Callable[[Callable[[], object]], object]) -> None:
+        """upload: obstore's writer. make: sends a request, and turns its errors into ours."""
+        self._upload = upload
+        self._make = make
+        self._is_open = True
+
+    def write(self, data: bytes | bytearray) -> object:
+        """Add bytes."""
+        return self._make(lambda: self._upload.write(bytes(data)))
+
+    def finish(self) -> None:
+        """Put the whole object in its place. An object that is already there is replaced."""
+        self._make(self._upload.close)
+        self._is_open = False
+
+    def drop(self) -> None:
+        """Remove what was written, unless it is finished."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        # If an error leaves the `with` statement, obstore ends the upload and makes no object.
+        with suppress(BaseError, OSError, ValueError):
+            self._upload.__exit__(RuntimeError, RuntimeError("dropped"), None)

@@ -1,0 +1,76 @@
+"""RQ's queues: counts the jobs in each place, and how long the first job has waited."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from jobs.common import rq_jobs, stored
+
+PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class QueueCounts:
+    """How many jobs of a queue are at each of PLACES. `due`: scheduled jobs that are due, but not queued."""
+
+    name: str
+    counts: dict[str, int]
+    due: int
+
+
+def queue_names(connection: Redis) -> list[str]:
+    """Return the names of all queues, sorted."""
+    keys: Any = connection.smembers(rq_jobs.QUEUES_KEY)
+    return sorted(stored.text(key).removeprefix(rq_jobs.QUEUE_PREFIX) for key in keys)
+
+
+def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
+    """Count the jobs of some queues, in one round trip."""
+    moment = time.time()
+    with connection.pipeline(transaction=False) as pipe:
+        for keys in map(rq_jobs.QueueKeys, names):
+            pipe.llen(keys.waiting)
+            pipe.zcard(keys.started)
+            pipe.zcard(keys.scheduled)
+            pipe.zcard(keys.deferred)
+            # Expired results stay until a worker cleans up.
+            pipe.zcount(keys.finished, moment, "+inf")
+            pipe.zcard(keys.failed)
+            pipe.zcount(keys.scheduled, "-inf", moment)
+        replies = pipe.execute()
+    size = len(PLACES) + 1
+    queues = []
+    for number, name in enumerate(names):
+        *counts, num_due = replies[number * size : (number + 1) * size]
+        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
+    return queues
+
+
+def head_ages(connection: Redis, names: Sequence[str]) -> dict[str, float]:
+    """Return how long the job at the head of each queue has waited, in seconds; 0 for an empty queue.
+
+    A queue is left out if nobody can read when that job was enqueued.
+    """
+    moment = time.time()
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
+        # A producer may have put another kind of value there. Then only that queue is left out.
+        replies = pipe.execute(raise_on_error=False)
+        heads = [reply if isinstance(reply, list) else None for reply in replies]
+        for head in heads:
+            for job_id in head or ():
+                pipe.hget(rq_jobs.job_key(stored.text(job_id)), "enqueued_at")
+        times = iter(pipe.execute(raise_on_error=False))
+
+    ages: dict[str, float] = {}
+    for name, head in zip(names, heads, strict=True):
+        if head is None:
+            continue
+        enqueued_at = stored.moment(next(times)) if head else moment
+        if enqueued_at is not None:
+            ages[name] = max(0.0, moment - enqueued_at)
+    return ages

@@ -1,0 +1,95 @@
+"""Writes the metrics of queues and of Redis for Prometheus, also while no worker runs.
+
+The dashboard serves the metrics of the queues that its operator names, because producers may write anything into RQ's
+own list. A worker with a scheduler serves the metrics of its own queues, so that alerts and scaling need no dashboard.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from redis import Redis
+
+from jobs.common.redis_info import WRITES, RedisHealth
+from jobs.queues.numbers import QueueNumbers, read_numbers
+
+
+def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
+    """Return the metric of a queue's jobs. jobs: how many, by queue and status."""
+    family = GaugeMetricFamily(
+        "rq_jobs",
+        "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum.",
+        labels=["queue", "status"],
+    )
+    for queue, by_status in jobs.items():
+        for status, count in by_status.items():
+            family.add_metric([queue, status], count)
+    return family
+
+
+def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
+    """Yield the metrics of all numbers but the jobs by status."""
+    by_queue: Sequence[tuple[str, str, Mapping[str, float]]] = (
+        (
+            "tokenmill_jobs_due",
+            "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
+            numbers.due,
+        ),
+        (
+            "tokenmill_oldest_job_seconds",
+            "How long the job at the head of a queue has waited; 0 for an empty queue.",
+            numbers.head_ages,
+        ),
+        (
+            "tokenmill_runs_deadline_at_risk",
+            "Runs of a queue that are not expected to end before their deadline.",
+            numbers.at_risk,
+        ),
+    )
+    for name, text, values in by_queue:
+        family = GaugeMetricFamily(name, text, labels=["queue"])
+        for queue, value in values.items():
+            family.add_metric([queue], value)
+        yield family
+    if numbers.redis is not None:
+        yield from _redis_families(numbers.redis)
+
+
+def _redis_families(redis: RedisHealth) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "tokenmill_redis_memory_bytes", "Memory that Redis uses.", value=redis.used_bytes
+    )
+    yield GaugeMetricFamily(
+        "tokenmill_redis_memory_limit_bytes",
+        "Redis' maxmemory, or all memory of its machine if none is set.",
+        value=redis.limit_bytes,
+    )
+    failures = GaugeMetricFamily(
+        "tokenmill_redis_write_failed",
+        "1 if Redis could not write this to its disk the last time.",
+        labels=["what"],
+    )
+    for name in WRITES:
+        failures.add_metric([name], name in redis.failed_writes)
+    yield failures
+
+
+class QueueMetrics(Collector):
+    """Reads Redis for each exposition. For any thread."""
+
+    def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
+        self._connection = connection
+        self._queues = tuple(dict.fromkeys(queues))
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a metric family for each metric. Raises RedisError."""
+        numbers = read_numbers(self._connection, self._queues)
+        yield job_family(numbers.jobs)
+        yield from waiting_families(numbers)

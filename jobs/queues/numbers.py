@@ -1,0 +1,60 @@
+"""Reads the numbers of queues and of Redis that alerts and scaling use."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from jobs.common.redis_info import RedisHealth, redis_health
+from jobs.common.workers import claimed_jobs, read_workers
+from jobs.queues.counts import count_queues, head_ages
+from jobs.runs.watching.reading import read_at_risk
+
+#: RQ's statuses, by their names in `count_queues`.
+_STATUSES = {"waiting": "queued", "executing": "started"}
+
+
+@dataclass(frozen=True)
+class QueueNumbers:
+    """Some queues and their Redis at one moment. All mappings are by queue.
+
+    due: scheduled jobs whose time has come, but that nobody has queued. head_ages: see `head_ages`. at_risk: runs that
+    are not expected to end before their deadline. redis: None if this user may not ask.
+    """
+
+    jobs: Mapping[str, Mapping[str, int]]
+    due: Mapping[str, int]
+    head_ages: Mapping[str, float]
+    at_risk: Mapping[str, int]
+    redis: RedisHealth | None
+
+
+def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
+    """Return the numbers of these queues. Raises RedisError."""
+    counted = count_queues(connection, queues)
+    claimed = claimed_jobs(read_workers(connection))
+    jobs: dict[str, dict[str, int]] = {}
+    for queue in counted:
+        jobs[queue.name] = {"claimed": claimed.get(queue.name, 0)}
+        for place, count in queue.counts.items():
+            jobs[queue.name][_STATUSES.get(place, place)] = count
+
+    at_risk = Counter(run.queue for run in read_at_risk(connection))
+    return QueueNumbers(
+        jobs=jobs,
+        due={queue.name: queue.due for queue in counted},
+        head_ages=head_ages(connection, queues),
+        at_risk={name: at_risk[name] for name in queues},
+        redis=_read_health(connection),
+    )
+
+
+def _read_health(connection: Redis) -> RedisHealth | None:
+    try:
+        info: Any = connection.info()
+    except ResponseError:
+        return None
+    return redis_health(info)

@@ -1,0 +1,155 @@
+"""Puts failed jobs back into RQ's queues, without looking at what a job holds.
+
+RQ's own command reads jobs with pickle unless it is called with `-S json`. A pickle may hold any code, which runs with
+the rights of the process that reads it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
+
+from jobs.common import rq_jobs, stored
+from jobs.common.keys import run_key
+from jobs.common.rq_jobs import JobStatus
+from jobs.runs.plans.names import run_and_shard
+from jobs.runs.redis_state.state import transact
+
+CHUNK = 100
+#: The most jobs that `requeue --all` puts back, by default.
+REQUEUE_LIMIT = 10_000
+
+
+@dataclass
+class Requeued:
+    """The result of putting failed jobs back.
+
+    cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
+    missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
+    """
+
+    done: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def add(self, other: "Requeued") -> None:
+        """Add the jobs of another result."""
+        self.done += other.done
+        self.cancelled += other.cancelled
+        self.missing += other.missing
+
+
+#: Advice for a run whose jobs are not put back.
+RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was cancelled or stopped"
+
+
+def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
+    """Put failed jobs back at their queue's end, except jobs of cancelled runs. Each move is atomic."""
+    moves = Requeued()
+    for start in range(0, len(job_ids), CHUNK):
+        moves.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
+    return moves
+
+
+def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
+    """Requeue the oldest failed jobs, at most `limit`. Jobs of cancelled runs do not count."""
+    moves = Requeued()
+    while True:
+        num_left = limit - len(moves.done) - len(moves.missing)
+        if num_left <= 0:
+            break
+        num_passed = len(moves.cancelled) + len(moves.missing)  # these stay in the list
+        last = num_passed + min(num_left, CHUNK) - 1
+        page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
+        if not page:
+            break
+        moves.add(_requeue_chunk(connection, queue, list(map(stored.text, page))))
+    return moves
+
+
+def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
+    cancelled = _of_cancelled_runs(connection, job_ids)
+    to_requeue = [job_id for job_id in job_ids if job_id not in cancelled]
+    done: list[str] = []
+    if to_requeue:
+        done = transact(
+            connection,
+            partial(_requeue, connection, queue, to_requeue),
+            *map(rq_jobs.job_key, to_requeue),
+        )
+    missing = [job_id for job_id in to_requeue if job_id not in done]
+    return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
+
+
+def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
+    """Return the jobs whose run is cancelled or stopped."""
+    runs: dict[str, str] = {}
+    for job_id in job_ids:
+        run_shard = run_and_shard(job_id)
+        if run_shard is not None:
+            runs[job_id] = run_shard[0]
+    with connection.pipeline(transaction=False) as pipe:
+        for run in runs.values():
+            pipe.hexists(run_key(run), "cancelled")
+        is_cancelled = pipe.execute()
+    return {job_id for job_id, is_its_run in zip(runs, is_cancelled, strict=True) if is_its_run}
+
+
+def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+    """Requeue the jobs that are failed and have a payload. pipe: watches their hashes."""
+    keys = rq_jobs.QueueKeys(queue)
+    with connection.pipeline(transaction=False) as reads:
+        reads.llen(keys.waiting)  # a key of another type raises here, and not amid the transaction
+        for job_id in job_ids:
+            reads.zscore(keys.failed, job_id)
+            reads.hexists(rq_jobs.job_key(job_id), "data")
+            reads.hmget(rq_jobs.job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
+        replies = iter(reads.execute())
+    next(replies)
+    failed: dict[str, Any] = {}
+    for job_id in job_ids:
+        score = next(replies)
+        has_payload = next(replies)
+        fields = next(replies)
+        if score is not None and has_payload:
+            failed[job_id] = fields
+    if not failed:
+        return []
+    pipe.multi()
+    for job_id, (ttl_s, limit, concurrency) in failed.items():
+        _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
+    pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
+    return list(failed)
+
+
+def _queue_again(
+    pipe: Pipeline,
+    queue: str,
+    job_id: str,
+    ttl_s: bytes | None,
+    limit: str,
+    concurrency: bytes | None,
+) -> None:
+    """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in."""
+    key = rq_jobs.job_key(job_id)
+    pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)
+    pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
+    if limit and concurrency:
+        pipe.hset(key, "status", JobStatus.RATE_LIMITED.value)
+        pipe.sadd(rq_jobs.RATE_LIMITS_KEY, limit)
+        pipe.hset(rq_jobs.rate_limit_key(limit), "concurrency", concurrency)
+        pipe.zadd(rq_jobs.rate_limited_key(limit), {job_id: time.time()})
+    else:
+        pipe.hset(
+            key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": rq_jobs.time_text()}
+        )
+        pipe.rpush(rq_jobs.QueueKeys(queue).waiting, job_id)
+    pipe.hdel(key, "exc_info")
+    if ttl_s:
+        pipe.expire(key, int(ttl_s))
+    else:
+        pipe.persist(key)  # a failed job has a time to live

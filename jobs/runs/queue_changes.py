@@ -1,0 +1,127 @@
+"""Changes queues without looking into jobs: empties a queue, moves a job to the front, deletes failed jobs."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from redis import Redis
+from redis.client import Pipeline
+
+from jobs.common import rq_jobs, stored
+from jobs.common.keys import prefixed
+from jobs.runs.job_cancel import CANCELLABLE
+from jobs.runs.redis_state.state import transact
+
+#: Jobs that are changed in one transaction.
+CHUNK = 200
+
+
+def move_to_front(connection: Redis, queue: str, job_id: str) -> bool:
+    """Move a waiting job to the front of its queue. Returns whether it waited."""
+    waiting = rq_jobs.QueueKeys(queue).waiting
+    with connection.pipeline() as pipe:
+        # If a worker has taken the job meanwhile, the second command removes the entry that the first one has added.
+        pipe.lpush(waiting, job_id)
+        pipe.lrem(waiting, -1, job_id)
+        pipe.lpos(waiting, job_id)
+        *_, place = pipe.execute()
+    return place is not None
+
+
+def empty_queue(
+    connection: Redis, queue: str, tell: Callable[[int], None] = lambda num_done: None
+) -> int:
+    """Take all jobs that wait from a queue, and delete them. Jobs that run go on. Return how many were taken.
+
+    Jobs that come meanwhile may be taken too. tell: called with the number of jobs that were taken by then.
+    """
+    waiting = rq_jobs.QueueKeys(queue).waiting
+    left: Any = connection.llen(waiting)
+    num_taken = 0
+    while left > 0:
+        entries: Any = connection.lrange(waiting, 0, min(left, CHUNK) - 1)
+        if not entries:
+            break
+        num_taken += _take(connection, waiting, list(map(stored.text, entries)))
+        left -= len(entries)
+        tell(num_taken)
+    return num_taken
+
+
+def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
+    """Take jobs from the queue, then delete those that nobody has enqueued again. Return how many were taken."""
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hget(rq_jobs.job_key(job_id), "enqueued_at")
+        enqueued = pipe.execute(raise_on_error=False)
+    with connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.lrem(waiting, 1, job_id)
+        counts = pipe.execute()
+
+    taken = {}
+    for job_id, enqueued_at, count in zip(job_ids, enqueued, counts, strict=True):
+        if count:
+            taken[job_id] = enqueued_at
+    keys = [*map(rq_jobs.job_key, taken), *map(rq_jobs.executions_key, taken)]
+    if taken:
+        transact(connection, partial(_delete_taken, connection, taken), *keys)
+    return sum(counts)
+
+
+def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> None:
+    """Delete the jobs whose time of enqueueing is still the same and that no worker holds."""
+    with connection.pipeline(transaction=False) as reads:
+        for job_id in taken:
+            reads.hget(rq_jobs.job_key(job_id), "enqueued_at")
+            reads.exists(rq_jobs.executions_key(job_id))
+        replies = reads.execute(raise_on_error=False)
+    pipe.multi()
+    for number, (job_id, enqueued_at) in enumerate(taken.items()):
+        if replies[2 * number] == enqueued_at and not replies[2 * number + 1]:
+            _delete(pipe, job_id)
+
+
+def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
+    """Delete jobs that are among their queue's failed jobs; return the deleted ones. Their dependents still wait."""
+    deleted = []
+    for start in range(0, len(job_ids), CHUNK):
+        chunk = job_ids[start : start + CHUNK]
+        keys = map(rq_jobs.job_key, chunk)
+        deleted += transact(connection, partial(_delete_failed, connection, queue, chunk), *keys)
+    return deleted
+
+
+def _delete_failed(
+    connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline
+) -> list[str]:
+    """Delete the jobs that are failed. pipe: watches their hashes."""
+    failed = rq_jobs.QueueKeys(queue).failed
+    with connection.pipeline(transaction=False) as reads:
+        for job_id in job_ids:
+            reads.zscore(failed, job_id)
+            reads.hmget(rq_jobs.job_key(job_id), "status", "group_id")
+        replies = reads.execute(raise_on_error=False)
+
+    deleted = []
+    pipe.multi()
+    for number, job_id in enumerate(job_ids):
+        score = replies[2 * number]
+        fields = replies[2 * number + 1]
+        if not isinstance(score, float):
+            continue
+        deleted.append(job_id)
+        pipe.zrem(failed, job_id)
+        status, group = fields if isinstance(fields, list) else (None, None)
+        # Somebody may have enqueued the job again under its id. Then only its failure is forgotten.
+        if rq_jobs.job_status(status) not in CANCELLABLE:
+            _delete(pipe, job_id)
+        if group:
+            pipe.srem(prefixed(f"rq:group:{stored.text(group)}"), job_id)
+    return deleted
+
+
+def _delete(pipe: Pipeline, job_id: str) -> None:
+    pipe.delete(
+        rq_jobs.job_key(job_id), rq_jobs.results_key(job_id), *rq_jobs.relatives_keys(job_id)
+    )

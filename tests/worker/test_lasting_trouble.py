@@ -1,0 +1,131 @@
+"""A trouble that lasts is one line of the log, however often it is met, and its end is another."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tests.worker.whole_worker import TURN_S, WholeWorker
+from worker.io_thread.reporter import SLOW_S
+from worker.logs import OVER_S, LastingTrouble
+from worker.store.redis_clock import SKEW_S, RedisClock
+
+LOG = logging.getLogger("lasting")
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.moment = 0.0
+
+    def __call__(self) -> float:
+        return self.moment
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def trouble(clock: Clock) -> LastingTrouble:
+    return LastingTrouble(LOG, "all is well again", logging.WARNING, clock)
+
+
+@pytest.fixture
+def whole(redis: Redis, caplog: pytest.LogCaptureFixture) -> Iterator[WholeWorker]:
+    caplog.set_level(logging.INFO)
+    worker = WholeWorker(redis, "/")
+    yield worker
+    worker.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_a_trouble_of_each_kind_is_logged_once_while_it_lasts_and_once_at_its_end(
+    trouble: LastingTrouble, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(211):
+        trouble.met("full", "Redis is full: %d", 1)
+        trouble.met("away", "Redis is away")
+        clock.moment += 1
+        trouble.passed()
+    assert caplog.messages == ["Redis is full: 1", "Redis is away"]
+    clock.moment += OVER_S
+    trouble.passed()
+    trouble.passed()
+    assert caplog.messages[2:] == ["all is well again (seen 422 times in 210 s)"]
+
+
+def test_a_trouble_that_nobody_saw_pass_is_logged_anew_when_it_comes_back_late(
+    trouble: LastingTrouble, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trouble.met("deaf", "cannot listen")
+    clock.moment += OVER_S
+    trouble.met("deaf", "cannot listen")
+    assert caplog.messages == [
+        "cannot listen",
+        "all is well again (seen 1 times in 0 s)",
+        "cannot listen",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [RedisTimeoutError("slow"), RedisConnectionError("gone"), OutOfMemoryError("full")]
+)
+def test_an_outage_of_redis_is_two_lines_of_the_log(
+    whole: WholeWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    assert whole.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.runner, "renew", fail)
+        assert all(whole.turn() for _ in range(20))
+    told = lines(caplog, "trying again until it does")
+    assert len(told) == 1
+    assert type(error).__name__ in told[0]
+    assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
+    assert len(lines(caplog, "Redis answers again")) == 1
+
+
+@pytest.mark.parametrize(
+    ("trip_s", "ahead_s", "words", "over"),
+    [
+        (SLOW_S + 1, 0.0, "s to answer", "Redis answers quickly again"),
+        (0.0, SKEW_S + 1, "this machine's clock is 4 s ahead", "agrees with Redis' again"),
+    ],
+    ids=["slow", "skewed"],
+)
+def test_a_slow_redis_and_a_wrong_clock_are_two_lines_of_the_log(
+    whole: WholeWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trip_s: float,
+    ahead_s: float,
+    words: str,
+    over: str,
+) -> None:
+    def look(clock: RedisClock, _: Redis) -> None:
+        clock.trip_s = trip_s
+        clock.ahead_s = ahead_s
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisClock, "look", look)
+        assert all(whole.turn() for _ in range(10))
+    assert len(lines(caplog, words)) == 1
+    assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
+    assert len(lines(caplog, over)) == 1

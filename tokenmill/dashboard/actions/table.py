@@ -1,0 +1,19 @@
+"""Names every action by the path of its form."""
+
+from collections.abc import Mapping
+
+from tokenmill.dashboard.actions import failed, queues, runs, workers
+from tokenmill.dashboard.actions.deeds import Act
+
+ACTIONS: Mapping[str, Act] = {
+    "/retry": failed.retry,
+    "/delete": failed.delete,
+    "/empty-queue": queues.empty,
+    "/to-front": queues.to_front,
+    "/cancel-job": queues.cancel,
+    "/cancel-run": runs.cancel,
+    "/suspend": workers.suspend,
+    "/resume": workers.resume,
+    "/drain": workers.drain,
+    "/stop": workers.stop,
+}

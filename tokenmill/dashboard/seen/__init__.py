@@ -1,0 +1,1 @@
+"""What pages show, read from Redis. What other programs show too is read in `jobs`."""

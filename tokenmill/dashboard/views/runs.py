@@ -1,0 +1,93 @@
+"""The pages of runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.requests import Request
+
+from jobs.common.display import safe_name
+from jobs.errors import UnknownRun
+from jobs.runs.plans.names import is_run_id
+from jobs.runs.watching.reading import list_runs, read_planned, run_reasons
+from jobs.runs.watching.snapshot import STATES, RunSnapshot, needs, obstacles
+from tokenmill.dashboard import display
+from tokenmill.dashboard.seen.run_asked import read_asked
+from tokenmill.dashboard.seen.shards_seen import list_shards
+from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
+
+#: Shards of a run on one page.
+PAGE_SHARDS = 100
+#: The most runs that are listed, the last submitted ones.
+MAX_RUNS = 200
+
+
+def time_left(run: RunSnapshot) -> str:
+    """Say how long a run still takes: as its shards tell, else at the pace so far."""
+    if run.is_active and run.left_s is not None:
+        return f"about {display.duration(run.left_s)}"
+    if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
+        return display.NOTHING
+    return f"about {display.duration((run.rows - run.rows_done) / run.rows_per_s)}"
+
+
+def running_first(runs: Iterable[RunSnapshot]) -> list[RunSnapshot]:
+    """Return runs with those on top on which somebody works, else in the given order."""
+    return sorted(runs, key=lambda run: not run.is_active)
+
+
+def why(run: RunSnapshot) -> str:
+    """Say why a run is in its state or does not go on; "" if there is nothing to say."""
+    if run.plan_error is not None and not run.finished and not run.cancelled:
+        return f"planning failed: {run.plan_error}"
+    if run.stopped is not None:
+        return run.stopped
+    if run.finished and not run.is_planning:
+        return run.too_many_errors or ""
+    if run.shards_failed:
+        return f"{run.shards_failed:,} of its shards failed"
+    unmet = needs(run)
+    return f"waits: {safe_name(unmet[0], 500)}" if unmet else ""
+
+
+def runs(site: Site, request: Request) -> dict[str, Any]:
+    """List the runs that were submitted last. Parameters: state (any by default), page."""
+    snapshots = running_first(list_runs(site.connection, MAX_RUNS))
+    state = request.query_params.get("state", "")
+    counts = dict.fromkeys(STATES, 0)
+    for snapshot in snapshots:
+        counts[snapshot.state] += 1
+    chosen = [snapshot for snapshot in snapshots if state in ("", snapshot.state)]
+    page = Page.asked(request, "page", len(chosen))
+    return {
+        "runs": chosen[page.first : page.first + PAGE_ROWS],
+        "state": state,
+        "states": {name: count for name, count in counts.items() if count or name == state},
+        "total": len(snapshots),
+        "is_cut": len(snapshots) == MAX_RUNS,
+        "page": page,
+    }
+
+
+def run(site: Site, request: Request) -> dict[str, Any]:
+    """Show one run. Parameters: shards (page of the shards' table)."""
+    connection = site.connection
+    name = request.path_params["run"]
+    if not is_run_id(name):
+        raise Missing("A run's id has another form.")
+    try:
+        snapshot = read_planned(connection, name)
+        total = snapshot.shards or 0
+        page = Page.asked(request, "shards", total, PAGE_SHARDS)
+        shards = list_shards(connection, snapshot.run, page.first, PAGE_SHARDS) if total else []
+        waits = obstacles(connection, snapshot)
+    except UnknownRun:
+        raise Missing("Redis does not know this run, or no longer.") from None
+    return {
+        "run": snapshot,
+        "asked": read_asked(connection, snapshot, with_prompts=site.show_prompts),
+        "show_prompts": site.show_prompts,
+        "reasons": run_reasons(connection, snapshot.run),
+        "waits": [safe_name(each, 500) for each in waits],
+        "shards": shards,
+        "shards_page": page,
+    }
