@@ -1,4 +1,4 @@
-"""RQ's queues: counts their jobs, puts failed jobs back, and writes metrics for Prometheus."""
+"""RQ's queues: counts their jobs, changes them, puts failed jobs back, and writes metrics for Prometheus."""
 
 from jobs.queues.counts import PLACES as PLACES
 from jobs.queues.counts import QueueCounts as QueueCounts

@@ -128,7 +128,13 @@ class Scene:
         state = RunState(self.connection, run)
         output = f"/data/{folder}"
         state.open_submission(plan_job_id(run), output, Submission("bulk", model="Qwen3-4B"))
-        plan = self._job("jobs.score_parquet", plan_job_id(run), input=f"{output}.parquet")
+        arguments = {
+            "input": f"{output}.parquet",
+            "output": output,
+            "template": "{text}",
+            "sampling": {"temperature": 0, "max_tokens": 96},
+        }
+        plan = self._job("jobs.score_parquet", plan_job_id(run), **arguments)
         if word == "planning":
             self._enqueue_again(plan)
             return

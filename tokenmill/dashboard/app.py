@@ -50,9 +50,10 @@ from tokenmill.dashboard.guard import (
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import Recorder
 from tokenmill.dashboard.seen.run_asked import quoted
+from tokenmill.dashboard.seen.runs_seen import RunsSeen
 from tokenmill.dashboard.seen.watcher import Watcher
 from tokenmill.dashboard.views.runs import time_left, why
-from tokenmill.dashboard.views.site import Missing, Site
+from tokenmill.dashboard.views.site import Missing, Moved, Site
 from tokenmill.dashboard.views.table import PAGES, View, missing
 from tokenmill.serving import Hosts
 
@@ -94,7 +95,7 @@ class Dashboard:
         self._options = options
         self._sessions = Sessions(options.tokens) if options.tokens else None
         failures = FailureIndex(connection)
-        self._site = Site(self.watcher, failures, options.show_prompts)
+        self._site = Site(self.watcher, failures, RunsSeen(connection), options.show_prompts)
         self._deeds = Deeds(connection, failures)
         self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
@@ -159,6 +160,8 @@ class Dashboard:
 
             try:
                 facts = await run_in_threadpool(read)
+            except Moved as moved:
+                return RedirectResponse(str(moved), 303)
             except Missing as missing:
                 return self._render(request, "missing", 404, text=str(missing))
             except RedisError as error:

@@ -3,8 +3,8 @@
 from redis import Redis
 from rq import Queue
 
-from jobs.runs import queue_changes
-from jobs.runs.queue_changes import delete_failed, empty_queue, move_to_front
+from jobs.queues import changes as queue_changes
+from jobs.queues.changes import delete_failed, empty_queue, move_to_front
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
 
 

@@ -134,6 +134,14 @@ def test_a_long_action_goes_on_by_itself_and_is_told_on_all_pages(redis: Redis) 
         now[0] += 60
         assert deeds.long_ones() == []
 
+    def refused(hands: Hands, form: Form) -> Deed:
+        raise RedisConnectionError("gone")
+
+    deed = deeds.begin(refused, "anna", Form())
+    deeds.leave(deed)
+    assert isinstance(deed.future.exception(timeout=10), RedisConnectionError)
+    assert deeds.long_ones() == ["Nothing was done: gone."]
+
 
 @pytest.mark.parametrize(
     ("variables", "reason"),

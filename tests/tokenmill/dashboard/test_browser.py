@@ -13,6 +13,8 @@ from playwright.sync_api import Browser, Page
 
 from ops.documents.scene import Scene
 from ops.documents.screens import SCHEMES, WIDTHS, chromium, opened, paths, running_scene
+from tests.tokenmill.dashboard.conftest import TOKEN
+from tests.tokenmill.dashboard.dashboard_process import running_dashboard
 
 pytestmark = [
     pytest.mark.processes,
@@ -90,6 +92,26 @@ def test_axe_finds_nothing_on_any_page(
             if name != "missing":  # of whose status the browser tells
                 found[name] += said
     assert {name: each for name, each in found.items() if each} == {}
+
+
+@pytest.mark.long  # it starts another dashboard
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_where_people_log_in(
+    redis_url: str, browser: Browser, scheme: str
+) -> None:
+    with (
+        running_dashboard(redis_url, TOKENMILL_DASHBOARD_TOKEN=TOKEN) as address,
+        opened(browser, address, 390, scheme) as page,
+    ):
+        assert findings(page) == []
+        page.fill("#token", "wrong")
+        page.click("button")
+        page.wait_for_selector("#wrong")
+        assert findings(page) == []
+        page.fill("#token", TOKEN)
+        page.click("button")
+        page.wait_for_selector("main#main")
+        assert findings(page) == []
 
 
 def test_keys_go_from_row_to_row_and_ticked_jobs_stay_ticked_until_they_are_put_back(

@@ -123,6 +123,7 @@ def test_a_group_is_put_back_or_deleted_as_a_whole_with_what_came_since_the_page
     end(redis, "late", SERVER.format(77))
     _, text = act(page, "/failed", "/delete", "jobs: DiskFull")
     assert "16 deleted." in text
+    assert "No job has failed with this cause any more" in page.get("/failed?group=none").text
     _, text = act(page, "/failed?queue=bulk", "/retry", "Retry all 2 jobs: ValueError")
     assert "2 put back." in text
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"job-56", b"job-58"]

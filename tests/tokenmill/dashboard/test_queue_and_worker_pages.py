@@ -2,13 +2,17 @@
 
 import json
 import re
+import shlex
 import time
 from html import unescape
+from pathlib import Path
 
+from click.testing import CliRunner
 from redis import Redis
 from rq import Queue
 from starlette.testclient import TestClient
 
+from jobs.cli import main
 from jobs.common.worker_deaths import record_deaths
 from jobs.runs.control import submit_run, submitter
 from tests.tokenmill.dashboard.conftest import Open
@@ -121,9 +125,9 @@ def test_the_search_finds_jobs_runs_workers_and_errors(redis: Redis, page: TestC
     put_worker(redis, "gpu-1")
     fail(redis, "one")
     end(redis, "one", SERVER.format("x"))
+    for text, to in (("one", "/jobs/one"), (RUN, f"/runs/{RUN}")):
+        assert page.get("/search", params={"q": text}).headers["location"] == to
     for text, found in (
-        ("one", 'href="/jobs/one"'),
-        (RUN, f'href="/runs/{RUN}"'),
         ("REVIEWS", f'href="/runs/{RUN}"'),
         ("gpu", 'href="/workers/gpu-1"'),
         ("bul", 'href="/queues/bulk"'),
@@ -152,13 +156,15 @@ def test_runs_are_a_table_with_reasons_and_a_filter_by_state_those_that_run_firs
 
 
 def test_a_runs_page_says_what_it_asks_and_shows_its_template_only_when_asked(
-    redis: Redis, page: TestClient, open_page: Open, tmp_path: object
+    redis: Redis, page: TestClient, open_page: Open, tmp_path: Path, redis_url: str
 ) -> None:
     run = submit_run(
         redis,
         "bulk",
-        input="in.parquet",
+        input=f"{tmp_path}/in put.parquet",
         output=f"{tmp_path}/out",
+        limit=50,
+        max_errors="5%",
         template="Say {secret}",
         sampling={"max_tokens": 7},
     )
@@ -167,9 +173,17 @@ def test_a_runs_page_says_what_it_asks_and_shows_its_template_only_when_asked(
     assert "Input " in text
     assert "max tokens 7" in text
     assert f"by {submitter()}" in text
-    assert re.search(r"tokenmill submit \S*in.parquet \S*/out with the options", text)
+    assert re.search(r"tokenmill submit '\S*in put.parquet' \S*/out with the options", text)
     assert "Say {secret}" not in html
-    assert "Say {secret}" in open_page(show_prompts=True).get(f"/runs/{run}").text
+    shown = open_page(show_prompts=True).get(f"/runs/{run}").text
+    assert "Say {secret}" in text_of(shown)
+
+    command = re.search(r"<code>tokenmill (submit --[^<]*)</code>", shown)
+    assert command is not None, "there is one that submits the same run"
+    words = shlex.split(unescape(command[1]))
+    done = CliRunner().invoke(main, ["--url", redis_url, *words])
+    assert done.exit_code == 0, done.output
+    assert run in done.output
 
 
 def test_shards_lead_to_their_jobs(redis: Redis, page: TestClient) -> None:

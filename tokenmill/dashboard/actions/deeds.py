@@ -111,6 +111,9 @@ class Deeds:
                     texts.append(f"At work: {deed.hands.progress or 'it has begun'}.")
                 elif deed.future.exception() is None:
                     texts.append(self._outcomes.get(deed.future.result(), ""))
+                else:
+                    reason = safe_name(str(deed.future.exception()), 200)
+                    texts.append(f"Nothing was done: {reason}.")
         return [text for text in texts if text]
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from jobs.common.display import safe_name
-from jobs.queues import RESUBMIT, count_queues, queue_names, requeue
-from jobs.runs.queue_changes import delete_failed
+from jobs.queues import RESUBMIT, Requeued, count_queues, queue_names, requeue
+from jobs.queues.changes import delete_failed
 from tokenmill.dashboard.actions.deeds import Deed, Hands
 from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.failures.groups import Remedy
@@ -18,41 +18,40 @@ MAX_QUEUES = 200
 def retry(hands: Hands, form: Form) -> Deed:
     """Put failed jobs back on their queues. Those whose own arguments are wrong need the field `insist`."""
     is_insisting = bool(form.get("insist"))
-    num_done = num_gone = num_cancelled = num_wrong = 0
+    moved = Requeued()
+    num_wrong = 0
     for queue, job_ids in _chosen(hands, form):
-        chosen = job_ids
-        if not is_insisting:
-            hands.failures.look_at(queue, job_ids)
-            chosen = [
-                job_id
-                for job_id in job_ids
-                if hands.failures.remedy(queue, job_id) is not Remedy.CLIENT
-            ]
-        num_wrong += len(job_ids) - len(chosen)
-        moves = requeue(hands.connection, queue, chosen)
+        helped = job_ids if is_insisting else _not_wrong(hands, queue, job_ids)
+        num_wrong += len(job_ids) - len(helped)
+        moves = requeue(hands.connection, queue, helped)
         hands.failures.forget(queue, moves.done)
-        num_done += len(moves.done)
-        num_gone += len(moves.missing)
-        num_cancelled += len(moves.cancelled)
-        hands.tell(f"{num_done:,} put back")
+        moved.add(moves)
+        hands.tell(f"{len(moved.done):,} put back")
 
-    facts = [f"{num_done:,} put back"]
-    if num_gone:
-        facts.append(f"{num_gone:,} {_were(num_gone)} gone")
-    outcome = f"{', '.join(facts)}."
+    num_gone = len(moved.missing)
+    gone = f", {num_gone:,} {_were(num_gone)} gone" if num_gone else ""
+    outcome = f"{len(moved.done):,} put back{gone}."
     if num_wrong:
         outcome += (
             f" {num_wrong:,} stayed, because what they ask for is wrong and they would fail again: "
             "“Retry anyway” puts them back."
         )
-    if num_cancelled:
-        outcome += f" {num_cancelled:,} of cancelled runs stayed: {RESUBMIT}."
+    if moved.cancelled:
+        outcome += f" {len(moved.cancelled):,} of cancelled runs stayed: {RESUBMIT}."
     return Deed("retry", _about(form), outcome)
+
+
+def _not_wrong(hands: Hands, queue: str, job_ids: Sequence[str]) -> list[str]:
+    """Return the jobs of which trying again may help, as far as is known."""
+    hands.failures.look_at(queue, job_ids)
+    remedy = hands.failures.remedy
+    return [job_id for job_id in job_ids if remedy(queue, job_id) is not Remedy.CLIENT]
 
 
 def delete(hands: Hands, form: Form) -> Deed:
     """Delete failed jobs."""
-    num_done = num_gone = 0
+    num_done = 0
+    num_gone = 0
     for queue, job_ids in _chosen(hands, form):
         done = delete_failed(hands.connection, queue, job_ids)
         hands.failures.forget(queue, job_ids)

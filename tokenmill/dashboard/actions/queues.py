@@ -1,8 +1,8 @@
 """Empties queues, and changes where single jobs stand."""
 
 from jobs.common.display import safe_name
+from jobs.queues.changes import empty_queue, move_to_front
 from jobs.runs.job_cancel import JobCancel, cancel_job
-from jobs.runs.queue_changes import empty_queue, move_to_front
 from tokenmill.dashboard.actions.deeds import Deed, Hands
 from tokenmill.dashboard.actions.forms import Form
 

@@ -25,7 +25,8 @@ class Asked:
     """What a run asks. Texts are safe to show.
 
     inputs: files, folders and globs. sampling, options: names with values. prompts: the arguments with words of
-    prompts, by name; empty unless they may be shown. has_prompts: whether there are such arguments.
+    prompts, by name; empty unless they may be shown. has_prompts: whether there are such arguments. command: it submits
+    the same run; "" if it is not known, or would show prompts.
     """
 
     inputs: tuple[str, ...]
@@ -33,6 +34,7 @@ class Asked:
     options: dict[str, str]
     prompts: dict[str, str]
     has_prompts: bool
+    command: str
 
 
 def read_asked(connection: Redis, run: RunSnapshot, *, with_prompts: bool) -> Asked | None:
@@ -57,7 +59,51 @@ def read_asked(connection: Redis, run: RunSnapshot, *, with_prompts: bool) -> As
         if with_prompts
         else {},
         any(name in arguments for name in PROMPTS),
+        submit_command(arguments, run.queue, with_prompts=with_prompts),
     )
+
+
+#: Arguments that `tokenmill submit` takes as options with one value, and as options without.
+_VALUES = (
+    *(
+        "prompt_column",
+        "messages_column",
+        "template",
+        "template_format",
+        "input_format",
+        "encoding",
+    ),
+    *("delimiter", "decimal", "filename_column", "rows_per_shard", "limit", "order", "model"),
+    *("max_errors", "task", "query_column", "document_column", "dimensions", "output_prefix"),
+    *("logprob_type", "max_attempts", "reused_column", "webhook", "on_end"),
+)
+_FLAGS = ("calibrate", "continue_on_length", "only_new", "inline_pictures", "reuse_from_any_model")
+
+
+def submit_command(arguments: Mapping[str, Any], queue: str, *, with_prompts: bool) -> str:
+    """Return the command that submits a run with these arguments; "" if it has one whose option is not known here."""
+    words = ["tokenmill", "submit"]
+    for name, value in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is None or name in ("input", "output", "queue"):
+            continue
+        if name in PROMPTS and not with_prompts:
+            return ""
+        if name == "sampling" and isinstance(value, dict):
+            words += [option, json.dumps(value, ensure_ascii=False)] if value else []
+        elif name == "reuse" and isinstance(value, list):
+            for folder in value:
+                words += [option, str(folder)]
+        elif name in _FLAGS and isinstance(value, bool):
+            words += [option] if value else []
+        elif name in _VALUES and type(value) in (str, int, float):
+            words += [option, str(value)]
+        else:
+            return ""
+    inputs = arguments.get("input")
+    names = inputs if isinstance(inputs, list) else [inputs]
+    words += ["--queue", queue, *map(str, names), str(arguments.get("output"))]
+    return printable(shlex.join(words))
 
 
 def _shown(values: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, str]:

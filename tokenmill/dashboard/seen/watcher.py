@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from redis import Redis
 
@@ -13,6 +14,8 @@ from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.seen.growth import Rates, read_points
 from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
+
+T = TypeVar("T")
 
 #: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.
 LOOK_S = 1.0
@@ -55,7 +58,6 @@ class Look:
     workers: tuple[WorkerRow, ...] = ()
     num_workers: int = 0
     runs: tuple[RunSnapshot, ...] = ()
-    failed: tuple[FailedJob, ...] = ()
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
@@ -66,25 +68,48 @@ class Look:
         return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
 
 
+class _Kept(Generic[T]):
+    """Reads something, and serves it for a while."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
+        self._last: T | None = None
+        self._serves_until = 0.0
+
+    def get(self) -> T:
+        """Return what was read lately, or read it again."""
+        began = time.monotonic()
+        if self._last is None or began >= self._serves_until:
+            self._last = self._read()
+            now = time.monotonic()
+            self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
+        return self._last
+
+
 class Watcher:
     """Reads Redis in the calling thread; safe to call from many. clock: Unix seconds."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection, self.clock = connection, clock
         self._rates = Rates()
-        self._lock = threading.Lock()
-        self._last: Look | None = None
-        self._serves_until = 0.0
+        self._lock = threading.RLock()
+        self._kept_look = _Kept(self._look)
+        self._kept_failed = _Kept(self._failed)
 
     def look(self) -> Look:
         """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
         with self._lock:
-            began = time.monotonic()
-            if self._last is None or began >= self._serves_until:
-                self._last = self._look()
-                now = time.monotonic()
-                self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
-            return self._last
+            return self._kept_look.get()
+
+    def newest_failed(self) -> Sequence[FailedJob]:
+        """Return the newest failed jobs of all queues, as they were LOOK_S ago at most. Raises RedisError."""
+        with self._lock:
+            return self._kept_failed.get()
+
+    def _failed(self) -> Sequence[FailedJob]:
+        queues = [queue.name for queue in self.look().queues if queue.counts["failed"]]
+        # Most of the time there is nothing to read.
+        return newest_failed(self.connection, queues, MAX_FAILED) if queues else []
 
     def _look(self) -> Look:
         now = self.clock()
@@ -93,8 +118,6 @@ class Watcher:
         names = all_workers[:MAX_WORKERS]
         workers = read_workers(self.connection, names)
         self._remember([each.sample for each in workers if each.sample is not None])
-        # Only where there are any: most of the time there is nothing to read.
-        with_failed = [queue.name for queue in queues if queue.counts["failed"]]
         return Look(
             at=now,
             queues=tuple(sorted(queues, key=_busiest)),
@@ -102,9 +125,6 @@ class Watcher:
             workers=self._rows(workers),
             num_workers=len(all_workers),
             runs=tuple(list_runs(self.connection, MAX_RUNS)),
-            failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED))
-            if with_failed
-            else (),
         )
 
     def _remember(self, samples: Sequence[WorkerSample]) -> None:

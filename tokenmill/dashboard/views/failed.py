@@ -4,8 +4,10 @@ from typing import Any
 
 from starlette.requests import Request
 
+from jobs.queues import count_queues, queue_names
 from tokenmill.dashboard.failures.groups import Remedy
 from tokenmill.dashboard.seen.jobs_seen import read_failed
+from tokenmill.dashboard.seen.watcher import MAX_QUEUES
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, with_failed
 
 #: Seconds for which a request reads errors that are not known yet.
@@ -16,8 +18,9 @@ MAX_GROUPS = 100
 
 def failed(site: Site, request: Request) -> dict[str, Any]:
     """Show the failed jobs by cause. Parameters: queue, group (all by default), text (of an error), page."""
-    look = site.watcher.look()
-    counts = {each.name: each.counts["failed"] for each in look.queues}
+    # Runs and workers are not shown here, so they are not looked at.
+    queues = count_queues(site.connection, queue_names(site.connection)[:MAX_QUEUES])
+    counts = {each.name: each.counts["failed"] for each in queues}
     queue = request.query_params.get("queue", "")
     group = request.query_params.get("group", "")
     text = request.query_params.get("text", "")[:200]
@@ -25,7 +28,7 @@ def failed(site: Site, request: Request) -> dict[str, Any]:
         raise Missing("There is no queue of this name.")
 
     index = site.failures
-    index.advance(with_failed(look.queues), READ_S)
+    index.advance(with_failed(queues), READ_S)
     groups = index.groups(queue, text)
     shown = [each for each in groups if each.cause.key == group] if group else groups
     cause = shown[0].cause if group and shown else None

@@ -17,6 +17,7 @@ def overview(site: Site, request: Request) -> dict[str, Any]:
     page = Page.asked(request, "workers", len(look.workers))
     return {
         "look": look,
+        "failed": site.watcher.newest_failed(),
         "runs": running_first(look.runs)[:MAX_RUNS],
         "workers": look.workers[page.first : page.first + PAGE_ROWS],
         "workers_page": page,

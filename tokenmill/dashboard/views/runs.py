@@ -8,17 +8,16 @@ from starlette.requests import Request
 from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.watching.reading import list_runs, read_planned, run_reasons
+from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, needs, obstacles
 from tokenmill.dashboard import display
 from tokenmill.dashboard.seen.run_asked import read_asked
+from tokenmill.dashboard.seen.runs_seen import MAX_RUNS
 from tokenmill.dashboard.seen.shards_seen import list_shards
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
 
 #: Shards of a run on one page.
 PAGE_SHARDS = 100
-#: The most runs that are listed, the last submitted ones.
-MAX_RUNS = 200
 
 
 def time_left(run: RunSnapshot) -> str:
@@ -51,7 +50,7 @@ def why(run: RunSnapshot) -> str:
 
 def runs(site: Site, request: Request) -> dict[str, Any]:
     """List the runs that were submitted last. Parameters: state (any by default), page."""
-    snapshots = running_first(list_runs(site.connection, MAX_RUNS))
+    snapshots = running_first(site.runs.newest())
     state = request.query_params.get("state", "")
     counts = dict.fromkeys(STATES, 0)
     for snapshot in snapshots:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from jobs.queues import QueueCounts
 from tokenmill.dashboard.failures.index import FailureIndex
+from tokenmill.dashboard.seen.runs_seen import RunsSeen
 from tokenmill.dashboard.seen.watcher import Watcher
 
 #: Rows of a table on one page.
@@ -31,12 +32,17 @@ def if_allowed(read: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
+class Moved(Exception):
+    """What was asked for stands at another path, which is its text."""
+
+
 @dataclass(frozen=True)
 class Site:
     """What pages are made of. show_prompts: whether jobs' arguments are shown."""
 
     watcher: Watcher
     failures: FailureIndex
+    runs: RunsSeen
     show_prompts: bool = False
 
     @property
