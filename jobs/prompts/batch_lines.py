@@ -10,15 +10,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.common.display import message_of
+from jobs.context.checks import REPAIR_OPTIONS
 from jobs.context.deadlines import EXPIRED
 from jobs.errors import InvalidJob, JobsError, ModelNotServed, RequestFailed, unlike
+from jobs.prompts import openai_responses
+from jobs.prompts.arguments import FOR_OPERATORS, NEUTRAL, OF_CHATS, OF_VALUES, is_neutral
+from jobs.prompts.messages import MESSAGE_KEYS
 from jobs.prompts.openai_responses import PATH as RESPONSES
 from jobs.prompts.openai_responses import chat_of, response_object
 from jobs.prompts.prompt_jobs import chat_task, complete_task
+from jobs.prompts.scoring.embeddings import ARGUMENTS as EMBEDDING_ARGUMENTS
 from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
-from jobs.prompts.unsupported import CHATS, COMPLETIONS, EMBEDDINGS, without_unsupported
+from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.tasks import Task
+
+COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 #: By endpoint: the function that makes a line's task, and the argument that a body must have.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
@@ -90,6 +97,64 @@ def line_task(
         return make_task(**body)
     has_seed = body.get("seed") is not None
     return make_task(**{**body, "seed": body["seed"] if has_seed else seed})
+
+
+#: Arguments that become others before the engine sees them.
+_TEXTS = {"model", "max_completion_tokens", "response_format", "allow_whitespace", OF_VALUES}
+_KNOWN: Mapping[str, set[str]] = {
+    COMPLETIONS: {"prompt", "echo", *_TEXTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
+    CHATS: {"messages", "top_logprobs", *OF_CHATS, *_TEXTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
+    EMBEDDINGS: set(EMBEDDING_ARGUMENTS),
+}
+
+
+def without_unsupported(
+    url: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a line's body without arguments that are not served, and the names of these.
+
+    A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
+    """
+    kept: dict[str, Any] = {}
+    left_out: list[str] = []
+    for name, value in body.items():
+        if value is None or _is_supported(url, name, body, is_sampling_value):
+            kept[name] = value
+        else:
+            left_out.append(name)
+    messages = kept.get("messages")
+    if url == CHATS and isinstance(messages, list):
+        keys: dict[str, None] = {}
+        kept["messages"] = [_without_keys(message, keys) for message in messages]
+        left_out += [f"messages[].{key}" for key in keys]
+    return kept, left_out
+
+
+def _is_supported(
+    url: str, name: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
+) -> bool:
+    value = body[name]
+    if name in NEUTRAL:
+        return is_neutral(name, value, body)
+    if url == openai_responses.PATH:
+        return openai_responses.is_served(name, value)
+    if name in FOR_OPERATORS or name in _KNOWN[url]:
+        return True
+    is_for_others = url == EMBEDDINGS or name in OF_CHATS
+    return not is_for_others and is_sampling_value(name)
+
+
+def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
+    """Return a message without keys that are not read. Their names are added to left_out."""
+    if not isinstance(message, dict):
+        return message
+    kept = {}
+    for key, value in message.items():
+        if key in MESSAGE_KEYS:
+            kept[key] = value
+        elif value is not None and value != []:
+            left_out[key] = None
+    return kept
 
 
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
+from tokenmill.dashboard.display import estimate
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"
 RUN = "0123456789abcdef"
@@ -226,3 +227,15 @@ def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(
     html = page.get(f"/jobs/{RUN}-00000").text
     assert "/cancel-job" not in html
     assert f'href="/runs/{RUN}"' in html
+
+
+def test_a_time_that_is_only_guessed_has_one_unit() -> None:
+    told = [estimate(seconds) for seconds in (5, 119, 647, 7100, 11_280, 200_000)]
+    assert told == [
+        "about 5 s",
+        "about 119 s",
+        "about 11 min",
+        "about 118 min",
+        "about 3 h",
+        "about 2 d",
+    ]

@@ -23,10 +23,10 @@ PAGE_SHARDS = 100
 def time_left(run: RunSnapshot) -> str:
     """Say how long a run still takes: as its shards tell, else at the pace so far."""
     if run.is_active and run.left_s is not None:
-        return f"about {display.duration(run.left_s)}"
+        return display.estimate(run.left_s)
     if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
         return display.NOTHING
-    return f"about {display.duration((run.rows - run.rows_done) / run.rows_per_s)}"
+    return display.estimate((run.rows - run.rows_done) / run.rows_per_s)
 
 
 def running_first(runs: Iterable[RunSnapshot]) -> list[RunSnapshot]:
