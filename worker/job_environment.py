@@ -7,14 +7,14 @@ from typing import Any
 
 from redis import Redis
 
-from engine import InvalidRequest, SamplingParams
+from engine import InvalidRequest, RequestParams, SamplingParams, request_params
 from jobs.common.keys import FORMAT
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal, short_name
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
-from jobs.tasks import Parts, Prompt
+from jobs.tasks import Request
 from worker.engine_thread.pictures import decoded
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.text_piece import sent_tokens
@@ -71,20 +71,26 @@ class JobEnvironment:
         tell_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
+#: Kinds of requests whose prompts have the same tokens, whatever is asked of them.
+_OF_TEXTS = ("generate", "score")
+
+
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
-    def token_ids(
-        prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]
-    ) -> Sequence[int]:
+    def token_ids(request: Request) -> Sequence[int]:
         try:
-            chat_options = dict(options)
-            truncation = chat_options.pop("truncate_prompt_tokens", None)
-            params = SamplingParams(truncate_prompt_tokens=truncation)
-            if messages is None:
-                prepared = engine.prepare(decoded(prompt), params)
+            params: RequestParams
+            if request.kind in _OF_TEXTS:
+                truncation = request.sampling.get("truncate_prompt_tokens")
+                params = SamplingParams(truncate_prompt_tokens=truncation)
             else:
-                prepared = engine.prepare_chat(decoded(messages), params, **chat_options)
+                params = request_params(request.kind, request.sampling)
+            if request.messages is None:
+                prepared = engine.prepare(decoded(request.prompt), params)
+            else:
+                messages = decoded(request.messages)
+                prepared = engine.prepare_chat(messages, params, **request.chat_options)
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None
         ids: Sequence[int] = prepared.token_ids

@@ -240,6 +240,25 @@ def for_template(
     return ready
 
 
+#: Roles that every template may be asked to read.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_roles(messages: Messages, template: str) -> None:
+    """Raise InvalidPrompt for a role that is none of ROLES and that the template does not name.
+
+    Most templates write any role as it is, and the model has never seen such a turn.
+    """
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
+            continue
+        raise InvalidPrompt(
+            f"message {i} has the role {role[:64]!r}, which this model's chat template does not name: expected "
+            f"{', '.join(ROLES)}"
+        )
+
+
 def _check_part(part: object, i: int, kinds: Container[str]) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):

@@ -18,6 +18,7 @@ from engine.text.chat_templates import (
     TEXT_ALONE,
     Messages,
     at_time,
+    check_roles,
     check_tools,
     check_variables,
     for_template,
@@ -395,6 +396,7 @@ class Tokenizer:
         messages = for_template(
             messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer
         )
+        check_roles(messages, str(template))
         if self._takes_short_ids:
             messages = with_short_ids(messages)
         if split_special_tokens:

@@ -171,6 +171,11 @@ _INPUT = (
         metavar="NAME",
     ),
     _option(
+        "--drop-unsupported",
+        "Leave out what cannot be honoured: arguments of batch files' lines, extra keys of messages.",
+        is_flag=True,
+    ),
+    _option(
         "--inline-pictures", "Refuse lines of batch files that name a picture's file.", is_flag=True
     ),
     _option(

@@ -1,6 +1,6 @@
 """Describes the model that a process serves: its names, its identity, and how it reads prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -117,11 +117,10 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 class PromptMeter:
     """Counts the tokens of prompts as this process' engine would.
 
-    token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request), in any
-    thread. It raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of
-    the prefix cache.
+    token_ids: returns the tokens of a request's prompt (see tasks.Request). May be called in any thread. Raises
+    InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of the prefix cache.
     """
 
-    token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]
+    token_ids: Callable[[Any], Sequence[int]]
     max_num_seqs: int
     block_size: int

@@ -217,7 +217,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:
             used[name] = value
-        elif name in NEUTRAL and value is not None and not _is_neutral(name, value, values):
+        elif name in NEUTRAL and value is not None and not is_neutral(name, value, values):
             neutral = (
                 " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
                 .replace("{", "{{")
@@ -239,7 +239,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     return with_structured_outputs(used)
 
 
-def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    """Say whether an argument of NEUTRAL has a value at which it changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     # In Python 1 and true are equal, but here they mean different things.

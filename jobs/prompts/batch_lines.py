@@ -4,24 +4,27 @@ Source: OpenAI's "Batch API" guide and reference ("request input object", "reque
 """
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.common.display import message_of
 from jobs.context.deadlines import EXPIRED
-from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
+from jobs.errors import InvalidJob, JobsError, ModelNotServed, RequestFailed, unlike
 from jobs.prompts.openai_responses import PATH as RESPONSES
 from jobs.prompts.openai_responses import chat_of, response_object
 from jobs.prompts.prompt_jobs import chat_task, complete_task
 from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
+from jobs.prompts.unsupported import CHATS, COMPLETIONS, EMBEDDINGS, without_unsupported
 from jobs.tasks import Task
 
 #: By endpoint: the function that makes a line's task, and the argument that a body must have.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
-    "/v1/chat/completions": (chat_task, "messages"),
-    "/v1/completions": (complete_task, "prompt"),
-    "/v1/embeddings": (embed_task, "input"),
+    CHATS: (chat_task, "messages"),
+    COMPLETIONS: (complete_task, "prompt"),
+    EMBEDDINGS: (embed_task, "input"),
     RESPONSES: (lambda **body: chat_task(**chat_of(body)), "input"),
 }
 
@@ -39,13 +42,26 @@ def custom_id(line: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+@dataclass
+class Drops:
+    """Which arguments of a line are left out. is_sampling_value: whether the engine knows a sampling value."""
+
+    is_sampling_value: Callable[[str], bool]
+    left_out: list[str] = field(default_factory=list)
+
+
 def line_task(
-    line: Mapping[str, Any], seed: int, aliases: Collection[str] = (), endpoint: str | None = None
+    line: Mapping[str, Any],
+    seed: int,
+    aliases: Collection[str] = (),
+    endpoint: str | None = None,
+    drops: Drops | None = None,
 ) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: the seed of a line that names none. aliases: names of models that the served one stands for; "*" is any name.
-    endpoint: the only one that a line may ask for; None for any.
+    seed: the seed for a line that names no seed. aliases: names of models that the served model stands for; "*" is any
+    name. endpoint: the only endpoint that a line may name; None for any. drops: takes the arguments that are not
+    served; None if they are refused.
     """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
@@ -64,6 +80,9 @@ def line_task(
     refuse_template(body)
     if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
         body = {name: value for name, value in body.items() if name != "model"}
+    if drops is not None:
+        body, left_out = without_unsupported(url, body, drops.is_sampling_value)
+        drops.left_out += left_out
     make_task, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
@@ -90,7 +109,13 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return an error's reason as a line's answer shows it."""
+    """Return an error's reason in the form of a line's answer."""
+    if isinstance(error, ModelNotServed):
+        name = str(error.args[0])
+        return (
+            f"{message_of(error)}; or submit the file with model_alias {name!r} (--model-alias {shlex.quote(name)}), "
+            "so that the served model answers for that name"
+        )
     return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
 
 

@@ -19,17 +19,19 @@ from jobs.prompts.pictures import Picture, picture_of
 MAX_MESSAGES = 10_000
 #: What a message may hold beside its role and content. The order is fixed, so that equal chats are equal texts.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
+MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 
 
-def normal_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
+def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
+    """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text or a list of texts and pictures; an assistant's with tool calls may be null. Raises InvalidJob.
+    A content is a text or a list of texts and pictures. An assistant's content may be null if there are tool calls.
+    drops_keys: whether keys that are not read are left out. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
     check_limit(len(messages), MAX_MESSAGES, "a chat has {} messages", "shorten it")
-    normal = [_message(message, number) for number, message in enumerate(messages)]
+    normal = [_message(message, number, drops_keys) for number, message in enumerate(messages)]
     contents = [message["content"] for message in normal]
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
     check_limit(num_parts, MAX_MESSAGES, "the contents of a chat have {} parts", "shorten it")
@@ -38,14 +40,17 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
     return normal
 
 
-def _message(message: object, number: int) -> dict[str, Any]:
+def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
     present = {key: value for key, value in message.items() if value is not None and value != []}
     for key in present:
-        if key not in ("role", "content", "tool_calls", *TEXTS):
+        if key not in MESSAGE_KEYS and not drops_keys:
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
-            raise InvalidJob(f"message {number} holds {brief(key)}, which is not built: {known}")
+            raise InvalidJob(
+                f"message {number} holds {brief(key)}, which is not built: {known}; in runs drop_unsupported "
+                "(--drop-unsupported) leaves others out"
+            )
     calls = present.get("tool_calls")
     content = message.get("content")
     if content is None and calls is not None:

@@ -53,6 +53,11 @@ _OWN = (
 _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 
+def is_served(name: str, value: Any) -> bool:
+    """Say whether an argument of a body is one, and has a value that can be honoured."""
+    return value in _REFUSED[name] if name in _REFUSED else name in (*_SAME, *_OWN)
+
+
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `jobs.chat` for a body.
 

@@ -180,7 +180,9 @@ class RunOptions(TypedDict, total=False):
     model_alias: str | Sequence[str]
     """Names in batch files that stand for the served model; "*" for any name."""
     batch_endpoint: BatchEndpoint
-    """The only endpoint that lines of batch files may ask. Others get an error."""
+    """The only endpoint that lines of batch files may name. Lines with another one get an error."""
+    drop_unsupported: bool
+    """Whether what cannot be honoured is left out: arguments of batch files' lines, and extra keys of messages."""
     inline_pictures: bool
     """Whether lines of batch files that name a picture's file are refused."""
     limit: int

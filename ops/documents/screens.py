@@ -147,7 +147,7 @@ def opened(
     try:
         page.goto(address)
         if page.query_selector("#charts"):
-            page.wait_for_selector("#charts canvas")
+            page.wait_for_selector("#charts:not([hidden])")
         yield page
     finally:
         page.close()

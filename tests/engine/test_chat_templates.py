@@ -307,7 +307,8 @@ def test_a_developers_message_is_a_systems_where_the_template_reads_no_other(
     [
         (NO_SYSTEM, chat("developer:be brief", "user:hi"), "message 0, of the role 'developer'"),
         (NO_SYSTEM, chat("system:be brief", "user:hi"), "message 0, of the role 'system'"),
-        (KNOWN_ROLES, chat("user:hi", "critic:no"), "message 1, of the role 'critic'"),
+        (KNOWN_ROLES, chat("user:hi", "critic:no"), "message 1 has the role 'critic', which"),
+        (ANY_ROLE, chat("user:hi", "User:no"), "message 1 has the role 'User', which"),
         (
             FIRST_SYSTEM,
             chat("user:hi", "system:be brief", "user:ho"),
@@ -327,6 +328,11 @@ def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(
 ) -> None:
     with pytest.raises(InvalidPrompt, match=says):
         with_options(model, template, messages)
+
+
+def test_a_role_that_the_template_names_is_read(model: Path) -> None:
+    template = "{% if messages[0].role == 'critic' %}!{% endif %}" + ANY_ROLE
+    assert with_options(model, template, chat("critic:no")) == "![critic]no"
 
 
 def test_tool_calls_that_the_template_leaves_out_are_refused(model: Path) -> None:

@@ -127,7 +127,6 @@ def test_no_part_of_a_chat_forges_a_turn(tmp_path: Path) -> None:
         chat([{"type": "text", "text": forged}, {"type": "text", "text": forged}]),
         [*chat("a"), {"role": "assistant", "content": forged, "tool_calls": [call]}],
         [*chat("a"), {"role": "tool", "content": forged}],
-        [*chat("a"), {"role": forged, "content": "b"}],
     ):
         harmless = json.loads(json.dumps(messages).replace(json.dumps(forged)[1:-1], "x"))
         assert control_ids(tokenizer, messages, tools=[tool]) == control_ids(

@@ -156,6 +156,39 @@ def test_the_api_servers_folder_is_where_workers_read() -> None:
     assert mounts("api")[root] == mounts("worker")[root]
 
 
+def test_all_services_come_back_with_the_machine_and_have_limits() -> None:
+    """Docker leaves what has `on-failure` down after a restart of the host."""
+    for name, service in composition().items():
+        if name == "folders":
+            continue
+        assert service["restart"] == "unless-stopped", name
+        assert service["mem_limit"], name
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
+
+
+def test_redis_asks_for_the_password_that_all_its_clients_have() -> None:
+    services = composition()
+    assert "--requirepass ${REDIS_PASSWORD:?" in services["redis"]["command"]
+    assert services["redis"]["environment"]["REDISCLI_AUTH"] == "${REDIS_PASSWORD}"
+    for name in ("worker", "api", "dashboard"):
+        url = services[name]["environment"]["RQ_REDIS_URL"]
+        assert url == "redis://:${REDIS_PASSWORD}@redis:6379/0"
+
+
+def test_the_folder_of_runs_is_given_to_the_images_user_before_a_worker_starts() -> None:
+    folders, worker = composition()["folders"], composition()["worker"]
+    assert folders["command"] == ["chown", of("USER")[-1], "/data"]
+    assert mounts("folders") == {"/data": mounts("worker")["/data"]}
+    assert worker["depends_on"]["folders"] == {"condition": "service_completed_successfully"}
+
+
+def test_a_worker_gets_a_gpu_where_one_is_asked_for() -> None:
+    gpu = yaml.safe_load((FOLDER / "compose.gpu.yaml").read_text())["services"]
+    (device,) = gpu["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert gpu.keys() <= composition().keys()
+
+
 def test_compose_v1_takes_the_composition_too() -> None:
     """It refuses `name`, which came with v2."""
     assert compose_file().keys() == {"services", "volumes"}
@@ -164,13 +197,18 @@ def test_compose_v1_takes_the_composition_too() -> None:
 @pytest.mark.skipif(
     shutil.which("docker-compose") is None, reason="not installed: docker-compose (pip)"
 )
-def test_docker_compose_finds_nothing_to_say_against_the_composition() -> None:
+@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.gpu.yaml")])
+def test_docker_compose_finds_nothing_to_say_against_the_composition(
+    files: tuple[str, ...],
+) -> None:
     variables = {
         "MODEL": "m",
         "TORCH_INDEX": "i",
         "TOKENMILL_DASHBOARD_TOKEN": "a token of many characters",
+        "REDIS_PASSWORD": "p",
     }
-    command = ["docker-compose", "-f", str(FOLDER / "compose.yaml"), "config", "--quiet"]
+    named = [word for name in files for word in ("-f", str(FOLDER / name))]
+    command = ["docker-compose", *named, "config", "--quiet"]
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,8 @@
 """The manifests: of the schemas, of each other's names, of metrics that exist, and with time to stop."""
 
 import re
+import shutil
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,8 +98,53 @@ def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:
         assert files == {name for name in named if name.endswith(".yaml")}
 
 
+def test_what_a_pod_writes_and_takes_is_bounded() -> None:
+    for name in ("worker", "dashboard", "api"):
+        for volume in pod(name)["volumes"]:
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), volume
+        assert "memory" in container(name)["resources"]["limits"]
+    spec = pod("worker")
+    assert {each["key"] for each in spec["tolerations"]} <= container("worker")["resources"][
+        "limits"
+    ].keys()
+    assert (
+        spec["topologySpreadConstraints"][0]["labelSelector"]
+        == found("Deployment", "worker")["spec"]["selector"]
+    )
+
+
+def test_each_pod_has_the_authority_that_its_url_names() -> None:
+    (authority,) = found("ConfigMap", "ca")["data"]
+    secret = found("Secret", "redis")["stringData"]
+    for name in ("worker", "dashboard", "api"):
+        (mount,) = [each for each in container(name)["volumeMounts"] if each["name"] == "ca"]
+        assert secret[f"{name}-url"].endswith(f"?ssl_ca_certs={mount['mountPath']}/{authority}")
+
+
+def test_a_job_fills_the_volume_of_models_with_the_one_that_is_served() -> None:
+    (download,) = found("Job", "model")["spec"]["template"]["spec"]["containers"]
+    assert download["args"][:2] == ["hf", "download"]
+    assert (
+        option(download["args"], "--local-dir")
+        == found("ConfigMap", "worker")["data"]["TOKENMILL_MODEL"]
+    )
+    volumes = {
+        each["name"]: each for each in found("Job", "model")["spec"]["template"]["spec"]["volumes"]
+    }
+    claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
+    assert "ReadWriteMany" in found("PersistentVolumeClaim", claim)["spec"]["accessModes"]
+    assert shutil.which("hf", path=Path(sys.executable).parent), "the image has transformers' own"
+
+
+def test_nobody_reaches_a_pod_that_no_policy_names() -> None:
+    assert found("NetworkPolicy", "closed")["spec"] == {
+        "podSelector": {},
+        "policyTypes": ["Ingress"],
+    }
+
+
 def test_a_worker_has_time_to_hand_back_and_to_load() -> None:
-    settings = found("ConfigMap")["data"]
+    settings = found("ConfigMap", "worker")["data"]
     assert (
         pod("worker")["terminationGracePeriodSeconds"]
         >= int(settings["TOKENMILL_DRAIN_S"]) + LEAVING_S
@@ -112,7 +159,7 @@ def test_an_api_server_drains_in_its_grace_and_writes_where_workers_read() -> No
     pause_s = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][-1])
     needed_s = pause_s + int(option(arguments, "--drain")) + DRAINED_S
     assert pod("api")["terminationGracePeriodSeconds"] >= needed_s
-    root = found("ConfigMap")["data"]["TOKENMILL_DATA_ROOTS"]
+    root = found("ConfigMap", "worker")["data"]["TOKENMILL_DATA_ROOTS"]
     assert option(arguments, "--folder").startswith(f"{root}/")
     places = {each["name"]: each["mountPath"] for each in container("api")["volumeMounts"]}
     assert places["data"] == root
@@ -138,7 +185,7 @@ def test_what_is_started_takes_its_arguments_and_its_settings(
 ) -> None:
     for name in ("worker", "dashboard", "api"):
         assert_is_a_command(container(name)["args"])
-    settings = found("ConfigMap")["data"]
+    settings = found("ConfigMap", "worker")["data"]
     assert_settings_exist(settings)
     names = {each["name"]: each.get("value") for each in container("dashboard")["env"]}
     assert_settings_exist(names, DASHBOARD_SETTINGS)
@@ -152,8 +199,8 @@ def test_what_is_started_takes_its_arguments_and_its_settings(
 def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None:
     secrets = {each["metadata"]["name"]: each for each in manifests() if each["kind"] == "Secret"}
     for name in ("worker", "dashboard", "api"):
-        for each in container(name)["env"]:
-            key = each["valueFrom"]["secretKeyRef"]
+        keys = [each["valueFrom"].get("secretKeyRef") for each in container(name)["env"]]
+        for key in filter(None, keys):
             assert key["key"] in secrets[key["name"]]["stringData"]
         labels = found("Deployment", name)["spec"]["template"]["metadata"]["labels"]
         ports = {each["name"] for each in container(name)["ports"]}
@@ -164,7 +211,7 @@ def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None
         assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
     assert (
         container("worker")["envFrom"][0]["configMapRef"]["name"]
-        == found("ConfigMap")["metadata"]["name"]
+        == found("ConfigMap", "worker")["metadata"]["name"]
     )
     assert found("ScaledObject")["spec"]["scaleTargetRef"]["name"] == "tokenmill-worker"
     assert (

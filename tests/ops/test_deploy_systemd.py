@@ -61,7 +61,7 @@ def values(unit: Path, key: str) -> list[str]:
 @needs_systemd
 def test_systemd_finds_nothing_to_say_against_the_units(installed: Path) -> None:
     units = sorted(map(str, installed.iterdir()))
-    assert len(units) == 4
+    assert len(units) == 5
     done = analyzed(installed, "verify", "--man=no", *units)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -85,6 +85,14 @@ def test_a_worker_has_time_to_give_back_what_runs() -> None:
     (drain_s,) = re.findall(r"TOKENMILL_DRAIN_S=(\d+)", unit.read_text())
     assert int(values(unit, "TimeoutStopSec")[0]) >= int(drain_s) + LEAVING_S
     assert values(unit, "KillMode") == ["mixed"], "its children hear of it from the worker"
+
+
+def test_all_share_the_limit_of_one_slice_and_tell_their_numbers_to_this_machine_alone() -> None:
+    for unit in UNITS.glob("tokenmill-*.service"):
+        assert values(unit, "Slice") == ["tokenmill.slice"]
+        assert values(unit, "TasksMax")
+    assert values(UNITS / "tokenmill.slice", "MemoryMax") == ["90%"]
+    assert env_file(UNITS / "worker.env")["TOKENMILL_METRICS_HOST"] == "127.0.0.1"
 
 
 def test_an_api_server_has_time_to_drain_and_writes_where_workers_read() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, Self
 
 import pyarrow as pa
@@ -10,15 +11,18 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.checks import TOOL, RepairOptions
-from jobs.errors import JobsError, ResultTooLarge
+from jobs.errors import InvalidJob, JobsError, ResultTooLarge
 from jobs.items.item import Item, side_by_side
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
-from jobs.prompts.batch_lines import body_maker, failure_text, line_task
+from jobs.prompts.batch_lines import Drops, body_maker, failure_text, line_task
 from jobs.prompts.prompt_task import PromptTask
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
+
+#: The column of the names of arguments that were left out of a line.
+LEFT_OUT = "left_out"
 
 
 class BatchLines(RowAsk):
@@ -31,6 +35,7 @@ class BatchLines(RowAsk):
         self._context = context
         #: The version of each function that lines name.
         self._versions: dict[str, str] = {}
+        self._is_sampling_value = cache(self._look_up_sampling)
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
@@ -39,8 +44,11 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of every run that generates."""
-        return list(OUTPUT_FIELDS)
+        """Return the columns of every run that generates, and the names of arguments that were left out."""
+        fields = list(OUTPUT_FIELDS)
+        if spec.drop_unsupported:
+            fields.append(pa.field(LEFT_OUT, pa.string()))
+        return fields
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
@@ -92,7 +100,9 @@ class BatchLines(RowAsk):
         del row
         try:
             spec = self._plan.spec
-            task = line_task(line, seed, spec.model_alias or (), spec.batch_endpoint).made(context)
+            drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
+            aliases = spec.model_alias or ()
+            task = line_task(line, seed, aliases, spec.batch_endpoint, drops).made(context)
             assert isinstance(task, PromptTask)
             make_body = body_maker(line)
             del line
@@ -104,9 +114,20 @@ class BatchLines(RowAsk):
             )
             if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
-            return _answer_of(task.result(answers, context), make_body)
+            answer = _answer_of(task.result(answers, context), make_body)
+            if drops is not None and drops.left_out:
+                answer = replace(answer, columns={LEFT_OUT: ", ".join(drops.left_out)})
+            return answer
         except JobsError as error:
             return failed_answer(failure_text(error))
+
+    def _look_up_sampling(self, name: str) -> bool:
+        """Return whether the engine knows a sampling value of this name."""
+        try:
+            self._context.check_sampling({name: None})
+        except InvalidJob:
+            return False
+        return True
 
 
 def _answer_of(

@@ -13,6 +13,7 @@ from jobs.common.release import commit
 from jobs.context.answers import Answer
 from jobs.context.deadlines import EXPIRED
 from jobs.context.served_model import ServedModel
+from jobs.parquet.asks.batch_lines import LEFT_OUT
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
@@ -182,7 +183,18 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         completion_lengths=count_lengths(completion_lengths),
         finish_reasons=dict(finish_reasons),
         labels=dict(labels.most_common(MAX_PART_LABELS)),
+        left_out=dict(_left_out(good).most_common(MAX_PART_LABELS)),
     )
+
+
+def _left_out(answers: Iterable[Answer]) -> Counter[str]:
+    """Count from how many lines each argument was left out."""
+    counts: Counter[str] = Counter()
+    for answer in answers:
+        names = answer.column(LEFT_OUT)
+        if names:
+            counts.update(names.split(", "))
+    return counts
 
 
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from random import Random
 from secrets import token_hex
 from typing import Any
 
@@ -44,8 +45,6 @@ MAX_TRIED = 256
 MAX_PICKED_CHARS = 4 << 20
 #: This many bytes of a picture count as one character.
 PICTURE_SHARE = 32
-TRUNCATION = "truncate_prompt_tokens"
-
 MAX_REASONS = 5
 
 
@@ -73,10 +72,10 @@ class SurveyWork(RowsTask):
         has_answers = arguments.pop("answers", True)
         output = arguments.pop("output", os.devnull)
         self._spec = spec = RunSpec.from_arguments(input, output, **arguments)
-        if not kind_of(spec).is_tried(spec):
+        if first is not None and not kind_of(spec).is_tried(spec):
             raise InvalidJob(
-                "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
-                "files, or several prompts, of which you can name one"
+                "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
+                "prompts, of which you can name one; a dry run counts these too"
             )
         spec.check_sampling(context.check_sampling)
         spec.admit(context.checks)
@@ -175,10 +174,13 @@ class SurveyWork(RowsTask):
             for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):
                 shown.append(self._shown(planned, row, answer))
             return {**result, "shown": shown}
-        return {**result, **self._estimates()}
+        return {**result, **self._estimates(result["prompt_tokens"])}
 
-    def _estimates(self) -> dict[str, float]:
-        """Return what the whole run would take, judged by the requests that were answered."""
+    def _estimates(self, prompt_tokens: float) -> dict[str, float]:
+        """Estimate what the whole run would take, by the requests that were answered.
+
+        prompt_tokens: the tokens of the first prompts of all rows.
+        """
         counts = self._counts
         # The weights add up to the requests whose text had room. `scale` makes up for all others.
         weights = sum(planned.weight for planned, _ in self._tried)
@@ -187,12 +189,17 @@ class SurveyWork(RowsTask):
         generated = 0.0
         completion = 0.0
         escalated = 0.0
+        later = 0.0  # prompt tokens behind a request's first prompt: of further prompts, and of further attempts
+        later_of_rows = 0.0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
             tokens = answered.num_tokens * scale
             generated += planned.weight * tokens
             completion += planned.weight * tokens * planned.rows
+            more = max(0, answer.prompt_tokens - planned.tokens) * planned.weight * scale
+            later += more
+            later_of_rows += more * planned.rows
             if answer.error is None and (answer.column("margin") or 0) < low:
                 escalated += planned.weight * planned.rows * scale
 
@@ -201,7 +208,9 @@ class SurveyWork(RowsTask):
             "generated_tokens": generated,
             "completion_tokens": completion,
             "rows_escalated": escalated,
-            "seconds": seconds_per_token * (counts.request_tokens * counts.scale + generated),
+            "prompt_tokens": prompt_tokens + later_of_rows,
+            "seconds": seconds_per_token
+            * (counts.request_tokens * counts.scale + later + generated),
         }
 
     def _shown(self, planned: PlannedRequest, row: Row, answer: Answer | None) -> dict[str, Any]:
@@ -329,12 +338,13 @@ class _Counts:
             tokens = known.tokens
         else:
             try:
-                token_ids = self._token_ids(row, numbers[0])
-            except InvalidJob as error:
+                asked = self._first_requests(row, numbers[0])
+                prompts = [self._meter.token_ids(request) for request in asked]
+            except (InvalidJob, _Unanswerable) as error:
                 self._reasons.add(str(error), numbers)
                 return
-            tokens = len(token_ids)
-            limit = row.own_sampling.get("max_tokens", 0)
+            tokens = sum(map(len, prompts))
+            limit = max(_limit_of(request) for request in asked)
             requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
             if is_greedy:
                 requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
@@ -342,21 +352,21 @@ class _Counts:
                 self.requests.append(request)
                 self._by_key.setdefault(key, request)
                 self.request_tokens += tokens
-                shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
-                self._counts["cached_tokens"] += shared
-                self._previous_tokens = token_ids
+                for token_ids in prompts:
+                    shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
+                    self._counts["cached_tokens"] += shared
+                    self._previous_tokens = token_ids
         self._counts["rows_repeated"] += len(numbers) - (known is None)
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
-    def _token_ids(self, row: Row, number: int) -> Sequence[int]:
-        """Return the tokens of a row's prompt. Raises InvalidJob."""
-        requests = self._ask.begin(row, number).send(None)
-        (request,) = map(self._ask.prepared, requests)  # type: ignore[arg-type]
-        options = dict(request.chat_options)
-        most = request.sampling.get(TRUNCATION)
-        if most is not None:
-            options[TRUNCATION] = most
-        return self._meter.token_ids(request.prompt, request.messages, options)
+    def _first_requests(self, row: Row, number: int) -> list[Request]:
+        """Return the requests that a row begins with. Raises InvalidJob, or _Unanswerable for a row that has none."""
+        try:
+            step = self._ask.begin(row, number).send(None)
+        except StopIteration as end:
+            raise _Unanswerable(end.value.error) from None
+        assert isinstance(step, list)
+        return [self._ask.prepared(request) for request in step]
 
     def to_object(self) -> dict[str, Any]:
         """Return the counts, scaled to the whole run, and the commonest reasons of errors."""
@@ -373,8 +383,27 @@ class _Counts:
         }
 
 
+class _Unanswerable(Exception):
+    """Raised with the error of a row that asks nothing."""
+
+
+def _limit_of(request: Request) -> int:
+    """Return a request's own max_tokens; 0 if it has none."""
+    limit = request.sampling.get("max_tokens")
+    return limit if type(limit) is int else 0
+
+
 def _with_beginning(request: Request, beginning: str) -> Request:
-    """Return a request with a text before its prompt, or before its first message."""
+    """Return a request with a text before its prompt, or before its first message.
+
+    A prompt of token ids begins with some of its own, and embeddings take nothing from the cache.
+    """
+    if request.kind not in ("generate", "score"):
+        return request
+    prompt = request.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        ids = Random(beginning).choices(prompt, k=len(beginning))
+        return replace(request, prompt=[*ids, *prompt])
     if request.messages is None:
         return replace(request, prompt=_behind(beginning, request.prompt))
     first, *later = request.messages

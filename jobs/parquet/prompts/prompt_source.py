@@ -4,6 +4,7 @@ import abc
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -122,14 +123,20 @@ def prompt_pair(*columns: str) -> ColumnSource:
     return ColumnSource(columns, pair, is_text, "text")
 
 
-def messages_column(column: str) -> ColumnSource:
-    """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
+def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
+    """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
+
+    drops_keys: whether keys of messages that are not read are left out.
+    """
 
     def may_be_chat(kind: pa.DataType) -> bool:
         return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
     return ChatSource(
-        [column], _chat, may_be_chat, "a list of structs with role and content, or their JSON"
+        [column],
+        partial(_chat, drops_keys=drops_keys),
+        may_be_chat,
+        "a list of structs with role and content, or their JSON",
     )
 
 
@@ -168,7 +175,7 @@ def without_null_keys(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def _chat(messages: Any) -> str | Parts:
+def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
     if messages is None:
         raise RowProblem("messages are null")
     if isinstance(messages, str):
@@ -176,7 +183,7 @@ def _chat(messages: Any) -> str | Parts:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
             raise RowProblem(f"messages are not JSON: {error}") from None
-    normal = _normal(messages)
+    normal = _normal(messages, drops_keys=drops_keys)
     return normal if pictures_in(normal) else json.dumps(normal)
 
 
@@ -265,8 +272,8 @@ def checked_chat(messages: Any) -> str:
     return json.dumps(_normal(messages))
 
 
-def _normal(messages: Any) -> Parts:
+def _normal(messages: Any, *, drops_keys: bool = False) -> Parts:
     try:
-        return normal_messages(messages)
+        return normal_messages(messages, drops_keys=drops_keys)
     except InvalidJob as problem:
         raise RowProblem(str(problem)) from None

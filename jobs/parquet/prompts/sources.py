@@ -309,7 +309,7 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
     if spec.query_column is not None and spec.document_column is not None:
         return prompt_source.prompt_pair(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
-        return prompt_source.messages_column(spec.messages_column)
+        return prompt_source.messages_column(spec.messages_column, drops_keys=spec.drop_unsupported)
     assert spec.prompt_column is not None
     return ColumnSource([spec.prompt_column], checked_text, is_text, "text")
 

@@ -25,6 +25,8 @@ _OPTIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "normalize": truth,
     "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
 }
+#: The arguments of jobs.embed.
+ARGUMENTS = ("input", "encoding_format", "model", TRUNCATION, *_OPTIONS)
 
 
 class Embeddings(Scoring):

@@ -46,6 +46,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 #: Arguments that a run of batch files may have as well.
 _BESIDE_BATCHES = (
     "batch_endpoint",
+    "drop_unsupported",
     "encoding",
     "inline_pictures",
     "input_format",

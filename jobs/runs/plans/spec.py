@@ -108,6 +108,7 @@ class RunSpec:
     inline_pictures: Annotated[bool, truth] = False
     batch_endpoint: Annotated[str | None, checks.batch_endpoint] = None
     parse: Annotated[bool, truth] = False
+    drop_unsupported: Annotated[bool, truth] = False
     probabilities: Annotated[str, partial(one_of, known=checks.PROBABILITIES)] = checks.MAP
 
     @classmethod
@@ -392,6 +393,11 @@ def _check_task_options(spec: RunSpec) -> None:
         spec.batch_endpoint,
         spec.single_file == OPENAI_BATCH,
         "batch_endpoint is for batch files: give input_format openai-batch, or leave it out",
+    )
+    _check_used(
+        spec.drop_unsupported,
+        spec.single_file == OPENAI_BATCH or spec.messages_column,
+        "drop_unsupported is for batch files and for columns of chats: leave it out",
     )
     _check_used(
         spec.check_columns,

@@ -206,6 +206,8 @@ def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
         passed = manifest["rows"] - manifest["errors"] - failed
         rows = [("passed", passed, ""), ("failed", failed, "")]
         tables.append(_table("Checks", ("", "Answers", ""), rows, 0, ""))
+    left_out = list((statistics.get("left_out") or {}).items())
+    tables.append(_table("Arguments that were left out", ("", "Lines"), left_out, 0, ""))
     shown = [f"<section>{text}</section>" for text in tables if text]
     return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
 

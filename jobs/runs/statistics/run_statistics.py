@@ -42,6 +42,7 @@ class PartStats:
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     finish_reasons, labels: how many answers have each one, without rows with an error. Of labels the commonest.
+    left_out: from how many lines of batch files each argument was left out.
     """
 
     run: str
@@ -72,6 +73,7 @@ class PartStats:
     commit: str = ""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -84,9 +86,8 @@ class PartStats:
 
     def to_record(self) -> str:
         """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
-        return replace(
-            self, prompt_lengths={}, completion_lengths={}, finish_reasons={}, labels={}
-        ).to_text()
+        short = replace(self, prompt_lengths={}, completion_lengths={})
+        return replace(short, finish_reasons={}, labels={}, left_out={}).to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
@@ -234,6 +235,7 @@ class RunStatistics:
         self._completion_lengths: Counter[int] = Counter()
         self._finish_reasons: Counter[str] = Counter()
         self._labels: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
 
     def add(self, part: PartStats) -> None:
         """Add one part."""
@@ -252,6 +254,7 @@ class RunStatistics:
             self._completion_lengths[int(bound)] += count
         self._finish_reasons.update(part.finish_reasons)
         self._labels.update(part.labels)
+        self._left_out.update(part.left_out)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
         """Return the statistics in the manifest's form. Times in which no worker had a shard are left out."""
@@ -277,6 +280,7 @@ class RunStatistics:
             "completion_lengths": _by_bound(self._completion_lengths),
             "finish_reasons": dict(self._finish_reasons.most_common()),
             "labels": dict(self._labels.most_common(MAX_LABELS)),
+            "left_out": dict(self._left_out.most_common(MAX_LABELS)),
             "workers": sorted(workers, key=lambda worker: -worker["rows"])[:MAX_WORKERS],
             "num_workers": len(workers),
             "worker_seconds": sum(worker["seconds"] for worker in workers),

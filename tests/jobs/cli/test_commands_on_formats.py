@@ -54,7 +54,7 @@ INPUTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 def context(make_context: MakeContext) -> MakeContext:
     """Contexts of workers that can count tokens."""
     meter = PromptMeter(
-        lambda prompt, messages, options: [ord(each) for each in prompt or str(messages)], 64, 16
+        lambda request: [ord(each) for each in request.prompt or str(request.messages)], 64, 16
     )
     return lambda: replace(make_context(), meter=lambda: meter)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,7 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
         ({**complete("x5"), "body": '{"prompt": "a"}'}, "body is "),
         ({"custom_id": "x6", "method": "POST", "url": CHAT, "body": {}}, "body has no 'messages'"),
         (complete("x7", model="gpt-4o"), "asks for model 'gpt-4o', and this worker serves 'm'"),
+        (complete("x8", model="gpt 4"), "model_alias 'gpt 4' (--model-alias 'gpt 4'), so that"),
         (complete("x10", unheard_of=1), "unheard_of"),
         (complete("x14", "refused by the engine"), "too long for me"),
         (complete("x15", ["fine", "refused by the engine"]), "choice 1: too long for me"),
@@ -192,6 +194,53 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
         assert line["custom_id"] == (name if isinstance(name, str) else None)
     assert (runs.manifest["rows"], runs.manifest["errors"]) == (len(lines), len(bad))
     assert runs.manifest["output"] == ["output.jsonl", "errors.jsonl"]
+
+
+def test_what_cannot_be_honoured_is_left_out_on_wish_and_named(
+    runs: Runs, score: Score, tmp_path: Path
+) -> None:
+    messages = [
+        {"role": "user", "content": "hi", "weight": 1, "name": "u", "refusal": None},
+        {"role": "assistant", "content": "yes", "annotations": [{}], "audio": None},
+        {"role": "user", "content": "go on"},
+    ]
+    lines = [
+        complete("a", temperature=0, stream=True, best_of=5, tools=[], top_logprobs=3),
+        chat("b", store=True, n=1, metadata={"a": "b"}, unheard_of=1, verbosity="high"),
+        chat("c", web_search_options={}, verbosity="medium", check={"regex": 5}),
+        {**chat("d"), "body": {"messages": messages, "response_format": {"type": "text"}}},
+        {**embed("e"), "body": {"input": "hi", "dimension": 2}},
+        {**chat("f"), "url": "/v1/responses", "body": {"input": "hi", "background": True}},
+        complete("g", temperature="hot"),
+    ]
+
+    def answer(request: Request) -> FakeCompletion:
+        return replace(shout(request), embedding=[0.5])
+
+    assert len(score(lines, answer)[1]) == len(lines)
+    shutil.rmtree(runs.output)
+    output, errors = score(lines, answer, drop_unsupported=True)
+    assert [line["custom_id"] for line in output] == ["a", "b", "d", "e", "f"]
+    assert "regex of check" in errors[0]["error"]["message"]
+    assert "temperature arrived as the text" in errors[1]["error"]["message"]
+    left_out = runs.manifest["statistics"]["left_out"]
+    names = ["stream", "best_of", "tools", "top_logprobs", "store", "unheard_of", "verbosity"]
+    names += ["messages[].weight", "messages[].annotations", "dimension", "background"]
+    assert left_out == dict.fromkeys(names, 1)
+    report = (runs.output / "_report.html").read_text()
+    assert "Arguments that were left out" in report
+    assert "messages[].weight" in report
+
+
+def test_extra_keys_of_a_columns_messages_are_left_out_on_wish(runs: Runs) -> None:
+    chats = [[{"role": "user", "content": "hi", "id": 7}], [{"role": "user", "content": "ho"}]]
+    runs.write(["", ""], chat=[json.dumps(each) for each in chats])
+    table = runs.score(messages_column="chat", output=runs.output.with_name("refused"))
+    assert "--drop-unsupported" in table["error"][0].as_py()
+    table = runs.score(messages_column="chat", drop_unsupported=True)
+    assert table["error"].to_pylist() == [None, None]
+    with pytest.raises(InvalidJob, match="drop_unsupported is for batch files"):
+        RunSpec.from_arguments("in", "out", drop_unsupported=True)
 
 
 def test_lines_of_several_files_are_answered_each_also_those_of_one_name(

@@ -14,22 +14,28 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli.trial_commands import dry_run_lines
+from jobs.cli.trial_commands import RANGE, dry_run_lines
+from jobs.common.display import duration_text
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.parquet.planning.survey import MAX_TRIED
+from jobs.parquet.prompts.picture_source import picture_reader
 from jobs.tasks import Request
 from tests.jobs.answering import Answer, FakeCompletion, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import MakeContext
+from tests.picture_files import BLUE, RED, picture
 
 BLOCK = 16
 
 
-def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
-    text = prompt if messages is None else json.dumps(messages)
+def token_ids(request: Request) -> Sequence[int]:
+    messages = request.messages
+    text = str(request.prompt) if messages is None else json.dumps(messages)
     if len(text) > 5000:
         raise InvalidJob(f"the prompt has {len(text)} tokens; this engine takes at most 5000")
-    return [ord(each) for each in text[-options.get("truncate_prompt_tokens", len(text)) :]]
+    return [
+        ord(each) for each in text[-request.sampling.get("truncate_prompt_tokens", len(text)) :]
+    ]
 
 
 @pytest.fixture
@@ -186,6 +192,108 @@ def test_labels_are_shown_and_timed(context: MakeContext, tmp_path: Path) -> Non
     assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 0)
     assert told["seconds"] > 0
     assert dry_run_lines(told, None)[-1].startswith("again    2 rows, of the second model")
+
+
+def test_several_prompts_of_a_row_are_counted_with_the_later_ones(
+    redis: Redis, context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "bb", "bb", "broken"]}), tmp_path / "in.parquet")
+    prompts = [
+        {"name": "short", "template": "{text}!"},
+        {"name": "long", "template": "{text} and {short}"},
+    ]
+    arguments = {"prompts": prompts, "sampling": {"temperature": 0}}
+    found = survey(context, tmp_path / "in.parquet", **arguments)
+    score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
+    work_off(redis, context)
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
+    for name in ("prompt_tokens", "completion_tokens", "generated_tokens"):
+        assert found[name] == pytest.approx(manifest[name]), name
+    assert (found["requests"], found["rows_repeated"]) == (3, 1)
+    with pytest.raises(InvalidJob, match="a dry run counts these too"):
+        survey(context, tmp_path / "in.parquet", first=1, **arguments)
+
+
+def test_lines_of_a_batch_file_are_counted_each_with_its_own_values(
+    context: MakeContext, tmp_path: Path
+) -> None:
+    def line(name: str, url: str, **body: Any) -> str:
+        return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
+
+    chat = [{"role": "user", "content": "hi"}]
+    lines = [
+        line("a", "/v1/completions", prompt="abc", max_tokens=2),
+        line("b", "/v1/completions", prompt=["ab", "cd"]),
+        line("c", "/v1/chat/completions", messages=chat),
+        line("d", "/v1/chat/completions", messages=[]),
+        line("e", "/v1/embeddings", input="hello"),
+        line("f", "/v1/completions", prompt="abc", model="gpt-4o"),
+        line("g", "/v1/completions", prompt=[5, 6, 7]),
+        "{",
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    asked: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        asked.append(request)
+        num_tokens = 0 if request.kind == "embed" else 2
+        return FakeCompletion("", 0, [1] * num_tokens, embedding=[0.5])
+
+    found = survey(context, tmp_path / "in.jsonl", answer, input_format="openai-batch")
+    assert (found["num_rows"], found["rows_failing"], found["requests"]) == (8, 3, 5)
+    reasons = " ".join(reason["text"] for reason in found["reasons"])
+    assert "gpt-4o" in reasons
+    assert "non-empty list" in reasons
+    prompts = [3, 4, len(json.dumps(chat)), 5, len(str([5, 6, 7]))]
+    assert found["prompt_tokens"] == sum(prompts)
+    assert found["completion_tokens"] == found["generated_tokens"] == 2 * 5
+    timed = asked[len(asked) // 2 :]
+    assert [request.kind for request in timed].count("embed") == 1
+    (of_ids,) = [request.prompt for request in timed if isinstance(request.prompt, list)]
+    assert len(of_ids) > 3, "a beginning of ids stands before them"
+    assert {type(each) for each in of_ids} == {int}
+    assert dry_run_lines(found, 2.0)[-1].startswith("cost     0.00 to 0.00 at 2 an hour")
+
+
+def test_embeddings_are_counted_and_timed(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "bb", "bb"]}), tmp_path / "in.parquet")
+    embedding = lambda request: FakeCompletion(  # noqa: E731
+        embedding=[0.5], num_prompt_tokens=len(str(request.prompt))
+    )
+    found = survey(context, tmp_path / "in.parquet", embedding, task="embed")
+    assert (found["requests"], found["num_failed"], found["prompt_tokens"]) == (2, 0, 5)
+    assert found["seconds"] > 0
+
+
+def test_pictures_are_counted_as_their_prompts_have_them(
+    context: MakeContext, tmp_path: Path
+) -> None:
+    files = [picture(RED), picture(BLUE), picture(RED)]
+    pq.write_table(pa.table({"prompt": ["a", "b", "a"], "image": files}), tmp_path / "in.parquet")
+    with_pictures = lambda: replace(context(), picture_reader=picture_reader)  # noqa: E731
+    asked: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        asked.append(request)
+        return FakeCompletion("x", 0, [1])
+
+    options = {"image_column": "image", "sampling": {"temperature": 0}}
+    found = survey(with_pictures, tmp_path / "in.parquet", answer, **options)
+    assert (found["requests"], found["rows_repeated"], found["num_failed"]) == (2, 1, 0)
+    assert len(asked) == 4
+    pictures = [part for request in asked[2:] for part in request.prompt or () if "image" in part]
+    assert {"type": "image", "image": files[0]} in pictures
+
+
+def test_time_and_cost_are_ranges(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    found = {**survey(context, tmp_path / "in.parquet"), "seconds": 3600}
+    low, high = RANGE
+    lines = dry_run_lines(found, 10.0)
+    assert lines[-2].startswith(
+        f"time     {duration_text(3600 * low)} to {duration_text(3600 * high)} on"
+    )
+    assert lines[-1] == f"cost     {10 * low:,.2f} to {10 * high:,.2f} at 10 an hour"
 
 
 def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path: Path) -> None:

@@ -90,3 +90,53 @@ def test_axe_finds_nothing_on_any_page(
             if name != "missing":  # of whose status the browser tells
                 found[name] += said
     assert {name: each for name, each in found.items() if each} == {}
+
+
+def test_keys_go_from_row_to_row_and_ticked_jobs_stay_ticked_until_they_are_put_back(
+    site: tuple[str, Scene], browser: Browser
+) -> None:
+    address, _ = site
+    said: list[str] = []
+    with opened(browser, f"{address}/failed", 1440, "dark", said) as page:
+
+        def focused() -> str:
+            return str(page.evaluate("document.activeElement.textContent"))
+
+        page.keyboard.press("j")
+        first = focused()
+        page.keyboard.press("j")
+        assert focused() != first
+        page.keyboard.press("k")
+        assert focused() == first
+        page.keyboard.press("?")
+        assert page.is_visible("#help")
+        page.keyboard.press("Escape")
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "search"
+        page.keyboard.type("jx?")
+        assert page.input_value("#search") == "jx?"
+        page.keyboard.press("Escape")
+
+        boxes = page.locator("input[name=job][value*=diskfull]")
+        for number in (0, 1):
+            boxes.nth(number).check()
+        assert page.is_visible(".paused")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.evaluate("htmx.trigger('#main', 'refresh')")
+        assert asked == [], "the list would move beneath the pointer"
+        page.click("text=Retry ticked")
+        page.wait_for_selector("text=2 put back.")
+        assert page.locator("input[name=job]:checked").count() == 0
+        assert page.is_hidden(".paused")
+
+        page.click("[data-tick-all]")
+        assert page.locator("input[name=job]:checked").count() == 50
+        page.hover("time >> nth=0")
+        shown = str(page.get_attribute("time >> nth=0", "title"))
+        assert shown != page.get_attribute("time >> nth=0", "datetime"), "it is the local time"
+
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/failed?group=*")
+    assert said == []

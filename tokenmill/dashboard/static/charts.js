@@ -174,8 +174,6 @@ function draw(figure, lines) {
   const names = [range, ...lines.map((line) => line.name)].join("\n");
   const data = [told.times, ...lines.map((line) => line.values)];
   const known = drawn.get(figure);
-  const isEmpty = lines.every((line) => line.values.every((value) => value == null));
-  figure.classList.toggle("bare", isEmpty);
   if (known?.names === names) {
     known.chart.setData(data);
   } else {
@@ -188,6 +186,11 @@ function draw(figure, lines) {
 }
 
 function drawAll() {
+  const lines = Object.values(told.charts).flat();
+  const isEmpty = lines.every((line) => line.values.every((value) => value == null));
+  root.querySelector(".figures").hidden = isEmpty;
+  root.querySelector(".nothing").hidden = !isEmpty;
+  if (isEmpty) return root.querySelector(".marks").replaceChildren();
   for (const figure of root.querySelectorAll("[data-chart]")) draw(figure, told.charts[figure.dataset.chart]);
   const { idx } = drawn.values().next().value.chart.cursor;
   showMoment(idx ?? null);
@@ -205,7 +208,6 @@ async function update() {
     if (!answer.ok) return showProblem(answered.problem);
     told = answered;
     root.hidden = false;
-    root.querySelector(".figures").hidden = false;
     drawAll();
     if (told.problem) showProblem(told.problem);
   } catch {
