@@ -87,7 +87,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
         f"{result['cached_tokens']:,.0f}",
         f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-        f"are computed, as {tried} rows tell",
+        f"are computed, as {tried} rows show",
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run",
     ]
     escalated = result.get("rows_escalated")

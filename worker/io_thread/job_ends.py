@@ -76,7 +76,7 @@ class JobEnds:
         self._ended = ended
         self._log = parts.log
         self._clock = parts.clock
-        self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
+        self._failing = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 

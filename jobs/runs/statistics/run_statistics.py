@@ -41,7 +41,8 @@ class PartStats:
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
-    finish_reasons, labels: how many answers have each one, without rows with an error. Of labels the commonest.
+    finish_reasons, labels: how many answers have each reason or label, without rows with an error. Only the
+    commonest labels are kept.
     left_out: from how many lines of batch files each argument was left out.
     """
 
