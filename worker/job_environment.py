@@ -71,7 +71,7 @@ class JobEnvironment:
         notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
-#: Kinds of requests whose prompts have the same tokens, whatever is asked of them.
+#: Kinds of requests for which a prompt has the same tokens.
 _OF_TEXTS = ("generate", "score")
 
 

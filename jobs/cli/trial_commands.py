@@ -36,7 +36,8 @@ TIMEOUT_S = 3600
 MAX_ROWS_READ = 1_000_000
 
 
-#: The real time of a run, by what its dry run told. Nine of ten runs took a time within this range.
+#: The real time of a run, as multiples of the time that its dry run estimated. Nine of ten runs took a time in this
+#: range.
 RANGE = (0.7, 1.6)
 
 
@@ -104,7 +105,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 
 
 def duration_range(seconds: float) -> str:
-    """Return the range in which a run's time is likely to be. seconds: what its tried rows tell."""
+    """Return the likely range of a run's time. seconds: the time that its tried rows suggest."""
     low, high = (duration_text(seconds * factor) for factor in RANGE)
     return f"about {low}" if low == high else f"{low} to {high}"
 

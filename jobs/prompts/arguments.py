@@ -240,7 +240,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Say whether an argument of NEUTRAL has a value at which it changes nothing. values: all arguments."""
+    """Say whether an argument of NEUTRAL has a value that changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     # In Python 1 and true are equal, but here they mean different things.

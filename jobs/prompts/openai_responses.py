@@ -54,7 +54,7 @@ _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
-    """Say whether an argument of a body is one, and has a value that can be honoured."""
+    """Say whether a body's argument is known, and has a value that can be served."""
     return value in _REFUSED[name] if name in _REFUSED else name in (*_SAME, *_OWN)
 
 

@@ -1,4 +1,4 @@
-"""Leaves out of a batch file's line what cannot be honoured, for runs that ask for that."""
+"""Leaves unsupported arguments out of a batch file's line, for runs that ask for that."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from jobs.prompts.ways.table import WAY_OPTIONS
 
 COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
-#: Arguments that become others before the engine sees them.
+#: Arguments that are turned into other arguments before the engine sees them.
 _TEXTS = {"model", "max_completion_tokens", "response_format", "allow_whitespace", OF_VALUES}
 _KNOWN: Mapping[str, set[str]] = {
     COMPLETIONS: {"prompt", "echo", *_TEXTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
@@ -24,9 +24,9 @@ _KNOWN: Mapping[str, set[str]] = {
 def without_unsupported(
     url: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a line's body without arguments that are not served, and the names of these.
+    """Return a line's body without arguments that are not served, and the names of the arguments that were left out.
 
-    A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
+    A key of messages has the name `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
     """
     kept: dict[str, Any] = {}
     left_out: list[str] = []

@@ -126,7 +126,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
 def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
 
-    drops_keys: whether keys of messages that are not read are left out.
+    drops_keys: whether to leave out keys of messages that are not read.
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:
