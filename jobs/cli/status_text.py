@@ -196,7 +196,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
-    with _left_going(run, watch):
+    with _ctrl_c_leaves_run_going(run, watch):
         while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # no worker will plan the run soon
@@ -220,7 +220,7 @@ def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -
 
 
 @contextmanager
-def _left_going(run: str, watch: Watch) -> Iterator[None]:
+def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
     """Turn Ctrl-C into exit status 130, and say that the run goes on or what the run waits for."""
     try:
         yield
@@ -241,7 +241,7 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))
-    with _left_going(run, watch), closing(display):
+    with _ctrl_c_leaves_run_going(run, watch), closing(display):
         followed = follow(watch, time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:

@@ -72,6 +72,7 @@ def time_left(
             generated = work[shard] * _generated_share(vars(part))
             spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
 
+    # Only new texts take time. Equal rows are answered once.
     new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
     remaining = [
         work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
