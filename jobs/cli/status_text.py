@@ -49,13 +49,14 @@ def errors_printed() -> Iterator[None]:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
-    lines = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [
-        f"{{:{'>' if head in numbers else '<'}{width}}}"
-        for head, width in zip(heads, widths, strict=True)
-    ]
-    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
+    columns = []
+    for head, *cells in zip(heads, *rows, strict=True):
+        column = [head, *cells]
+        width = max(map(len, column))
+        align = str.rjust if head in numbers else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    lines = zip(*columns, strict=True)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def print_troubles(connection: redis.Redis) -> None:

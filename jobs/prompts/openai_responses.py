@@ -55,7 +55,9 @@ _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 def is_served(name: str, value: Any) -> bool:
     """Say whether a body's argument is known, and has a value that can be served."""
-    return value in _REFUSED[name] if name in _REFUSED else name in (*_SAME, *_OWN)
+    if name in _REFUSED:
+        return value in _REFUSED[name]
+    return name in _SAME or name in _OWN
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:

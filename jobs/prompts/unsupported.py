@@ -28,19 +28,19 @@ def without_unsupported(
 
     A key of messages has the name `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
     """
-    kept: dict[str, Any] = {}
+    supported: dict[str, Any] = {}
     left_out: list[str] = []
     for name, value in body.items():
         if value is None or _is_supported(url, name, body, is_sampling_value):
-            kept[name] = value
+            supported[name] = value
         else:
             left_out.append(name)
-    messages = kept.get("messages")
+    messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
         keys: dict[str, None] = {}
-        kept["messages"] = [_without_keys(message, keys) for message in messages]
+        supported["messages"] = [_without_keys(message, keys) for message in messages]
         left_out += [f"messages[].{key}" for key in keys]
-    return kept, left_out
+    return supported, left_out
 
 
 def _is_supported(
@@ -61,10 +61,10 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
     """Return a message without keys that are not read. Their names are added to left_out."""
     if not isinstance(message, dict):
         return message
-    kept = {}
+    remaining = {}
     for key, value in message.items():
         if key in MESSAGE_KEYS:
-            kept[key] = value
+            remaining[key] = value
         elif value is not None and value != []:
             left_out[key] = None
-    return kept
+    return remaining

@@ -338,13 +338,13 @@ class _Counts:
             tokens = known.tokens
         else:
             try:
-                asked = self._first_requests(row, numbers[0])
-                prompts = [self._meter.token_ids(request) for request in asked]
+                first_requests = self._first_requests(row, numbers[0])
+                prompts = [self._meter.token_ids(request) for request in first_requests]
             except (InvalidJob, _Unanswerable) as error:
                 self._reasons.add(str(error), numbers)
                 return
             tokens = sum(map(len, prompts))
-            limit = max(_limit_of(request) for request in asked)
+            limit = max(_limit_of(request) for request in first_requests)
             requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
             if is_greedy:
                 requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]

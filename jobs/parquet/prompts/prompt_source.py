@@ -117,8 +117,10 @@ def prompt_pair(*columns: str) -> ColumnSource:
     """Return the source of two columns of texts. A row's prompt is the JSON of both."""
 
     def pair(*texts: Any) -> str:
-        named = zip(texts, columns, strict=True)
-        return json.dumps([checked_text(text, f"column {column!r}") for text, column in named])
+        texts_of_columns = zip(texts, columns, strict=True)
+        return json.dumps(
+            [checked_text(text, f"column {column!r}") for text, column in texts_of_columns]
+        )
 
     return ColumnSource(columns, pair, is_text, "text")
 

@@ -312,8 +312,8 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
         for place in range(first, last + 1):
             left = place * width
             right = (place + 1) * width
-            share = (
-                (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
-            )
+            share = 1.0
+            if last > first:
+                share = (min(ended, right) - max(began, left)) / (ended - began)
             tokens[place] += part.tokens * share
     return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}

@@ -137,8 +137,9 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
 
     more = low * (all_rows - rows) / rows
     new_now = exp(-low)
-    new_later = new_now * -expm1(-more) / more if more > 0 else 1.0
-    return new_now, new_later
+    if more <= 0:
+        return new_now, 1.0
+    return new_now, new_now * -expm1(-more) / more
 
 
 def _generated_share(counts: Mapping[str, int]) -> float:
