@@ -357,7 +357,7 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
     _check_finished(planned.run, planned.state)
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}"
+            f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
         )
     facts = RunState(connection, planned.run).facts()
     return planned.queue, facts["output"], planned.run, facts.get("model")

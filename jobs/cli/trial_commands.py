@@ -94,7 +94,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
-            f"again    {escalated:,.0f} rows, of the second model: neither time nor cost has these"
+            f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
