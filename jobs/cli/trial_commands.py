@@ -36,8 +36,7 @@ TIMEOUT_S = 3600
 MAX_ROWS_READ = 1_000_000
 
 
-#: The real time of a run, as multiples of the time that its dry run estimated. Nine of ten runs took a time in this
-#: range.
+#: The real time of a run, by what its dry run told. Nine of ten runs took a time within this range.
 RANGE = (0.7, 1.6)
 
 
@@ -88,7 +87,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
         f"{result['cached_tokens']:,.0f}",
         f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-        f"are computed, as {tried} rows show",
+        f"are computed, as {tried} rows tell",
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run",
     ]
     escalated = result.get("rows_escalated")
