@@ -317,17 +317,16 @@ def _check_names(names: Iterable[str]) -> None:
 def _signature() -> inspect.Signature:
     """Return the signature of `submit` with each option by name, for `help` and for shells that complete names."""
     plain = inspect.signature(submit)
-    named = [
-        parameter
-        for parameter in plain.parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    parameters = []
+    for parameter in plain.parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
     for name, annotation in RunOptions.__annotations__.items():
         option = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
-        named.append(option)
-    return plain.replace(parameters=named)
+        parameters.append(option)
+    return plain.replace(parameters=parameters)
 
 
 submit.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ class BatchWorker(BaseWorker):
                 if writes_json:
                     give_up_handlers("transformers")  # importing it adds a handler
                 self._log_ready(engine, settings, time.monotonic() - started)
-                self._heed_early_stop()
+                self._exit_if_stopped()
                 self._sign_on(logging_level, date_format, log_format)
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
@@ -310,7 +310,7 @@ class BatchWorker(BaseWorker):
         )
         loop, io = assemble(self, engine, settings, limits, self._metrics, self._traces)
         self._io = io
-        self._heed_early_stop()
+        self._exit_if_stopped()
         io.start()
         loop.run()
         io.join()
@@ -342,7 +342,7 @@ class BatchWorker(BaseWorker):
             self._is_cold = True
             self._io.shut_down(cold=True)
 
-    def _heed_early_stop(self) -> None:
+    def _exit_if_stopped(self) -> None:
         """Raise SystemExit again if code that was being imported has swallowed the first one."""
         if self._is_stopped_early:
             raise SystemExit

@@ -40,13 +40,13 @@ class EngineFailed(WorkerError):
 
 class TooManyStuckThreads(WorkerError):
     """{number} threads hang in functions or callbacks that nothing could interrupt, more than
-    TOKENMILL_MAX_STUCK_THREADS={most}: the worker gives back its jobs and ends, which alone ends the threads; the log
-    says where each hangs"""
+    TOKENMILL_MAX_STUCK_THREADS={most}: the worker gives back its jobs and exits, because nothing else ends
+    the threads; the log says where each hangs"""
 
 
 class FaultySurroundings(WorkerError):
-    """{number} faults in a row of this worker, not of its jobs (the last: {last}): it gives back what it holds and
-    leaves; mend its installation, memory, disk or limits, and restart"""
+    """{number} faults in a row of this worker, not of its jobs (the last: {last}): the worker gives back its
+    jobs and exits; mend its installation, memory, disk or limits, and restart"""
 
 
 class IoThreadFailed(WorkerError):

@@ -13,7 +13,7 @@ from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal, short_name
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
-from jobs.runs.end_notices import tell_failed
+from jobs.runs.end_notices import notify_failed
 from jobs.tasks import Request
 from worker.engine_thread.pictures import decoded
 from worker.store.records.claimed_job import ClaimedJob
@@ -66,12 +66,12 @@ class JobEnvironment:
             connection, claimed.job_id, owner, claimed.journal, claimed.execution_id, sent
         )
 
-    def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
+    def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """Send a run's end notices if the run has failed with this job. error: why it failed."""
-        tell_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
+        notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
-#: Kinds of requests whose prompts have the same tokens, whatever is asked of them.
+#: Kinds of requests for which a prompt has the same tokens.
 _OF_TEXTS = ("generate", "score")
 
 

@@ -41,7 +41,11 @@ FOLLOW_EVERY_S = 1.0
 @click.command()
 @click.argument("run")
 @click.option(
-    "--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed."
+    "--limit",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="The most rows that are listed.",
 )
 @click.option(
     "--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked."
@@ -49,7 +53,7 @@ FOLLOW_EVERY_S = 1.0
 @click.option(
     "--cut",
     is_flag=True,
-    help="Take rows too whose answer ended with `length`; --retry asks them again with --max-tokens.",
+    help="Include rows whose answer ended with `length`; --retry asks them again with --max-tokens.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
 @click.option(
@@ -141,7 +145,9 @@ def errors(
     is_flag=True,
     help="Go on with each part that is published, until the run ends.",
 )
-@click.option("--prompts", is_flag=True, help="Show the columns too that the prompts are made of.")
+@click.option(
+    "--prompts", is_flag=True, help="Show also the columns of which the prompts are made."
+)
 @json_option
 @click.pass_obj
 def tail(
@@ -270,7 +276,7 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     help="Write the page into this file, not in the run's folder.",
 )
 @click.option(
-    "--prompts", is_flag=True, help="Show the columns too that the examples' prompts are made of."
+    "--prompts", is_flag=True, help="Show also the columns of which the examples' prompts are made."
 )
 @click.pass_obj
 def report(
@@ -301,7 +307,7 @@ def report(
         return
     if Path(out).resolve().is_relative_to(Path(folder).resolve()):
         raise InvalidJob(
-            f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere"
+            f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )
     examples = _examples_of(scored, has_prompts=prompts)
     try:
@@ -357,7 +363,7 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
     _check_finished(planned.run, planned.state)
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}"
+            f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
         )
     facts = RunState(connection, planned.run).facts()
     return planned.queue, facts["output"], planned.run, facts.get("model")
@@ -371,14 +377,17 @@ def _check_finished(run: str, state: str) -> None:
 @click.command()
 @click.argument("run")
 @click.option(
-    "--sample", default="1%", show_default=True, help="How many: a share of the rows, or a number."
+    "--sample",
+    default="1%",
+    show_default=True,
+    help="How many rows: a share such as 1%, or a number.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Another one takes other rows."
+    "--seed", type=int, default=0, show_default=True, help="Seed by which the rows are chosen."
 )
 @click.option(
     "--queue",
-    help=f"Whose workers do it; by default the run's own, {DEFAULT_QUEUE} where Redis forgot it.",
+    help=f"Queue whose workers ask again; by default the run's queue, or {DEFAULT_QUEUE} if Redis forgot it.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole."

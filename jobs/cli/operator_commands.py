@@ -108,8 +108,8 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         mend = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
         if name.startswith(RUN):
             mend = f"tokenmill cancel {name[len(RUN) :]}"
-        whose = "no producer named" if name == UNNAMED else name
-        rows.append((str(producers.share(name)), whose, safe_name(mend)))
+        producer = "no producer named" if name == UNNAMED else name
+        rows.append((str(producers.share(name)), producer, safe_name(mend)))
     if rows:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
 

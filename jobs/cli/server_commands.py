@@ -147,9 +147,9 @@ def limit_command(
         raise click.UsageError("--none lifts all limits: leave it out, or the others")
     if has_limits or is_unlimited:
         set_limits(connection, project, ProjectLimits(**limits))
-    kept = asdict(known_keys(connection).limits_of(project))
-    named = [f"{name} {limit}" for name, limit in kept.items() if limit is not None]
-    click.echo(f"{project}: {', '.join(named) or 'no limits'}")
+    project_limits = asdict(known_keys(connection).limits_of(project))
+    shown = [f"{name} {limit}" for name, limit in project_limits.items() if limit is not None]
+    click.echo(f"{project}: {', '.join(shown) or 'no limits'}")
 
 
 @keys.command("revoke")

@@ -49,13 +49,14 @@ def errors_printed() -> Iterator[None]:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
-    lines = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [
-        f"{{:{'>' if head in numbers else '<'}{width}}}"
-        for head, width in zip(heads, widths, strict=True)
-    ]
-    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
+    columns = []
+    for head, *cells in zip(heads, *rows, strict=True):
+        column = [head, *cells]
+        width = max(map(len, column))
+        align = str.rjust if head in numbers else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    lines = zip(*columns, strict=True)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def print_troubles(connection: redis.Redis) -> None:
@@ -196,7 +197,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
-    with _left_going(run, watch):
+    with _ctrl_c_leaves_run_going(run, watch):
         while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # no worker will plan the run soon
@@ -220,7 +221,7 @@ def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -
 
 
 @contextmanager
-def _left_going(run: str, watch: Watch) -> Iterator[None]:
+def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
     """Turn Ctrl-C into exit status 130, and say that the run goes on or what the run waits for."""
     try:
         yield
@@ -241,7 +242,7 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))
-    with _left_going(run, watch), closing(display):
+    with _ctrl_c_leaves_run_going(run, watch), closing(display):
         followed = follow(watch, time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:

@@ -94,7 +94,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
-            f"again    {escalated:,.0f} rows, of the second model: neither time nor cost has these"
+            f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
@@ -105,7 +105,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 
 
 def duration_range(seconds: float) -> str:
-    """Return the range in which a run's time is likely to be. seconds: what its tried rows tell."""
+    """Return the likely range of a run's time. seconds: the time that its tried rows suggest."""
     low, high = (duration_text(seconds * factor) for factor in RANGE)
     return f"about {low}" if low == high else f"{low} to {high}"
 

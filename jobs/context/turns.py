@@ -54,7 +54,7 @@ class Turns:
 
 
 class _Turn:
-    """A lock and its holder: the caller that the thread with the lock works for."""
+    """A lock, and its holder. The holder is the caller for which the thread with the lock works."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

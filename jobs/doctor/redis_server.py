@@ -243,8 +243,8 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    own = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
-    text = f"{_PRODUCERS}\n{own[role]}"
+    further_commands = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
+    text = f"{_PRODUCERS}\n{further_commands[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())

@@ -240,7 +240,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Say whether an argument of NEUTRAL has a value at which it changes nothing. values: all arguments."""
+    """Say whether an argument of NEUTRAL has a value that changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     # In Python 1 and true are equal, but here they mean different things.
@@ -256,7 +256,7 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     The values of `response_format` and `allow_whitespace` are moved into it.
     """
     forms = ("response_format", WHITESPACE, "structured_outputs")
-    others = {name: value for name, value in values.items() if name not in forms}
+    remaining = {name: value for name, value in values.items() if name not in forms}
     form = values.get("structured_outputs")
     from_format = _form_of(values.get("response_format"))
     if form is not None and from_format is not None:
@@ -271,7 +271,7 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{WHITESPACE} is for answers that are JSON: give response_format or structured_outputs too"
             )
         form = {**form, WHITESPACE: True}
-    return others if form is None else {**others, "structured_outputs": form}
+    return remaining if form is None else {**remaining, "structured_outputs": form}
 
 
 def _form_of(response_format: Any) -> dict[str, Any] | None:

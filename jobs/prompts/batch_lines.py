@@ -51,7 +51,7 @@ def custom_id(line: Any) -> str | None:
 
 @dataclass
 class Drops:
-    """Which arguments of a line are left out. is_sampling_value: whether the engine knows a sampling value."""
+    """Leaves arguments out of a line, and collects their names. is_sampling_value: whether the engine knows a name."""
 
     is_sampling_value: Callable[[str], bool]
     left_out: list[str] = field(default_factory=list)

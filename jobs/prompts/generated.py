@@ -209,7 +209,7 @@ def _is_refused(completion: Completion) -> bool:
 
 
 def _had_no_room(completion: Completion, request: Request) -> bool:
-    """Whether the model's length cut an answer, and not max_tokens."""
+    """Whether an answer was cut by the model's length, and not by max_tokens."""
     limit = request.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     is_cut = completion.finish_reason == "length"
     return is_cut and type(limit) is int and len(completion.token_ids) < limit

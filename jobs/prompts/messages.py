@@ -26,7 +26,7 @@ def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
     A content is a text or a list of texts and pictures. An assistant's content may be null if there are tool calls.
-    drops_keys: whether keys that are not read are left out. Raises InvalidJob.
+    drops_keys: whether to leave out keys that are not read. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")

@@ -54,8 +54,10 @@ _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
-    """Say whether an argument of a body is one, and has a value that can be honoured."""
-    return value in _REFUSED[name] if name in _REFUSED else name in (*_SAME, *_OWN)
+    """Say whether a body's argument is known, and has a value that can be served."""
+    if name in _REFUSED:
+        return value in _REFUSED[name]
+    return name in _SAME or name in _OWN
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:

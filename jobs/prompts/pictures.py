@@ -41,7 +41,7 @@ def picture_of(url: str, name: str) -> Picture:
     is_data = url[:5].lower() == "data:"
     if is_url(url) and not is_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
-            f"{name} has a URL of the web, and none is fetched: give a data: URL, or a path"
+            f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"
         )
     if is_data or not 0 < len(url) <= MAX_PATH_CHARS:
         expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"

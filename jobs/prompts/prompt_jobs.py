@@ -114,7 +114,8 @@ def complete_task(
         has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
         if repairs.check is not None and has_token_ids:
             raise InvalidJob(
-                "check and a prompt of token ids: its reason is a text: give the prompt as a text"
+                "check and a prompt of token ids do not go together, because a check's reason is a text: "
+                "give the prompt as a text"
             )
         requests: list[Request | Unusable] = []
         for prompt in prompts:

@@ -78,12 +78,12 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
     producers = []
     for job_id, reads in zip(job_ids, is_read, strict=True):
-        named = stored.json_object(next(metas)).get("producer") if reads else None
+        producer = stored.json_object(next(metas)).get("producer") if reads else None
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             producers.append(f"{RUN}{run_shard[0]}")
-        elif isinstance(named, str) and named:
-            producers.append(safe_name(named))
+        elif isinstance(producer, str) and producer:
+            producers.append(safe_name(producer))
         else:
             producers.append(UNNAMED)
     return producers
@@ -104,8 +104,10 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
             break
         job_ids = list(map(stored.text, entries))
         producers = _producers(connection, job_ids)
-        found = [job for job, named in zip(job_ids, producers, strict=True) if named == who]
-        num_here = _cancel(connection, queue, found) if found else 0
+        matching_ids = [
+            job for job, producer in zip(job_ids, producers, strict=True) if producer == who
+        ]
+        num_here = _cancel(connection, queue, matching_ids) if matching_ids else 0
         num_cancelled += num_here
         num_passed += len(job_ids) - num_here
     return num_cancelled

@@ -76,7 +76,7 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
-        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held, by=submitter())
+        state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 

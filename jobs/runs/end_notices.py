@@ -42,7 +42,7 @@ FAILURE_TTL_S = 7 * 24 * 3600
 RETRIES = 3
 
 
-def tell_failed(connection: Redis, lease: Lease, error: str) -> None:
+def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     """Enqueue a run's notices if the run ends with the lease's job. This job is about to fail for good.
 
     Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.

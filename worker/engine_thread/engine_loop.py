@@ -81,7 +81,7 @@ class EngineLoop:
         try:
             while self.turn():
                 pass
-        except Exception as error:  # noqa: BLE001  # whatever the error is, the jobs must be given back
+        except Exception as error:  # noqa: BLE001  # after any error the jobs must be given back
             self._report(EngineDied(error))
             while not isinstance(self._orders.get(), Halt):
                 pass

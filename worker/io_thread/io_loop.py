@@ -347,11 +347,11 @@ class IoLoop:
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
-        what = "Redis refused" if is_refusal else "Redis did not answer"
+        problem = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
-            f"{what} {type(error).__name__}",
+            f"{problem} {type(error).__name__}",
             "%s (%s); trying again until it does",
-            what,
+            problem,
             shown_error(error),
         )
         self._runner.tally.redis_failed(error)

@@ -76,7 +76,7 @@ class JobEnds:
         self._ended = ended
         self._log = parts.log
         self._clock = parts.clock
-        self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
+        self._failing = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
@@ -168,7 +168,7 @@ class JobEnds:
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
         """Return the outcome with its value packed. known_small: see `pack`. Raises ResultTooLarge."""
-        if outcome.status != "finished" or outcome.wish is not None:
+        if outcome.status != "finished" or outcome.returned_retry is not None:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 

@@ -491,7 +491,7 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of every job whose end is not being written yet. The caller gives them back.
 
-        parts_too: also let go of jobs whose part is being written, because a store may refuse a part for long.
+        parts_too: also let go of jobs whose part is being written, because a store may refuse a part for a long time.
         """
 
         def may_go(job: HeldJob) -> bool:

@@ -20,7 +20,7 @@ URGENT_SHARE = 0.9
 """The share of the workers for runs that would otherwise miss their deadlines."""
 
 MARGIN = 1.25
-"""A run is urgent if it would miss its deadline by taking this many times longer than expected."""
+"""A run is urgent if it would miss its deadline when it takes this many times longer than expected."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""

@@ -234,7 +234,7 @@ class JobStore:
             "when": next_run,
             "ttl": "" if step.kept_s is None else str(step.kept_s),
         }
-        has_entry = outcome.wish is not None
+        has_entry = outcome.returned_retry is not None
         return Call("retry", args, self._entry(outcome, Result.Type.RETRIED) if has_entry else [])
 
     def _finish_call(
@@ -244,7 +244,7 @@ class JobStore:
         assert step.kept_s is not None
         status: EndStatus = outcome.status
         result_type = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
-        if outcome.wish is not None:  # the job has asked for a retry once too often
+        if outcome.returned_retry is not None:  # the job has asked for a retry once too often
             status = "failed"
             result_type = Result.Type.MAX_RETRIES_EXCEEDED
 
@@ -283,7 +283,7 @@ class JobStore:
             claimed.job_id,
             result_type,
             connection=self._client,
-            return_value=outcome.wish,
+            return_value=outcome.returned_retry,
             exc_string=outcome.value if has_failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution_id,

@@ -97,7 +97,7 @@ class Callbacks:
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
         """Whether user code is called for this end. job: the copy that the user's code has had, if any."""
         callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
-        if outcome.wish is not None:
+        if outcome.returned_retry is not None:
             return False
         if outcome.status == "finished":
             return "success callback" in callbacks
@@ -135,8 +135,8 @@ class Callbacks:
         """Queue the webhooks for this end, and return at once."""
         job.connection = self._client
         job.ended_at = outcome.ended_at
-        if outcome.wish is not None:
-            if not outcome.policy.grants(outcome.wish):
+        if outcome.returned_retry is not None:
+            if not outcome.policy.grants(outcome.returned_retry):
                 self.webhooks.send(job, JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":
             self.webhooks.send(job, JobStatus.FINISHED)

@@ -117,7 +117,7 @@ class Call:
         if self._alive_at is None or holder_alive_at > self._alive_at:
             self._alive_at = holder_alive_at
 
-    def heeded(self) -> None:
+    def obeyed(self) -> None:
         """Forget the last interrupt, because the call has obeyed it."""
         with self._lock:
             self.error = None

@@ -1,8 +1,8 @@
 """Sends spans of jobs by OTLP over HTTP. The environment variables of OpenTelemetry's SDK name the collector.
 
 Attributes follow its semantic conventions for generative AI and for messaging. No attribute holds a prompt, an answer
-or the text of an error. Names are sent in printable characters, because one lone surrogate would lose all spans of its
-batch.
+or the text of an error. Names are sent in printable characters, because all spans of a batch are lost if one name has a
+lone surrogate.
 """
 
 import threading

@@ -41,7 +41,7 @@ PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
-    """Make columns of their names and types. A type is a name of Arrow's, "probabilities" or "embedding"."""
+    """Make Arrow columns from names and types. A type is one of Arrow's names, "probabilities" or "embedding"."""
     own_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),

@@ -21,7 +21,7 @@ from jobs.prompts.prompt_task import PromptTask
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
-#: The column of the names of arguments that were left out of a line.
+#: The column with the names of arguments that were left out of a line.
 LEFT_OUT = "left_out"
 
 
@@ -44,7 +44,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of every run that generates, and the names of arguments that were left out."""
+        """Return the columns of every run that generates, and the column of arguments that were left out."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))

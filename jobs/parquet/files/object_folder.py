@@ -28,7 +28,7 @@ class ObjectFolder:
     """
 
     def __init__(self, folder: str) -> None:
-        """folder: of `run_path`, such as s3://bucket/prefix."""
+        """folder: in the form that `run_path` returns, such as s3://bucket/prefix."""
         self._folder = folder
         scheme, _, place = folder.partition("://")
         bucket, _, self._prefix = place.partition("/")

@@ -239,9 +239,8 @@ class _ArrowTable:
         rows_left = most
         for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
-            slice_rows = max(
-                1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes))
-            )
+            rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
+            slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
             batch = batch.slice(0, rows_left)
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)

@@ -99,9 +99,9 @@ def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str
         with suppress(OSError, InputError):
             if os.path.getsize(file.path) != file.size:
                 continue
-            found = raw_lines(
+            file_lines = raw_lines(
                 file.path, plan.input_format, plan.spec.dialect, rows_by_file[file.path]
             )
-            for file_row, text in found.items():
+            for file_row, text in file_lines.items():
                 lines[file.path, file_row] = text
     return lines

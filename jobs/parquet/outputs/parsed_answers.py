@@ -59,7 +59,9 @@ def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
     if isinstance(texts, str):
         return parsed_text(kind, texts)
     several = [Parsed() if text is None else parsed_text(kind, text) for text in texts]
-    return Parsed([each.value for each in several], [each.reason for each in several])  # type: ignore[arg-type]
+    values = [parsed.value for parsed in several]
+    reasons = [parsed.reason for parsed in several]
+    return Parsed(values, reasons)  # type: ignore[arg-type]
 
 
 def parsed_text(kind: ValueType, text: str) -> Parsed:

@@ -188,7 +188,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
 
 
 def _left_out(answers: Iterable[Answer]) -> Counter[str]:
-    """Count from how many lines each argument was left out."""
+    """Count for each argument the lines from which it was left out."""
     counts: Counter[str] = Counter()
     for answer in answers:
         names = answer.column(LEFT_OUT)

@@ -124,7 +124,8 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     started_at = math.inf
     ended_at = -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
-    if plan.second is not None:  # parts only name the second model's worker, which has written them
+    if plan.second is not None:
+        # Parts only name the worker of the second model, which has written them.
         first = plan.model
         served |= {
             "model": {first.name},

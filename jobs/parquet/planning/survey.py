@@ -189,7 +189,7 @@ class SurveyWork(RowsTask):
         generated = 0.0
         completion = 0.0
         escalated = 0.0
-        later = 0.0  # prompt tokens behind a request's first prompt: of further prompts, and of further attempts
+        later = 0.0  # the prompt tokens of further prompts and of further attempts
         later_of_rows = 0.0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
@@ -338,13 +338,13 @@ class _Counts:
             tokens = known.tokens
         else:
             try:
-                asked = self._first_requests(row, numbers[0])
-                prompts = [self._meter.token_ids(request) for request in asked]
+                first_requests = self._first_requests(row, numbers[0])
+                prompts = [self._meter.token_ids(request) for request in first_requests]
             except (InvalidJob, _Unanswerable) as error:
                 self._reasons.add(str(error), numbers)
                 return
             tokens = sum(map(len, prompts))
-            limit = max(_limit_of(request) for request in asked)
+            limit = max(_limit_of(request) for request in first_requests)
             requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
             if is_greedy:
                 requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
@@ -360,7 +360,7 @@ class _Counts:
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
     def _first_requests(self, row: Row, number: int) -> list[Request]:
-        """Return the requests that a row begins with. Raises InvalidJob, or _Unanswerable for a row that has none."""
+        """Return the first requests of a row. Raises InvalidJob, or _Unanswerable for a row without requests."""
         try:
             step = self._ask.begin(row, number).send(None)
         except StopIteration as end:
@@ -396,7 +396,7 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request with a text before its prompt, or before its first message.
 
-    A prompt of token ids begins with some of its own, and embeddings take nothing from the cache.
+    A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
     """
     if request.kind not in ("generate", "score"):
         return request

@@ -117,8 +117,10 @@ def prompt_pair(*columns: str) -> ColumnSource:
     """Return the source of two columns of texts. A row's prompt is the JSON of both."""
 
     def pair(*texts: Any) -> str:
-        named = zip(texts, columns, strict=True)
-        return json.dumps([checked_text(text, f"column {column!r}") for text, column in named])
+        texts_of_columns = zip(texts, columns, strict=True)
+        return json.dumps(
+            [checked_text(text, f"column {column!r}") for text, column in texts_of_columns]
+        )
 
     return ColumnSource(columns, pair, is_text, "text")
 
@@ -126,7 +128,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
 def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
 
-    drops_keys: whether keys of messages that are not read are left out.
+    drops_keys: whether to leave out keys of messages that are not read.
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:

@@ -394,7 +394,7 @@ class LineSource(PromptSource):
             return Row(text)  # the ask reports what is wrong with the line
         if with_path and self._inline_pictures:
             raise RowProblem(
-                "a picture is no data: URL, and none is fetched: send data:image/...;base64,..."
+                "a picture is no data: URL, and other URLs are not fetched: send data:image/...;base64,..."
             )
         files = loaded([image["url"] for image in with_path], read)
         for image, file in zip(with_path, files, strict=True):

@@ -45,7 +45,8 @@ class ShardTexts:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
                 known = self._known.setdefault(row, row)
-                num_bytes += row.num_bytes if known is row else 0
+                if known is row:
+                    num_bytes += row.num_bytes
                 row = known
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:

@@ -62,7 +62,7 @@ class VerifyWork(RowsTask):
             )
         if spec.only_new or spec.order:
             raise InvalidJob(
-                f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end"
+                f"run {run} cannot be verified: its new or sorted rows were removed when it ended"
             )
         self._columns = []
         for field in kind_of(spec).fields(spec, 0):

@@ -30,6 +30,7 @@ def write_groups(
     slices = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
     tables = (pa.Table.from_batches(group) for _, _, group in grouped(slices))
     groups: list[int] = []
+    # The first table has the schema if the caller gives none.
     first = list(islice(tables, 1))
     with pq.ParquetWriter(sink, schema or first[0].schema) as writer:
         for table in chain(first, tables):

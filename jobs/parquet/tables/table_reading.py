@@ -64,7 +64,7 @@ def look_at(
 ) -> Contents:
     """Return what a file holds. Raises CorruptParquet or CorruptTable, TableNotRead, InputNotFound.
 
-    task: what a child does to find out.
+    task: the function by which a child finds out.
     """
 
     def look() -> Contents:

@@ -40,7 +40,7 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
         name = next(iter(way.options))
         if values and name not in values:
             raise InvalidJob(
-                f"{next(iter(values))} is for {name}, which is not there: give {name} too"
+                f"{next(iter(values))} is for {name}, which is missing: give {name} too"
             )
         if values:
             ways.append(way.of(values))
@@ -54,7 +54,7 @@ def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) 
     """Raise InvalidJob for a way together with several answers of a prompt, or with answers that are tried again."""
     name = next(iter(way.options))
     if sampling.get("n", 1) != 1:
-        raise InvalidJob(f"{name} and n do not go together: a prompt has one answer then")
+        raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")
     if repairs.is_asked_for:
         other = "continue_on_length" if repairs.check is None else "check"
         raise InvalidJob(f"{name} and {other} do not go together: leave one out")

@@ -38,9 +38,8 @@ def image_columns(name: str, value: Any) -> list[str] | None:
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
-    return (
-        list(dict.fromkeys(column_name(f"a column of {name}", column) for column in names)) or None
-    )
+    columns = [column_name(f"a column of {name}", column) for column in names]
+    return list(dict.fromkeys(columns)) or None
 
 
 #: Arguments that a run of batch files may have as well.

@@ -252,7 +252,7 @@ def make_steps(
     steps = []
     if sampling.get("n", 1) != 1:
         raise InvalidJob(
-            "n is one where a row has several prompts: an answer of several fills in none"
+            "n must be 1 if a row has several prompts, because several answers cannot fill in a template"
         )
     for number, prompt in enumerate(prompts, 1):
         name = prompt["name"]

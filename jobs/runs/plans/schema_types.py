@@ -111,8 +111,8 @@ class _Reader:
                 raise _unfit(path, "prefixItems give each place a type of its own")
             return ValueType(ARRAY, item=self.type_of(items, f"{path}[]", references))
         if kind != OBJECT:
-            given = "null alone" if kind == "null" else "no type"
-            raise _unfit(path, f"its schema names {given}")
+            problem = "null alone" if kind == "null" else "no type"
+            raise _unfit(path, f"its schema names {problem}")
         properties = schema.get("properties")
         if isinstance(properties, dict) and properties:
             fields = {}
@@ -149,8 +149,8 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
     if not types:
         raise _unfit(path, "its schema names null alone")
     is_nullable = is_nullable or any(kind.is_nullable for kind in types)
-    first, *others = [replace(kind, is_nullable=is_nullable) for kind in types]
-    for other in others:
+    first, *further = [replace(kind, is_nullable=is_nullable) for kind in types]
+    for other in further:
         if {first.kind, other.kind} == {INTEGER, NUMBER}:
             first = replace(first, kind=NUMBER)
         elif first != other:

@@ -269,7 +269,7 @@ class RunSpec:
                 raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
         if schema is None:
             raise InvalidJob(
-                "parse gives answers the types of their schema, and there is none: give response_format, "
+                "parse gives answers the types of their schema, but there is no schema: give response_format, "
                 "structured_outputs with json, or check_schema too"
             )
         return type_of_schema(schema)
@@ -473,7 +473,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         bound,
         second,
-        "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too",
+        "escalate_below asks a second model, but none is named: give escalate_to or escalate_model too",
     )
     _check_used(
         second,
@@ -494,12 +494,12 @@ def _check_template(spec: RunSpec) -> None:
     _check_used(
         is_jinja,
         has_template,
-        "template_format says how a template is written, and there is none: give one too",
+        "template_format says how a template is written, but there is no template: give one too",
     )
     _check_used(
         spec.defaults,
         has_template or spec.prompts is not None,
-        "defaults stand for null in a template, and there is none: give a template too",
+        "defaults stand for null in a template, but there is no template: give one too",
     )
     if is_jinja:
         template_texts(spec.template)

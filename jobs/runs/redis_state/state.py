@@ -201,17 +201,18 @@ class RunState:
         output: str,
         submission: Submission,
         *,
-        anew: bool = True,
+        is_new: bool = True,
         by: str = "",
     ) -> None:
         """Submit the run with a planning job. Takes back a cancellation or a stop, but not the mark of the run's end.
 
-        `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
-        a planning is under way, which keeps its submission's number. by: who submits it, "" if that is not known.
+        `pipe` watches the run's key or its turn. The caller must execute the transaction that this begins. is_new:
+        False if a planning is under way; then the submission keeps its number. by: who submits it, "" if that is not
+        known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = _number(numbers[0])
-        if anew:
+        if is_new:
             number = max(*map(_number, numbers), _now_ms()) + 1
 
         facts: dict[str, str | int] = {

@@ -165,9 +165,11 @@ def _asked(manifest: Mapping[str, Any]) -> str:
         values.append(("Sampling", manifest["sampling"]))
     if "seed" in manifest:
         values.append(("Seed", str(manifest["seed"])))
-    others = {name: value for name, value in arguments.items() if name not in _SHOWN_ELSEWHERE}
-    if others:
-        values.append(("Other options", others))
+    further_options = {
+        name: value for name, value in arguments.items() if name not in _SHOWN_ELSEWHERE
+    }
+    if further_options:
+        values.append(("Other options", further_options))
     inputs = manifest.get("inputs", [])
     if inputs:
         lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]

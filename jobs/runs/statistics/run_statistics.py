@@ -41,7 +41,8 @@ class PartStats:
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
-    finish_reasons, labels: how many answers have each one, without rows with an error. Of labels the commonest.
+    finish_reasons, labels: how many answers have each reason or label, without rows with an error. Only the
+    commonest labels are kept.
     left_out: from how many lines of batch files each argument was left out.
     """
 
@@ -311,8 +312,8 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
         for place in range(first, last + 1):
             left = place * width
             right = (place + 1) * width
-            share = (
-                (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
-            )
+            share = 1.0
+            if last > first:
+                share = (min(ended, right) - max(began, left)) / (ended - began)
             tokens[place] += part.tokens * share
     return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}

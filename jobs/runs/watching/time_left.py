@@ -72,6 +72,7 @@ def time_left(
             generated = work[shard] * _generated_share(vars(part))
             spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
 
+    # Only new texts take time. Equal rows are answered once.
     new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
     remaining = [
         work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
@@ -136,8 +137,9 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
 
     more = low * (all_rows - rows) / rows
     new_now = exp(-low)
-    new_later = new_now * -expm1(-more) / more if more > 0 else 1.0
-    return new_now, new_later
+    if more <= 0:
+        return new_now, 1.0
+    return new_now, new_now * -expm1(-more) / more
 
 
 def _generated_share(counts: Mapping[str, int]) -> float:

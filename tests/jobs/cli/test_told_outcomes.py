@@ -17,7 +17,7 @@ from jobs.common.rq_jobs import executions_key
 from jobs.context import Lease
 from jobs.context.checks import Checks
 from jobs.errors import InputChanged, RunFailed
-from jobs.runs.end_notices import tell_failed
+from jobs.runs.end_notices import notify_failed
 from jobs.runs.watching.reading import list_runs, read_planned
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs
 from tests.jobs.conftest import Invoke
@@ -77,7 +77,7 @@ def planning_that_failed(redis: Redis, invoke: Invoke, tmp_path: Path) -> tuple[
     run = invoke("submit", tmp_path / "in.parquet", tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
     redis.zadd(executions_key(job.id), {"me": 1})
-    tell_failed(redis, Lease(job.id, "me"), "InputNotFound: there is no such file")
+    notify_failed(redis, Lease(job.id, "me"), "InputNotFound: there is no such file")
     fail(redis, job, "jobs.errors.InputNotFound: there is no such file")
     return run, job
 

@@ -21,7 +21,7 @@ from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled, WebhookFail
 from jobs.parquet.outputs import run_folder
 from jobs.runs import end_notices
 from jobs.runs.control import submit_run
-from jobs.runs.end_notices import PAUSES_S, post_run_end, tell_failed
+from jobs.runs.end_notices import PAUSES_S, notify_failed, post_run_end
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.redis_state.submission import Submission
 from jobs.table import own_function
@@ -74,7 +74,7 @@ class Site:
     def fail(self, job_id: str, error: str = "PartDamaged: it is cut") -> None:
         """What a worker that holds the job does before it writes such an end."""
         self.redis.zadd(executions_key(job_id), {"execution": 1})
-        tell_failed(self.redis, Lease(job_id, "execution"), error)
+        notify_failed(self.redis, Lease(job_id, "execution"), error)
 
     def fail_shard(self, shard: int) -> None:
         self.fail(shard_job_id(self.run, shard))
@@ -197,7 +197,7 @@ def test_planning_that_fails_is_told(site: Site) -> None:
 def test_who_has_lost_the_job_tells_of_no_failure(planned: Site) -> None:
     for shard in range(3):
         job_id = shard_job_id(planned.run, shard)
-        tell_failed(planned.redis, Lease(job_id, "another"), "x")
+        notify_failed(planned.redis, Lease(job_id, "another"), "x")
     assert planned.told == []
 
 

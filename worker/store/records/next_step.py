@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
-from rq.job import Job
-from rq.job import Retry as RetryWish
+from rq.job import Job, Retry
 
 _MAX_TTL_S = 10 * 365 * 86_400
 """The longest time to live. Redis refuses longer ones in the middle of a script."""
@@ -51,9 +50,9 @@ class Policy:
         position = max(len(self.retry_intervals) - self.retries_left, 0)
         return _seconds(self.retry_intervals[position])
 
-    def grants(self, wish: RetryWish) -> bool:
+    def grants(self, returned_retry: Retry) -> bool:
         """Whether a job that returned this `Retry` runs again."""
-        return (self.number_of_retries or 0) < wish.max
+        return (self.number_of_retries or 0) < returned_retry.max
 
     def check(self) -> None:
         """Raise an error if a value is not of the right kind."""
@@ -88,22 +87,22 @@ def next_step(
     policy: Policy,
     *,
     is_finished: bool,
-    wish: RetryWish | None = None,
+    returned_retry: Retry | None = None,
     may_retry: bool = False,
     default_result_ttl_s: int = DEFAULT_RESULT_TTL,
 ) -> NextStep:
     """Return the next step of a job that has finished, failed or was stopped.
 
-    wish: the `Retry` that the job returned. may_retry: whether a failed job may use one of its retries.
+    returned_retry: the `Retry` that the job returned. may_retry: whether a failed job may use one of its retries.
     default_result_ttl_s: seconds for results of jobs that do not say. Raises any error if the policy is damaged.
     """
     kept_after_failure_s = None if policy.failure_ttl is None else _bounded_ttl(policy.failure_ttl)
-    if wish is not None and policy.grants(wish):
+    if returned_retry is not None and policy.grants(returned_retry):
         tries = policy.number_of_retries or 0
-        wait_s = _seconds(RetryWish.get_interval(tries, wish.intervals))
-        at_front = bool(policy.enqueue_at_front_on_retry or wish.enqueue_at_front)
+        wait_s = _seconds(Retry.get_interval(tries, returned_retry.intervals))
+        at_front = bool(policy.enqueue_at_front_on_retry or returned_retry.enqueue_at_front)
         return NextStep(kept_after_failure_s, wait_s, "number_of_retries", tries + 1, at_front)
-    if wish is None and may_retry and policy.has_retries:
+    if returned_retry is None and may_retry and policy.has_retries:
         assert policy.retries_left
         at_front = bool(policy.enqueue_at_front_on_retry)
         retries_left = policy.retries_left - 1
@@ -111,7 +110,7 @@ def next_step(
             kept_after_failure_s, policy.retry_wait_s, "retries_left", retries_left, at_front
         )
 
-    if wish is not None or not is_finished:
+    if returned_retry is not None or not is_finished:
         return NextStep(
             DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s
         )

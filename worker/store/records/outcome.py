@@ -10,8 +10,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
-from rq.job import Job
-from rq.job import Retry as RetryWish
+from rq.job import Job, Retry
 
 from jobs.errors import ResultTooLarge
 from worker.store.records.claimed_job import ClaimedJob
@@ -71,9 +70,9 @@ class Outcome:
         return not (self.retries and self.policy.has_retries)
 
     @property
-    def wish(self) -> RetryWish | None:
+    def returned_retry(self) -> Retry | None:
         """The `Retry` that the job returned, if any."""
-        return self.value if isinstance(self.value, RetryWish) else None
+        return self.value if isinstance(self.value, Retry) else None
 
     @property
     def policy(self) -> Policy:
@@ -85,7 +84,7 @@ class Outcome:
         return next_step(
             self.policy,
             is_finished=self.status == "finished",
-            wish=self.wish,
+            returned_retry=self.returned_retry,
             may_retry=self.retries,
             default_result_ttl_s=default_result_ttl_s,
         )

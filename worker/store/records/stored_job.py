@@ -123,7 +123,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
             super().cancel_death_penalty()
         finally:
             if self._call is not None:
-                self._call.heeded()
+                self._call.obeyed()
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
