@@ -35,7 +35,6 @@ PICTURES = {
     "dashboard": ("overview", 1280, 1130, "light"),
     "dashboard-failed": ("failed", 1280, 640, "light"),
     "dashboard-queue": ("queue", 1280, 900, "dark"),
-    "dashboard-phone": ("overview", 390, 844, "dark"),
 }
 
 
