@@ -75,9 +75,9 @@ def classify(
     """Return the exact probability of each label after a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
-    options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, and the templates of `chat`.
-    `calibrate` corrects the probabilities by those after a prompt without content (Zhao et al. 2021). Raises the errors
-    of `complete`.
+    options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, prompt_template, messages_template.
+    `calibrate` divides the probability of each label by its probability after a prompt without content, and scales the
+    results to a sum of 1 (Zhao et al. 2021). Raises the errors of `complete`.
     """
     return run_job("jobs.classify", (prompt, labels), options)
 

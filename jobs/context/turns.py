@@ -21,11 +21,14 @@ class Caller(Protocol):
 
 
 def nobody() -> None:
-    """Return no caller: for places where calls are not watched."""
+    """Return None: for places where calls are not watched."""
 
 
 class Turns:
-    """Gives each thread its turn at a key. Thread-safe. current_call: returns the caller that a thread works for."""
+    """Gives each thread its turn at a key. Thread-safe.
+
+    current_call: returns the caller whose call the current thread carries out; None if calls are not watched.
+    """
 
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
         self._current_call = current_call

@@ -118,7 +118,10 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer. If one of its samples has failed, all samples of the returned answer have failed."""
+        """Return an answer, made to fail in all its samples if one of them has failed.
+
+        An answer with repairs is returned as it is: each of its samples says by itself whether it is valid.
+        """
         sample = answer.failed_sample
         if sample is None or self.repairs.is_asked_for:
             return answer

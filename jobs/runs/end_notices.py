@@ -63,13 +63,13 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
         elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
-                notify_shards_failed(state, count, f", the last one: {error}")
+                notify_if_rest_failed(state, count, f", the last one: {error}")
             elif "finished" not in state.facts():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 enqueue_notices(state, state.submission(), "failed", reason)
 
 
-def notify_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
+def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> None:
     """Enqueue a run's notices if shards have failed and nothing is left to run. more: added to the reason."""
     if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
         enqueue_notices(

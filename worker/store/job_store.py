@@ -355,6 +355,7 @@ class JobStore:
         claimed = None
         if result in (b"exhausted", b"ended"):
             claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
+        # release.lua names the worker at the end of these two replies.
         worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
         return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 

@@ -55,6 +55,7 @@ class Scheduler(RQScheduler):
         """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
         self._clock.look(self.connection)
         common = {
+            # The time of this machine, as RQ writes it into a job. Only `now_ts` decides what is due.
             "now_iso": utcformat(now()),
             "now_ts": repr(self._clock()),
             "registry": "scheduled",

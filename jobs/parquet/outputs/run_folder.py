@@ -34,7 +34,7 @@ from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import enqueue_notices, notify_shards_failed, stop_over_limit
+from jobs.runs.end_notices import enqueue_notices, notify_if_rest_failed, stop_over_limit
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import (
     INPUT,
@@ -269,7 +269,7 @@ class RunFolder:
             return False
         if count.is_whole:
             return self._finish()
-        notify_shards_failed(self.state, count)
+        notify_if_rest_failed(self.state, count)
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:

@@ -160,10 +160,7 @@ def with_dicts(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list):
         return [with_dicts(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {
-            kind.field(name).name: with_dicts(item, kind.field(name).type)
-            for name, item in value.items()
-        }
+        return {name: with_dicts(item, kind.field(name).type) for name, item in value.items()}
     return value
 
 

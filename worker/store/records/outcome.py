@@ -102,7 +102,10 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome of a job that fails with an error of `as_left_by`, as with RQ's own worker."""
+        """Return the outcome to write if `as_left_by` has raised: the job has failed with that error.
+
+        RQ's own worker does the same.
+        """
         text = printable(error)
         return replace(
             self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
