@@ -22,7 +22,7 @@ from jobs.runs.watching.reading import list_runs, read_planned
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
-from tests.tokenmill.dashboard.test_pages import text_of
+from tests.tokenmill.dashboard.pages.test_pages import text_of
 from tokenmill.dashboard.app import Dashboard, Options
 from tokenmill.dashboard.seen.shards_seen import list_shards
 

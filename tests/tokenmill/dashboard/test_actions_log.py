@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 
 from tests.rq_workers import ROOT
 from tests.tokenmill.dashboard.conftest import TOKEN, Open
+from tests.tokenmill.dashboard.pages.test_pages import RUN, put_run, put_worker, text_of
 from tests.tokenmill.dashboard.test_failures import SERVER, put_three_kinds, send
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker, text_of
 from tokenmill.dashboard.actions import log
 from tokenmill.dashboard.actions.deeds import Deed, Deeds, Hands
 from tokenmill.dashboard.actions.forms import Form

@@ -7,8 +7,8 @@ import pytest
 from redis import Redis
 from starlette.testclient import TestClient
 
+from tests.tokenmill.dashboard.pages.test_pages import act, text_of
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tests.tokenmill.dashboard.test_pages import act, text_of
 from tokenmill.dashboard.failures.groups import Remedy, cause_of, fold
 from tokenmill.dashboard.failures.index import CHUNK, FailureIndex
 

@@ -17,7 +17,7 @@ from jobs.runs.redis_state.state import RunState
 from tests.doctor.test_redis_faults import as_user, rules_of
 from tests.jobs.runs.test_report import PART
 from tests.tokenmill.dashboard.conftest import Open
-from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker
+from tests.tokenmill.dashboard.pages.test_pages import RUN, put_run, put_worker
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
 from tokenmill.dashboard.history.rings import KINDS, QUEUE, RINGS, WORKER, Kind, Rings

@@ -23,7 +23,7 @@ from jobs.common.workers import (
 )
 from tests.examples import examples
 from tests.tokenmill.dashboard.conftest import Open
-from tests.tokenmill.dashboard.test_pages import put_run, put_worker
+from tests.tokenmill.dashboard.pages.test_pages import put_run, put_worker
 from tokenmill.dashboard.seen import watcher
 
 FIELDS = [*WorkerSample.__dataclass_fields__, "updated_at"]

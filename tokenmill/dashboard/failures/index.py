@@ -85,7 +85,7 @@ class FailureIndex:
                 is_more = self._step(queues)
             except RedisError:
                 break  # the next page says it
-            time.sleep(self._clock() - began)
+            time.sleep(max(0.0, self._clock() - began))
 
     def finish(self, queues: Sequence[str], tell: Callable[[int], None]) -> None:
         """Read until each job is known. tell: is told how many are known so far. Raises RedisError."""

@@ -16,9 +16,16 @@ from jobs.cli import main
 from jobs.common.worker_deaths import record_deaths
 from jobs.runs.control import submit_run, submitter
 from tests.tokenmill.dashboard.conftest import Open
+from tests.tokenmill.dashboard.pages.test_pages import (
+    HOSTILE,
+    RUN,
+    put_run,
+    put_worker,
+    quoted,
+    text_of,
+)
 from tests.tokenmill.dashboard.test_failures import SERVER, send
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tests.tokenmill.dashboard.test_pages import HOSTILE, RUN, put_run, put_worker, quoted, text_of
 
 
 def put_queue(redis: Redis) -> Queue:

@@ -5,8 +5,8 @@ import re
 from redis import Redis
 from starlette.testclient import TestClient
 
+from tests.tokenmill.dashboard.pages.test_pages import RUN, act, put_run, text_of
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tests.tokenmill.dashboard.test_pages import RUN, act, put_run, text_of
 
 
 def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(

@@ -6,7 +6,7 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from jobs.runs.watching.api_records import BatchRecord, record_batch, record_limited
-from tests.tokenmill.dashboard.test_pages import HOSTILE, RUN, put_run, text_of
+from tests.tokenmill.dashboard.pages.test_pages import HOSTILE, RUN, put_run, text_of
 
 OTHER_RUN = "fedcba9876543210"
 NOW = 1_800_000_000
