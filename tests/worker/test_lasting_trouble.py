@@ -98,8 +98,10 @@ def test_an_outage_of_redis_is_two_lines_of_the_log(
     told = lines(caplog, "trying again until it does")
     assert len(told) == 1
     assert type(error).__name__ in told[0]
+    assert "Redis does not answer, or does not take all" in whole.io.warning
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
     assert len(lines(caplog, "Redis answers again")) == 1
+    assert whole.io.warning == ""
 
 
 @pytest.mark.parametrize(
