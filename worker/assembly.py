@@ -142,7 +142,7 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     sent = partial(tally.sent, "worker")
     sent_by_functions = partial(tally.sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        io=new_client(connection, REDIS_TIMEOUT_S, sent=sent, answered=tally.answered),
         pool=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
         user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
     )

@@ -12,6 +12,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.worker.whole_worker import TURN_S, WholeWorker
 from worker.io_thread.reporter import SLOW_S
 from worker.logs import OVER_S, LastingTrouble
+from worker.store.client import new_client
 from worker.store.redis_clock import SKEW_S, RedisClock
 
 LOG = logging.getLogger("lasting")
@@ -98,34 +99,41 @@ def test_an_outage_of_redis_is_two_lines_of_the_log(
     told = lines(caplog, "trying again until it does")
     assert len(told) == 1
     assert type(error).__name__ in told[0]
+    assert "Redis does not answer, or does not take all" in whole.io.warning
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
     assert len(lines(caplog, "Redis answers again")) == 1
+    assert whole.io.warning == ""
 
 
-@pytest.mark.parametrize(
-    ("trip_s", "ahead_s", "words", "over"),
-    [
-        (SLOW_S + 1, 0.0, "s to answer", "Redis answers quickly again"),
-        (0.0, SKEW_S + 1, "this machine's clock is 4 s ahead", "agrees with Redis' again"),
-    ],
-    ids=["slow", "skewed"],
-)
-def test_a_slow_redis_and_a_wrong_clock_are_two_lines_of_the_log(
-    whole: WholeWorker,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    trip_s: float,
-    ahead_s: float,
-    words: str,
-    over: str,
+def test_a_wrong_clock_is_two_lines_of_the_log(
+    whole: WholeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def look(clock: RedisClock, _: Redis) -> None:
-        clock.trip_s = trip_s
-        clock.ahead_s = ahead_s
-
     with monkeypatch.context() as patch:
-        patch.setattr(RedisClock, "look", look)
+        patch.setattr(RedisClock, "look", lambda clock, _: setattr(clock, "ahead_s", SKEW_S + 1))
         assert all(whole.turn() for _ in range(10))
-    assert len(lines(caplog, words)) == 1
+    assert len(lines(caplog, "this machine's clock is 4 s ahead")) == 1
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
-    assert len(lines(caplog, over)) == 1
+    assert len(lines(caplog, "agrees with Redis' again")) == 1
+
+
+def test_a_slow_redis_is_two_lines_of_the_log(
+    whole: WholeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(10):
+        whole.tally.answered(SLOW_S + 1)
+        whole.tally.answered(0.001)
+        assert whole.turn()
+    assert len(lines(caplog, "Redis took 2.0 s to answer")) == 1
+    assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
+    assert len(lines(caplog, "Redis answers quickly again")) == 1
+
+
+def test_a_client_tells_how_long_redis_takes_to_answer(redis: Redis) -> None:
+    trips: list[float] = []
+    client = new_client(redis, 5.0, sent=lambda: None, answered=trips.append)
+    client.ping()
+    redis.execute_command("CLIENT", "PAUSE", 50, "ALL")
+    client.ping()
+    client.close()
+    assert max(trips) == trips[-1]
+    assert 0.03 < trips[-1] < 5

@@ -116,6 +116,8 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
         ("workers", "\nw "),
         ("errors out", "0 rows with an error"),
         ("info", "worker w: "),
+        ("flood bulk", "queue bulk: 0 waiting"),
+        ("flood bulk --stop -", "cancelled 0 waiting jobs"),
     ):
         assert says in tokenmill(workers, url, *words.split())
     printed += command(

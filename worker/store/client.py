@@ -1,5 +1,6 @@
 """Connections to Redis, and which errors are the server's fault."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,13 @@ def new_client(
     socket_timeout_s: float,
     resend: bool = False,
     sent: Callable[[], None] | None = None,
+    answered: Callable[[float], None] = lambda seconds: None,
 ) -> Redis:
     """Make a client to the same server, with its own connection pool.
 
     resend: send a command again if its reply was lost, as redis-py does for user code in a stock worker. Our own
-    callers decide that for each command. sent: called for each command or pipeline that is sent.
+    callers decide that for each command. sent: called for each command or pipeline that is sent. answered: called with
+    the seconds until its answer began.
     """
     retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
     kwargs = get_connection_kwargs(connection)
@@ -61,16 +64,29 @@ def new_client(
 
     connection_class = connection.connection_pool.connection_class
     if sent is not None:
-        connection_class = _counted(connection_class, sent)
+        connection_class = _counted(connection_class, sent, answered)
     return Redis(connection_pool=ConnectionPool(connection_class=connection_class, **kwargs))
 
 
-def _counted(connection_class: type[Any], sent: Callable[[], None]) -> type[Any]:
-    """Return a class of connections like this one that calls `sent` for each command or pipeline."""
+def _counted(
+    connection_class: type[Any], sent: Callable[[], None], answered: Callable[[float], None]
+) -> type[Any]:
+    """Return a class of connections like this one that calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
+        sent_at: float | None = None
+
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
             sent()
+            self.sent_at = time.monotonic()
             return super().send_packed_command(*args, **options)
+
+        def read_response(self, *args: Any, **options: Any) -> Any:
+            try:
+                return super().read_response(*args, **options)
+            finally:
+                if self.sent_at is not None:
+                    answered(time.monotonic() - self.sent_at)
+                    self.sent_at = None
 
     return Counted

@@ -18,7 +18,6 @@ class RedisClock:
 
     A jump of this machine's clock does not change its time.
     ahead_s: the seconds by which this machine's clock was ahead of Redis' at the last look.
-    trip_s: the seconds that Redis took to answer at the last look.
     """
 
     def __init__(
@@ -28,7 +27,6 @@ class RedisClock:
         self._steady = steady
         self._began_at = wall() - steady()  # the time of Redis' clock when `steady` was 0
         self.ahead_s = 0.0
-        self.trip_s = 0.0
 
     def __call__(self) -> float:
         return self._began_at + self._steady()
@@ -38,9 +36,8 @@ class RedisClock:
         asked_at = self._steady()
         info: Any = client.info("server")
         answered_at = self._steady()
-        self.trip_s = answered_at - asked_at
         redis_time_us = info.get("server_time_usec")
-        if redis_time_us is not None and self.trip_s <= _MAX_TRIP_S:
+        if redis_time_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
             self._began_at = redis_time_us / 1e6 - (asked_at + answered_at) / 2
             self.ahead_s = self._wall() - self()
 
