@@ -1,7 +1,7 @@
 """Each endpoint, asked of a real model as clients ask it."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -15,7 +15,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "the 3rd of March, '87"}]
 class Date(BaseModel):
     """A form that answers are made to have."""
 
-    year: int
+    year: Literal[1987, 2004]  # a small model ends no number by itself
 
 
 def post(model: RealModel, path: str, body: dict[str, Any]) -> dict[str, Any]:
