@@ -79,7 +79,7 @@ def test_it_is_written_again_elsewhere_with_a_price(
 ) -> None:
     page, manifest = runs.output / "_report.html", runs.manifest
     assert invoke("report", runs.output).output.strip() == str(page)
-    for out, told in (((), "--out"), (("--out", page), "stays as it is")):
+    for out, told in (((), "--out"), (("--out", page), "must not change")):
         refused = invoke("report", runs.output, "--price-per-hour", "1e6", *out)
         assert refused.exit_code != 0
         assert told in refused.output
