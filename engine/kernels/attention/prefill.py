@@ -137,17 +137,21 @@ class PrefillShape:
 def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
     """Return a shape that fits into a GPU's shared memory and registers. itemsize: bytes of a query's number."""
     tile = tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES)
+    # GPUs for desktops have no more than 99 KiB for a program. Keys and values go through registers there.
+    is_small = not (gpu.has_warp_groups or gpu.has_tensor_memory)
     if itemsize == 4:
         # Products of float32 are made in registers; with fewer warps these spill. Left to itself, the assembler gives
         # 16 warps few registers and spills some.
-        return PrefillShape(tile, num_warps=16, num_stages=2, max_registers=128)
+        num_stages = 1 if is_small and dim_pad > 128 else 2
+        return PrefillShape(tile, num_warps=16, num_stages=num_stages, max_registers=128)
 
     # The accumulator, 64 * head_dim float32, takes 64 registers of each of 128 threads at 128.
     num_warps = 8 if dim_pad > 128 or (dim_pad == 128 and gpu.has_tensor_memory) else 4
-    if not (gpu.has_warp_groups or gpu.has_tensor_memory) and not INTERPRETED:
-        # Keys and values go through registers. GPUs for desktops also have no more than 99 KiB for a program.
+    if is_small and not INTERPRETED:
         tile = max(tile // 2, DOT_MIN)
-    return PrefillShape(tile, num_warps, NUM_STAGES, max_registers=None)
+    # Left to itself, the assembler gives heads of 256 only 128 registers on data-center Blackwell, and spills.
+    max_registers = 168 if dim_pad > 128 and gpu.has_tensor_memory else None
+    return PrefillShape(tile, num_warps, NUM_STAGES, max_registers)
 
 
 def prefill_attention(
