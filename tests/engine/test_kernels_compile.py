@@ -49,6 +49,17 @@ def test_no_kernel_spills_and_each_fits_and_loads_as_it_should(compiled: dict[st
         assert each["spill_bytes"] == 0, each
 
 
+@pytest.mark.parametrize("target", ["80", "86", "89", "100", "120"])
+def test_attention_of_heads_of_each_size_fits_every_gpu(tmp_path: Path, target: str) -> None:
+    """Heads of 64, 128 and 256. What a Hopper GPU holds need not fit another one, and spills elsewhere."""
+    models = ("Qwen3-0.6B, bfloat16", "gpt-oss-20b", "Gemma-2-9B")
+    kernels = ("decode_kernel", "prefill_kernel")
+    found = static(tmp_path, "--target", target, "--only", *models, "--kernels", *kernels)
+    assert found["problems"] == []
+    dims = {each["constants"]["DIM_PAD"] for each in found["kernels"]}
+    assert dims == {64, 128, 256}
+
+
 def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:
     """Whatever the row count, of every model; and every kernel with a line in KERNELS is launched."""
     assert static(tmp_path, "--no-compile")["problems"] == []

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention.kv_tile import (
+    DOT_MIN,
+    INTERPRETED,
     LOG2_E,
     LOWEST,
     NUM_STAGES,
@@ -21,6 +23,7 @@ from engine.kernels.attention.kv_tile import (
     pad_head_dim,
     tile_tokens,
 )
+from engine.kernels.gpu_kind import GpuKind, kind_of
 
 QUERY_TILE = 64  # the rows of one warp group's matrix instruction on Hopper
 
@@ -121,6 +124,36 @@ def prefill_kernel(
     tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True)
+class PrefillShape:
+    """How a program works. tile: the tokens of keys and values that it reads at once."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+
+def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
+    """Return a shape that fits into a GPU's shared memory and registers. itemsize: bytes of a query's number."""
+    tile = tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES)
+    # GPUs for desktops have no more than 99 KiB for a program. Keys and values go through registers there.
+    is_small = not (gpu.has_warp_groups or gpu.has_tensor_memory)
+    if itemsize == 4:
+        # Products of float32 are made in registers; with fewer warps these spill. Left to itself, the assembler gives
+        # 16 warps few registers and spills some.
+        num_stages = 1 if is_small and dim_pad > 128 else 2
+        return PrefillShape(tile, num_warps=16, num_stages=num_stages, max_registers=128)
+
+    # The accumulator, 64 * head_dim float32, takes 64 registers of each of 128 threads at 128.
+    num_warps = 8 if dim_pad > 128 or (dim_pad == 128 and gpu.has_tensor_memory) else 4
+    if is_small and not INTERPRETED:
+        tile = max(tile // 2, DOT_MIN)
+    # Left to itself, the assembler gives heads of 256 only 128 registers on data-center Blackwell, and spills.
+    max_registers = 168 if dim_pad > 128 and gpu.has_tensor_memory else None
+    return PrefillShape(tile, num_warps, NUM_STAGES, max_registers)
+
+
 def prefill_attention(
     query: Tensor,
     cache: Cache,
@@ -144,10 +177,8 @@ def prefill_attention(
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
     block_size, kv_heads = key_cache.shape[1:3]
-    dim_pad, itemsize = pad_head_dim(head_dim), query.element_size()
-    # The accumulator, 64 * head_dim float32, takes 64 registers of each thread at 128. float32 products are
-    # made in registers besides; with fewer warps they spill (seen in code compiled for sm_90).
-    num_warps = 16 if itemsize == 4 else (8 if dim_pad > 128 else 4)
+    dim_pad = pad_head_dim(head_dim)
+    shape = prefill_shape(dim_pad, query.element_size(), kind_of(query.device))
     # heads in the first place of the grid: those of one group read the same keys at the same time
     prefill_kernel[(heads, len(batch.seqs))](
         out, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
@@ -156,8 +187,6 @@ def prefill_attention(
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
-        TILE=tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES), QUERY_TILE=QUERY_TILE,
-        num_warps=num_warps, num_stages=2 if itemsize == 4 else NUM_STAGES,
-        # left to itself, the assembler gives 16 warps of float32 few registers and spills some
-        maxnreg=128 if itemsize == 4 else None,
+        TILE=shape.tile, QUERY_TILE=QUERY_TILE,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
     )  # fmt: skip

@@ -1,10 +1,11 @@
-"""What each Triton kernel takes of a Hopper GPU in the sizes that are shipped, without one.
+"""What each Triton kernel takes of a GPU in the sizes that are shipped, without one.
 
-    python -m ops.bench.static                       # all cases; some minutes
+    python -m ops.bench.static                       # all cases on Hopper; some minutes
     python -m ops.bench.static --only Qwen3-0.6B     # cases whose names begin so
+    python -m ops.bench.static --target 86           # another kind of GPU, which must hold every kernel
 
 Each case is run on tensors without values, at row counts that would betray a launch whose arguments are
-compiled in: what it launches is compiled for sm_90, each variant once. The exit status is 1 if a kernel
+compiled in: what it launches is compiled, each variant once. The exit status is 1 if a kernel
 spills, does not fit, or is not what ops/bench/static/kernel_cases.py asks of it.
 """
 
@@ -23,8 +24,17 @@ os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: the interpret
 if __name__ == "__main__" and find_spec("triton") is None:
     sys.exit("python -m ops.bench.static needs the package triton: pip install triton")
 
+from engine.kernels import gpu_kind
 from ops.bench.report import print_table
-from ops.bench.static.compiled import Usage, Variant, compile_variant, recorded
+from ops.bench.static.compiled import (
+    HOPPER,
+    TARGETS,
+    Target,
+    Usage,
+    Variant,
+    compile_variant,
+    recorded,
+)
 from ops.bench.static.kernel_cases import Case, Kernel
 
 #: One, a multiple of 16 and not, few and many for a tile; each a row count that a step may have.
@@ -91,7 +101,7 @@ def _differences(asked: Sequence[Asked]) -> list[str]:
 def usage_problems(
     asked: Sequence[Asked], usages: Mapping[Variant, Usage], kernels: Mapping[str, Kernel]
 ) -> Iterator[str]:
-    """What spills, does not fit or loads badly, a sentence each."""
+    """What spills, does not fit or loads badly on Hopper, a sentence each."""
     products: dict[tuple[str, str], set[str]] = {}
     for each in asked:
         name, usage, in_16_bits = (
@@ -127,12 +137,25 @@ def usage_problems(
             yield f"{where}: no {product} instruction, found {sorted(found)}"
 
 
-def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
+def fit_problems(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> Iterator[str]:
+    """What spills or does not fit on some GPU, a sentence each."""
+    for each in asked:
+        usage = usages[each.variant]
+        if usage.spill_bytes:
+            yield f"{each.where}: spills {usage.spill_bytes} bytes with {usage.registers} registers"
+        if not usage.programs:
+            yield (
+                f"{each.where}: no program fits, with {usage.registers} registers of {usage.num_warps} warps and "
+                f"{usage.shared_bytes:,} bytes shared"
+            )
+
+
+def compile_all(asked: Iterable[Asked], target: Target = HOPPER) -> dict[Variant, Usage]:
     """Each variant once."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # for the assembler to report on each kernel
         return {
-            variant: compile_variant(variant)
+            variant: compile_variant(variant, target)
             for variant in dict.fromkeys(each.variant for each in asked)
         }
 
@@ -183,7 +206,7 @@ def as_json(each: Asked, usage: Usage) -> dict[str, object]:
     variant = each.variant
     return {
         "case": each.case, "kernel": variant.name, "rows": each.rows, **asdict(usage),
-        "programs": usage.programs, "constants": variant.named_constants, "options": dict(variant.options),
+        "constants": variant.named_constants, "options": dict(variant.options),
     }  # fmt: skip
 
 
@@ -200,7 +223,11 @@ def main() -> int:
     parser.add_argument(
         "--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS"
     )
+    parser.add_argument("--kernels", nargs="+", help="only these kernels")
+    parser.add_argument("--target", type=int, choices=TARGETS, default=90)
     options = parser.parse_args()
+    target = TARGETS[options.target]
+    gpu_kind.assumed = target.kind
     module = importlib.import_module(options.cases)
     chosen = [case for case in module.CASES if case.name.startswith(tuple(options.only or ("",)))]
     if not chosen:
@@ -209,14 +236,19 @@ def main() -> int:
         )
         return 2
     asked = [each for case in chosen for each in variants_of(case)]
+    if options.kernels:
+        asked = [each for each in asked if each.variant.name in options.kernels]
     wrong = list(variant_problems(asked, module.KERNELS))
-    if not options.only:
+    if not (options.only or options.kernels):
         unused = set(module.KERNELS) - {each.variant.name for each in asked}
         wrong += [f"{name}: no case launches it" for name in sorted(unused)]
     usages: dict[Variant, Usage] = {}
     if not options.no_compile:
-        usages = compile_all(asked)
-        wrong += usage_problems(asked, usages, module.KERNELS)
+        usages = compile_all(asked, target)
+        if target is HOPPER:
+            wrong += usage_problems(asked, usages, module.KERNELS)
+        else:
+            wrong += fit_problems(asked, usages)
         print_usages(asked, usages)
     if options.json:
         kernels = [as_json(each, usages[each.variant]) for each in asked if each.variant in usages]

@@ -1,7 +1,4 @@
-"""What a launch would compile for a Hopper GPU, and what of a multiprocessor it takes. It needs no GPU.
-
-Limits are those of compute capability 9.0: CUDA C++ programming guide, technical specifications.
-"""
+"""What a launch would compile for a GPU, and what of a multiprocessor it takes. It needs no GPU."""
 
 import contextlib
 import io
@@ -17,9 +14,37 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES, SHARED_BYTES_OF_PROGRAM = 228 * 1024, 227 * 1024
-REGISTERS, WARPS, PROGRAMS = 65_536, 64, 32
+from engine.kernels.gpu_kind import GpuKind
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of GPU. shared_bytes: of a multiprocessor; a program gets 1 KiB less. warps, programs: it holds at once.
+
+    Source: CUDA C++ programming guide, "Technical specifications per compute capability".
+    """
+
+    capability: int
+    shared_bytes: int
+    warps: int
+    programs: int
+
+    @property
+    def kind(self) -> GpuKind:
+        """Return what kernels choose their shapes by."""
+        return GpuKind(*divmod(self.capability, 10))
+
+
+TARGETS = {
+    80: Target(80, 164 * 1024, warps=64, programs=32),  # A100
+    86: Target(86, 100 * 1024, warps=48, programs=16),  # RTX 30, A10, A40
+    89: Target(89, 100 * 1024, warps=48, programs=24),  # RTX 40, L4, L40
+    90: Target(90, 228 * 1024, warps=64, programs=32),  # H100, H200
+    100: Target(100, 228 * 1024, warps=64, programs=32),  # B200
+    120: Target(120, 100 * 1024, warps=48, programs=24),  # RTX 50
+}
+HOPPER = TARGETS[90]
+REGISTERS = 65_536
 ALIGNMENT = 16
 # Memory that is allocated without a value is what a loop's copies go to, one after another.
 BUFFERS = r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x"
@@ -77,6 +102,7 @@ class Usage:
     products: matrix instructions, of a warp ("mma") or of a warp group ("wgmma").
     buffers: of each tensor that a loop copies ahead to shared memory, how many.
     fused: instructions that multiply and add float32 with one rounding.
+    programs: how many of its programs a multiprocessor holds at once; 0 if none fits.
     """
 
     registers: int
@@ -87,11 +113,7 @@ class Usage:
     products: dict[str, int]
     buffers: tuple[int, ...]
     fused: int
-
-    @property
-    def programs(self) -> int:
-        """How many of its programs a multiprocessor holds at once; 0 where none fits."""
-        return programs_per_processor(self.registers, self.shared_bytes, self.num_warps)
+    programs: int
 
     @property
     def wide_share(self) -> float:
@@ -100,13 +122,15 @@ class Usage:
         return sum(w * n for w, n in self.loads.items() if w >= ALIGNMENT) / total if total else 1.0
 
 
-def programs_per_processor(registers: int, shared_bytes: int, num_warps: int) -> int:
+def programs_per_processor(
+    registers: int, shared_bytes: int, num_warps: int, target: Target = HOPPER
+) -> int:
     """Programs that share a multiprocessor's registers, memory and warps.
 
     Registers are given out to warps by 256; of shared memory each program takes 1 KiB more than it asks for,
     rounded up to 128 bytes.
     """
-    if shared_bytes > SHARED_BYTES_OF_PROGRAM:
+    if shared_bytes > target.shared_bytes - 1024:
         return 0
     registers_of_warp = -(-registers * 32 // 256) * 256
     warps_by_registers = (
@@ -114,7 +138,10 @@ def programs_per_processor(registers: int, shared_bytes: int, num_warps: int) ->
     )  # each quarter of the processor has its own
     shared = -(-shared_bytes // 128) * 128 + 1024
     return min(
-        PROGRAMS, WARPS // num_warps, warps_by_registers // num_warps, SHARED_BYTES // shared
+        target.programs,
+        target.warps // num_warps,
+        warps_by_registers // num_warps,
+        target.shared_bytes // shared,
     )
 
 
@@ -176,8 +203,8 @@ def recorded(record: Callable[[Variant], None]) -> Iterator[None]:
         triton.JITFunction.run = launch
 
 
-def compile_variant(variant: Variant) -> Usage:
-    """Compile it for a Hopper GPU; Triton's cache must be empty, as only the assembler tells of spills."""
+def compile_variant(variant: Variant, target: Target = HOPPER) -> Usage:
+    """Compile it for a kind of GPU; Triton's cache must be empty, as only the assembler tells of spills."""
     source = ASTSource(
         fn=variant.kernel,
         signature=dict(variant.signature),
@@ -187,19 +214,23 @@ def compile_variant(variant: Variant) -> Usage:
     report = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(report):
         triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=HOPPER, options=dict(variant.options))
+        gpu = GPUTarget("cuda", target.capability, 32)
+        compiled = triton.compile(source, target=gpu, options=dict(variant.options))
     ptx: str = compiled.asm["ptx"]
     products = {"mma": ptx.count("mma.sync"), "wgmma": ptx.count("wgmma.mma_async")}
+    registers = _number(r"Used (\d+) registers", report.getvalue())
+    shared_bytes, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Usage(
-        registers=_number(r"Used (\d+) registers", report.getvalue()),
+        registers=registers,
         spill_bytes=_number(r"(\d+) bytes spill stores", report.getvalue())
         + _number(r"(\d+) bytes spill loads", report.getvalue()),
-        shared_bytes=compiled.metadata.shared,
-        num_warps=compiled.metadata.num_warps,
+        shared_bytes=shared_bytes,
+        num_warps=num_warps,
         loads=_widths(ptx),
         products={name: count for name, count in products.items() if count},
         buffers=tuple(int(count) for count in re.findall(BUFFERS, compiled.asm["ttgir"])),
         fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", ptx)),
+        programs=programs_per_processor(registers, shared_bytes, num_warps, target),
     )
 
 
