@@ -39,6 +39,9 @@ RESTORED_TEXT = (
     "Redis came back with older data, and prompts that were answered since may be queued again: "
     "`tokenmill restore-check` says what to do"
 )
+#: The state of a worker that claims nothing because of `rq suspend`.
+SUSPENDED = "suspended"
+SUSPENDED_TEXT = "all workers are suspended and claim nothing: `rq resume` lets them go on"
 #: How long a silent worker is still listed. RQ keeps it as long, with the default --worker-ttl.
 LISTED_S = 480.0
 #: The most characters of a text in a worker's record.
@@ -295,10 +298,20 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
 
 def are_held(workers: Iterable[Worker]) -> bool:
     """Whether the workers claim nothing because Redis came back with older data."""
+    return _is_any(RESTORED, workers)
+
+
+def are_suspended(workers: Iterable[Worker]) -> bool:
+    """Whether `rq suspend` holds all workers. One that finishes what it holds tells so only when it is idle."""
+    return _is_any(SUSPENDED, workers)
+
+
+def _is_any(state: str, workers: Iterable[Worker]) -> bool:
+    """Whether a worker that is not silent is in a state."""
     samples = [
         worker.sample for worker in workers if worker.sample is not None and not worker.is_silent
     ]
-    return any(sample.state == RESTORED for sample in samples)
+    return any(sample.state == state for sample in samples)
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
-from jobs.common.workers import Worker, are_held, read_workers, served_on
+from jobs.common.workers import Worker, are_held, are_suspended, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
@@ -91,13 +91,15 @@ class RunLook:
     """Collects what one look sees of a run.
 
     done: the number of shards that have a part. claimed: jobs of the run that a worker holds. gone: shards without a
-    part whose job is no longer in Redis. stopped: failed jobs that an earlier cancel has stopped.
+    part whose job is no longer in Redis. is_worked_on: whether shards run, and a worker of its queues is alive.
+    stopped: failed jobs that an earlier cancel has stopped.
     """
 
     done = 0
     claimed = 0
     gone = 0
     progress: Sequence[Progress] = ()
+    is_worked_on = False
     stopped: Collection[str] = ()
 
     def __init__(self, run: str, facts: dict[str, str], plan_status: JobStatus | None) -> None:
@@ -178,7 +180,7 @@ class RunLook:
         is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
         return (
             bool(self.shards)
-            and not self.progress
+            and not self.is_worked_on
             and not is_over
             and self.done < (self.shards or 0)
         )
@@ -260,6 +262,7 @@ class RunLook:
             listened=tuple(sorted({name for worker in workers for name in worker.queues})),
             silent_workers=tuple(sorted({shard.worker for shard in progress} - _alive(workers))),
             is_held=are_held(worker for worker in workers if facts["queue"] in worker.queues),
+            is_suspended=are_suspended(workers),
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
@@ -291,7 +294,7 @@ class RunLook:
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
-        if self.progress and not self.is_finished:
+        if self.is_worked_on and not self.is_finished:
             measured_until = time.time()
         if self.is_stalled or began_at is None or measured_until is None:
             return None
@@ -384,6 +387,9 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
+        alive = [worker for worker in workers if not worker.is_silent]
+        is_served = any(name in worker.queues for worker in alive for name in look.queues)
+        look.is_worked_on = bool(look.progress) and is_served
         look.see_stopped(connection)
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
         if look.is_still and (not most or num_left > look.length):

@@ -11,7 +11,7 @@ from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
-from jobs.common.workers import RESTORED_TEXT
+from jobs.common.workers import RESTORED_TEXT, SUSPENDED_TEXT
 from jobs.runs.plans.names import is_run_id, job_shard
 
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
@@ -45,6 +45,7 @@ class RunSnapshot:
     claimed: shards that a worker holds. One of them may be about to write the run's end.
     queue_length: the waiting jobs of any run.
     is_held: whether workers claim nothing because Redis came back with older data.
+    is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
@@ -75,6 +76,7 @@ class RunSnapshot:
     awaited_model: str | None
     stopped: str | None
     too_many_errors: str | None
+    is_suspended: bool = False
     claimed: int = 0
     gone: int = 0
     left_s: float | None = None
@@ -228,7 +230,7 @@ def expired_text(snapshot: RunSnapshot) -> str:
 
 
 def needs(snapshot: RunSnapshot) -> list[str]:
-    """Say what a person must provide before a run can go on: workers, and workers that serve its models."""
+    """Say what a person must provide before a run can go on: workers that claim, and that serve its models."""
     # A started shard counts as waiting too, because its worker may be gone.
     is_waiting = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     if not is_waiting or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
@@ -236,6 +238,10 @@ def needs(snapshot: RunSnapshot) -> list[str]:
 
     sentences = []
     queue = snapshot.queue
+    if snapshot.is_held:
+        sentences.append(f"no worker claims anything: {RESTORED_TEXT}")
+    if snapshot.is_suspended:
+        sentences.append(SUSPENDED_TEXT)
     if snapshot.awaited_second is not None:
         model = f"{snapshot.awaited_second}, which is asked again"
         sentences.append(_not_served(snapshot.second_queue, model))
@@ -266,8 +272,6 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
-    if snapshot.is_held:
-        sentences.append(f"no worker claims anything: {RESTORED_TEXT}")
     sentences += needs(snapshot)
     is_queued = (
         snapshot.is_planning or snapshot.queued

@@ -13,6 +13,7 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
@@ -92,6 +93,17 @@ def test_a_run_on_which_nobody_works_has_no_rate(runs: Runs, redis: Redis, sourc
     log = io.StringIO()
     Lines(log, lambda: 0.0).show(stalled)
     assert log.getvalue() == "running: 2 of 5 rows\n"
+
+    # The only worker is dead and still has a shard, which is in RQ's list of running jobs.
+    begun = runs.jobs[1]
+    redis.zadd("rq:wip:bulk", {f"{begun.id}:e": 9e12})
+    redis.hset(begun.key, "worker_name", "w")
+    redis.set("tokenmill:worker:w", '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
+    stalled = read_snapshot(redis, run)
+    assert (stalled.shards_started, stalled.rows_per_s, stalled.left_s) == (1, None, None)
+    redis.set("tokenmill:worker:w", '{"state": "busy"}', ex=WORKER_STATS_TTL_S)
+    assert read_snapshot(redis, run).rows_per_s is not None
+    redis.delete("rq:wip:bulk", "tokenmill:worker:w")
     runs.work()
     assert read_snapshot(redis, run).tokens_per_s is not None
 
@@ -185,7 +197,13 @@ def test_following_ends_when_someone_emptied_the_queue(
 
 
 def test_a_watch_says_what_a_run_waits_for() -> None:
-    looks = [snapshot(), snapshot(workers=0), redis_errors.ConnectionError("refused"), snapshot()]
+    looks = [
+        snapshot(),
+        snapshot(workers=0),
+        snapshot(is_suspended=True),
+        redis_errors.ConnectionError("refused"),
+        snapshot(),
+    ]
 
     def look() -> RunSnapshot:
         found = looks.pop(0)
@@ -200,8 +218,9 @@ def test_a_watch_says_what_a_run_waits_for() -> None:
         told.append(watch.waits_for)
     assert told[0] is None
     assert "no worker listens on queue 'bulk'" in str(told[1])
-    assert told[2] == "no answer from Redis (refused)"
-    assert told[3] is None
+    assert "`rq resume` lets them go on" in str(told[2])
+    assert told[3] == "no answer from Redis (refused)"
+    assert told[4] is None
 
 
 def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source: Path) -> None:

@@ -214,12 +214,17 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
     assert "'alive'" not in text
 
 
-def test_status_says_that_claims_are_held_where_redis_came_back_with_older_data(
+def test_status_says_why_no_worker_claims(
     runs: Runs, invoke: Invoke, redis: Redis, source: Path
 ) -> None:
     runs.plan(source, rows_per_shard=1)
     add_worker(redis, "w")
-    for state, is_held in (("idle", False), ("restored", True)):
+    reasons = {
+        "restored": "waits    no worker claims anything: Redis came back with older data",
+        "suspended": "waits    all workers are suspended and claim nothing: `rq resume` lets them go on",
+    }
+    for state in ("idle", *reasons):
         redis.set("tokenmill:worker:w", f'{{"state": "{state}"}}', ex=WORKER_STATS_TTL_S)
         text = invoke("status", runs.output).stdout
-        assert ("no worker claims anything: Redis came back with older data" in text) == is_held
+        given = [name for name, reason in reasons.items() if reason in text]
+        assert given == ([] if state == "idle" else [state])

@@ -79,6 +79,8 @@ def test_a_run_under_way_tells_what_is_left(
     redis.hset(second.key, "tokenmill_progress", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
     redis.set(worker_key("w-1"), '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
+    assert read_snapshot(redis, plan.run).left_s is None, "nobody is there"
+    add_worker(redis, "w-2")
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in invoke("status", plan.run).output

@@ -8,7 +8,8 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.display import safe_name
+from jobs.common.display import is_unicode, safe_name
+from jobs.common.workers import read_workers
 from tokenmill.dashboard.history.marks import read_marks
 from tokenmill.dashboard.history.rings import (
     ALL,
@@ -53,7 +54,7 @@ class Charts:
 
         of: "overview", "queue", "worker" or "run". name: that of the queue, worker or run.
         The answer has `times` in Unix seconds, `width_s` between two of them, `charts`: lists of lines by the chart's
-        name, and `marks` of workers.
+        name, and `marks` of workers. `is_now`: whether the latest values are those of now.
         """
         if of not in _PAGES or range_ not in RANGES:
             return None
@@ -86,11 +87,17 @@ class Charts:
         if of == "worker":
             marks = [mark for mark in marks if mark.worker == safe_name(name)]
         return {
+            "is_now": of != "worker" or self._tells(name),
             "width_s": width_s,
             "times": [number * width_s for number in numbers],
             "charts": _CHARTS[of](told, numbers, name),
             "marks": [asdict(mark) for mark in marks],
         }
+
+    def _tells(self, worker: str) -> bool:
+        """Whether a worker tells of itself now."""
+        found = read_workers(self._connection, [worker]) if is_unicode(worker) else []
+        return any(each.sample is not None and not each.is_silent for each in found)
 
 
 #: What is read for each page.

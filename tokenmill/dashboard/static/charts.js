@@ -140,7 +140,8 @@ function showMoment(at) {
     figure.querySelector("[data-head]").textContent = at == null ? "Now" : "Then";
     [...figure.querySelectorAll("tbody tr")].forEach((each, index) => {
       const { values } = lines[index];
-      const value = at == null ? values.slice(-3).findLast((known) => known != null) : values[at];
+      const latest = told.is_now ? values.slice(-3) : [];
+      const value = at == null ? latest.findLast((known) => known != null) : values[at];
       each.children[1].textContent = text(value, figure.dataset.unit);
     });
   }

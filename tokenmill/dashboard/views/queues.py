@@ -4,9 +4,10 @@ from typing import Any
 
 from starlette.requests import Request
 
+from jobs.common.rq_jobs import SUSPENDED_KEY
 from jobs.queues import PLACES, count_queues
 from tokenmill.dashboard.seen.queue_jobs import list_jobs
-from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
+from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_allowed
 
 
 def queues(site: Site, request: Request) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def queue(site: Site, request: Request) -> dict[str, Any]:
         "place": place,
         "total": total,
         "jobs": list_jobs(site.connection, name, place, page.first, PAGE_ROWS),
+        "is_suspended": if_allowed(lambda: bool(site.connection.exists(SUSPENDED_KEY)), None),
         "workers": [worker for worker in look.workers if name in worker.serves],
         "page": page,
     }

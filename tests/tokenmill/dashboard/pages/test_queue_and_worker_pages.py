@@ -94,6 +94,16 @@ def test_a_workers_page_says_where_it_runs_what_it_holds_and_how_it_died_before(
         jobs_held=22,
         held_jobs=["job-1", "job-2"],
     )
+    put_worker(redis, "silent", silent_s=60, jobs_held=5)
+    assert "Jobs held 22" in text_of(page.get("/workers/gpu-1").text)
+    html = page.get("/workers/silent").text
+    assert re.findall(r"<dt>(Batch|Jobs held)</dt><dd>([^<]*)<", html) == [
+        ("Batch", "–"),
+        ("Jobs held", "–"),
+    ]
+    for name, is_now in (("gpu-1", True), ("silent", False)):
+        told = page.get(f"/series.json?of=worker&name={name}&range=1h")
+        assert told.json()["is_now"] == is_now
     record_deaths(redis, {"gpu-1": ["job-8", "job-9"], "other": ["x"]})
     text = text_of(page.get("/workers/gpu-1").text)
     told = ("Host node-7", "Process 4711", "Version 1.2", "Commit c0ffee", "Fingerprint 9f31")
@@ -111,10 +121,14 @@ def test_workers_are_suspended_resumed_drained_and_stopped(
     redis: Redis, page: TestClient, monkeypatch: object
 ) -> None:
     monkeypatch.setattr("tokenmill.dashboard.actions.workers.SECOND_AFTER_S", 0.0)  # type: ignore[attr-defined]
+    put_run(redis)
     put_worker(redis, "gpu-1")
+    put_worker(redis, "gpu-2", state="suspended")
+    redis.sadd("rq:queues", "rq:queue:bulk")
     assert "No worker claims anything" in send(page, "/suspend", "/workers")
     assert redis.exists("rq:suspended")
-    assert "All workers are suspended" in page.get("/workers").text
+    for path in ("/workers", "/queues/bulk", f"/runs/{RUN}", "/runs"):
+        assert "all workers are suspended" in page.get(path).text.lower(), path
     assert send(page, "/resume", "/workers") == "The workers claim again."
     assert not redis.exists("rq:suspended")
     assert "does not listen" in send(page, "/drain", "/workers", worker="gpu-1")
