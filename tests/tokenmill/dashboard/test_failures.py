@@ -105,9 +105,15 @@ def test_jobs_that_ask_for_what_is_wrong_are_not_put_back_without_a_word(
     redis: Redis, page: TestClient
 ) -> None:
     put_three_kinds(redis)
+    html = page.get("/failed").text
+    assert "<button>Put 20 back</button>" in html
+    assert "Retry ticked anyway" in html
+    told = send(page, "/retry", job='["bulk", "job-00"]')
+    assert "“Retry ticked anyway” puts them back" in told
     told = send(page, "/retry", all=1)
     assert told.startswith("20 put back. 40 stayed, because what they ask for is wrong")
     assert redis.zcard("rq:failed:bulk") + redis.zcard("rq:failed:prompts") == 40
+    assert "Retry all" not in page.get("/failed").text, "none would be put back"
     assert "Retry anyway" in page.get("/jobs/job-00").text
     _, text = act(page, "/failed", "/retry", "Retry anyway all 40 jobs")
     assert "40 put back." in text
@@ -118,10 +124,13 @@ def test_a_group_is_put_back_or_deleted_as_a_whole_with_what_came_since_the_page
     redis: Redis, page: TestClient
 ) -> None:
     put_three_kinds(redis)
-    page.get("/failed")
+    asked = re.findall(
+        r'<summary>Delete</summary>\s*<form[^>]* action="/delete"', page.get("/failed").text
+    )
+    assert len(asked) == 3, "a cause is deleted at one click"
     fail(redis, "late", ended_at="2026-01-02T00:00:00.000000Z")
     end(redis, "late", SERVER.format(77))
-    _, text = act(page, "/failed", "/delete", "jobs: DiskFull")
+    _, text = act(page, "/failed", "/delete", "DiskFull")
     assert "16 deleted." in text
     assert "No job has failed with this cause any more" in page.get("/failed?group=none").text
     _, text = act(page, "/failed?queue=bulk", "/retry", "Retry all 2 jobs: ValueError")

@@ -32,9 +32,10 @@ def retry(hands: Hands, form: Form) -> Deed:
     gone = f", {num_gone:,} {_were(num_gone)} gone" if num_gone else ""
     outcome = f"{len(moved.done):,} put back{gone}."
     if num_wrong:
+        button = "“Retry anyway” beside their cause" if form.get("all") else "“Retry ticked anyway”"
         outcome += (
             f" {num_wrong:,} stayed, because what they ask for is wrong and they would fail again: "
-            "“Retry anyway” puts them back."
+            f"{button} puts them back."
         )
     if moved.cancelled:
         outcome += f" {len(moved.cancelled):,} of cancelled runs stayed: {RESUBMIT}."

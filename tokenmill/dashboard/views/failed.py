@@ -48,6 +48,8 @@ def failed(site: Site, request: Request) -> dict[str, Any]:
         "jobs": read_failed(site.connection, [(job_id, name) for name, job_id in chosen]),
         "num_jobs": num_jobs,
         "total": total,
+        "num_wrong": sum(each.num_jobs for each in shown if each.cause.remedy is Remedy.CLIENT),
+        "has_stopped": any(each.cause.remedy is Remedy.CANCELLED for each in shown),
         "is_whole": index.is_whole,
         "num_known": index.num_jobs,
         "wrong": Remedy.CLIENT,

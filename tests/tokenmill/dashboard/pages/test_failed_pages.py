@@ -81,6 +81,6 @@ def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient
     assert "0 put back. 1 of cancelled runs stayed: `tokenmill submit`" in text
     fail(redis, "one")
     end(redis, "one")
-    _, text = act(page, "/failed", "/retry", "Put all")
+    _, text = act(page, "/failed", "/retry", "Put up to 2 back")
     assert "1 put back. 1 of cancelled runs stayed" in text
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]
