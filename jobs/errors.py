@@ -21,6 +21,12 @@ def fault_line(fault: Fault) -> str:
     return f"{FAULT_PREFIX}{fault}"
 
 
+def fault_of(error: str) -> str:
+    """Return the `Fault` that the last line of a failed job's error names; "" if it names none."""
+    last_line = error.rstrip().rpartition("\n")[2]
+    return last_line.removeprefix(FAULT_PREFIX) if last_line.startswith(FAULT_PREFIX) else ""
+
+
 class ToldError(Exception):
     """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
 

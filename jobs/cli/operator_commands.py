@@ -92,7 +92,14 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
     if who is not None:
         if who.startswith(RUN):
             raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
-        click.echo(f"cancelled {cancel_waiting(connection, queue, who)} waiting jobs")
+        num_cancelled = cancel_waiting(connection, queue, who)
+        waiting = read_producers(connection, queue).num_jobs if not num_cancelled else {}
+        if not num_cancelled and who not in waiting:
+            there = f": there are {_ids(list(waiting))}" if waiting else ": none waits there"
+            raise click.ClickException(
+                f"no job of {safe_name(who)} waits on queue {safe_name(queue)}{there}"
+            )
+        click.echo(f"cancelled {num_cancelled} waiting jobs")
         return
 
     producers = read_producers(connection, queue)
@@ -165,7 +172,10 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 @click.command("requeue")
 @click.option("--queue", required=True, help="The queue whose failed jobs are meant.")
 @click.option(
-    "--all", "is_all", is_flag=True, help="All failed jobs of the queue, the oldest first."
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="All failed jobs of the queue that another try may help, the oldest first.",
 )
 @click.option(
     "--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all."
@@ -177,8 +187,9 @@ def requeue_command(
 ) -> None:
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
-    Unlike `rq requeue` this command reads no job, so no pickle is loaded. Jobs of a cancelled run stay failed: submit
-    the run again. Exits with 1 if a named job could not be requeued.
+    Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
+    failed: submit the run again. With --all, jobs that ask for what is wrong stay too. Exits with 1 if a named job could
+    not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
@@ -189,6 +200,12 @@ def requeue_command(
     missing = requeued.missing
     click.echo(f"requeued {len(requeued.done)} jobs")
     problems = []
+    if requeued.wrong:
+        left = len(requeued.wrong)
+        problems.append(
+            f"{left} left, because what they ask for is wrong and they would fail again: "
+            f"{_ids(requeued.wrong)}: with its id in place of --all, one is put back"
+        )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_ids(cancelled)}: {RESUBMIT}")
     if missing and is_all:

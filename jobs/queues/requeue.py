@@ -16,6 +16,7 @@ from redis.client import Pipeline
 from jobs.common import rq_jobs, stored
 from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus
+from jobs.errors import fault_of
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
 
@@ -29,18 +30,21 @@ class Requeued:
     """The result of putting failed jobs back.
 
     cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
+    wrong: jobs that ask for what is wrong, as their errors say. `requeue_all` leaves them: they would fail again.
     missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
     """
 
     done: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     def add(self, other: "Requeued") -> None:
         """Add the jobs of another result."""
         self.done += other.done
         self.cancelled += other.cancelled
         self.missing += other.missing
+        self.wrong += other.wrong
 
 
 #: Advice for a run whose jobs are not put back.
@@ -56,19 +60,42 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
-    """Requeue the oldest failed jobs, at most `limit`. Jobs of cancelled runs do not count."""
+    """Requeue the oldest failed jobs, at most `limit`.
+
+    Jobs of cancelled runs, and jobs that ask for what is wrong, stay and do not count.
+    """
     moves = Requeued()
     while True:
         num_left = limit - len(moves.done) - len(moves.missing)
         if num_left <= 0:
             break
-        num_passed = len(moves.cancelled) + len(moves.missing)  # these stay in the list
+        # These stay in the list.
+        num_passed = len(moves.cancelled) + len(moves.missing) + len(moves.wrong)
         last = num_passed + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
         if not page:
             break
-        moves.add(_requeue_chunk(connection, queue, list(map(stored.text, page))))
+        job_ids = list(map(stored.text, page))
+        wrong = _wrong(connection, job_ids)
+        moves.wrong += [job_id for job_id in job_ids if job_id in wrong]
+        helped = [job_id for job_id in job_ids if job_id not in wrong]
+        moves.add(_requeue_chunk(connection, queue, helped))
     return moves
+
+
+def _wrong(connection: Redis, job_ids: Sequence[str]) -> set[str]:
+    """Return the jobs whose last error says that the client is at fault."""
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
+        # Anybody may have put another kind of value there. Then nothing is known of that job.
+        replies: list[Any] = pipe.execute(raise_on_error=False)
+    wrong = set()
+    for job_id, entries in zip(job_ids, replies, strict=True):
+        error = rq_jobs.error_text(entries[0][1]) if isinstance(entries, list) and entries else ""
+        if fault_of(error) == "client":
+            wrong.add(job_id)
+    return wrong
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:

@@ -2,6 +2,8 @@
 
 import pickle
 import re
+import zlib
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,21 @@ def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(
     )
 
 
+def test_requeue_all_leaves_jobs_that_ask_for_what_is_wrong(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    ids = [f"job-{i:03}" for i in range(230)]
+    failed_jobs(queue, *ids)
+    for job_id in ids[5:215]:
+        error = b64encode(zlib.compress(b"jobs.errors.PromptTooLong: 9\ntokenmill: client\n"))
+        redis.xadd(f"rq:results:{job_id}", {"type": 2, "exc_string": error})
+    told = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "19").output
+    assert told.startswith("requeued 19 jobs\n210 left, because what they ask for is wrong")
+    assert queue.job_ids == [*ids[:5], *ids[215:229]]
+    one = tokenmill(redis_url, "requeue", "--queue", "bulk", "job-005")
+    assert one.output == "requeued 1 jobs\n"
+
+
 def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
     redis: Redis, redis_url: str, queue: Queue
 ) -> None:
@@ -191,6 +208,9 @@ def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
     assert queue.job_ids == [f"{run}-00003", "mine", held.id], "a worker has the last one"
     assert flood[0].get_status() == JobStatus.CANCELED
     assert tokenmill(redis_url, "flood", "bulk", "--stop", f"run {run}").exit_code == 2
+    typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team b")
+    assert typo.exit_code == 1
+    assert f"no job of team b waits on queue bulk: there are run {run}, -" in typo.output
     assert tokenmill(redis_url, "flood", "nothing").output == "queue nothing: 0 waiting\n"
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 from functools import cached_property
 from hashlib import blake2b
 
-from jobs.errors import FAULT_PREFIX
+from jobs.errors import fault_of
 from jobs.runs.watching.reading import error_line
 
 #: The most characters of an error by which jobs are grouped.
@@ -55,9 +55,7 @@ STOPPED = Cause("", "stopped by a cancel", Remedy.CANCELLED)
 
 def cause_of(error: str, *, is_stopped: bool = False) -> Cause:
     """Return what a job failed with. error: the text that it left; "" for none."""
-    last_line = error.rstrip().rpartition("\n")[2]
-    fault = last_line.removeprefix(FAULT_PREFIX) if last_line.startswith(FAULT_PREFIX) else ""
-    remedy = _REMEDIES.get(fault, Remedy.UNKNOWN)
+    remedy = _REMEDIES.get(fault_of(error), Remedy.UNKNOWN)
     if is_stopped or remedy is Remedy.CANCELLED:
         return STOPPED
     line = error_line(error[-MAX_TAIL_CHARS:])[:MAX_FOLDED_CHARS]
