@@ -7,7 +7,7 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.display import safe_name
+from jobs.common.display import is_unicode, safe_name
 from jobs.common.keys import HISTORY_PREFIX
 from jobs.common.stored import json_object, seconds, text
 from jobs.common.workers import LOADING, WorkerSample, read_workers
@@ -74,6 +74,22 @@ def note(connection: Redis, samples: Sequence[WorkerSample], now: float) -> None
         pipe.zremrangebyrank(MARKS_KEY, 0, -MAX_MARKS - 1)
         pipe.expire(MARKS_KEY, KEPT_S)
         pipe.execute()
+
+
+def last_end(connection: Redis, worker: str, now: float) -> Mark | None:
+    """Return when a worker that is not registered any more left or died; None if nobody knows. Raises RedisError.
+
+    A dashboard marks it some seconds later. Until then the worker's own last word tells it.
+    """
+    for found in read_workers(connection, [worker] if is_unicode(worker) else []):
+        if found.sample is not None and found.sample.state == STOPPED:
+            return Mark(now - found.sample.silent_s, safe_name(worker), LEFT)
+    ends = [
+        mark
+        for mark in read_marks(connection, 0)
+        if mark.worker == safe_name(worker) and mark.what != CAME
+    ]
+    return ends[-1] if ends else None
 
 
 def read_marks(connection: Redis, since: float) -> list[Mark]:

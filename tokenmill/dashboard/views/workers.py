@@ -7,6 +7,7 @@ from starlette.requests import Request
 from jobs.common.display import safe_name
 from jobs.common.rq_jobs import SUSPENDED_KEY
 from jobs.common.worker_deaths import WorkerDeath, read_deaths
+from tokenmill.dashboard.history.marks import last_end
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_allowed
 
 #: The most deaths that a page names.
@@ -31,9 +32,17 @@ def worker(site: Site, request: Request) -> dict[str, Any]:
     name = request.path_params["worker"]
     rows = [row for row in site.watcher.look().workers if row.name == name]
     deaths = [death for death in _deaths(site) if death.worker == safe_name(name)]
-    if not rows and not deaths:
+    end = None
+    if not rows:
+        end = if_allowed(lambda: last_end(site.connection, name, site.watcher.clock()), None)
+    if not rows and not deaths and end is None:
         raise Missing("Redis does not know this worker: it has ended, or died long ago.")
-    return {"worker": rows[0] if rows else None, "worker_name": name, "deaths": deaths[:MAX_DEATHS]}
+    return {
+        "worker": rows[0] if rows else None,
+        "worker_name": name,
+        "end": end,
+        "deaths": deaths[:MAX_DEATHS],
+    }
 
 
 def _deaths(site: Site) -> list[WorkerDeath]:

@@ -13,6 +13,7 @@ from rq import Queue
 from starlette.testclient import TestClient
 
 from jobs.cli import main
+from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.common.worker_deaths import record_deaths
 from jobs.runs.control import submit_run, submitter
 from tests.tokenmill.dashboard.conftest import Open
@@ -26,6 +27,7 @@ from tests.tokenmill.dashboard.pages.test_pages import (
 )
 from tests.tokenmill.dashboard.test_failures import SERVER, send
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
+from tokenmill.dashboard.history.marks import MARKS_KEY
 
 
 def put_queue(redis: Redis) -> Queue:
@@ -115,6 +117,14 @@ def test_a_workers_page_says_where_it_runs_what_it_holds_and_how_it_died_before(
     assert "other" in listed
     assert "Redis knows only its deaths" in page.get("/workers/other").text
     assert page.get("/workers/nobody").status_code == 404
+    stopped = json.dumps({"state": "stopped"})
+    redis.set("tokenmill:worker:drained", stopped, px=int((WORKER_STATS_TTL_S - 90) * 1000))
+    assert "It stopped 1 min 30 s ago" in text_of(page.get("/workers/drained").text)
+    redis.delete("tokenmill:worker:drained")
+    moment = time.time() - 3 * 3600
+    mark = json.dumps({"at": moment, "worker": "drained", "what": "left"})
+    redis.zadd(MARKS_KEY, {mark: moment})
+    assert "It stopped 3 h 0 min ago" in text_of(page.get("/workers/drained").text)
 
 
 def test_workers_are_suspended_resumed_drained_and_stopped(
