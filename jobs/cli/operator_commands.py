@@ -94,7 +94,7 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
             raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
         num_cancelled = cancel_waiting(connection, queue, who)
         waiting = read_producers(connection, queue).num_jobs if not num_cancelled else {}
-        if not num_cancelled and who not in waiting:
+        if not num_cancelled and who != UNNAMED and who not in waiting:
             there = f": there are {_ids(list(waiting))}" if waiting else ": none waits there"
             raise click.ClickException(
                 f"no job of {safe_name(who)} waits on queue {safe_name(queue)}{there}"
