@@ -118,6 +118,26 @@ def test_rows_may_come_in_another_format_or_by_another_way(
     assert (asked, [row["completion"] for row in rows]) == (["z"], ["B", "Z", "A"])
 
 
+@pytest.mark.parametrize(
+    ("dialect", "content"),
+    [
+        ({"delimiter": ";"}, b"text;id\nb;1\n\xc3\xa4;2\n"),
+        ({"encoding": "cp1252"}, b"text,id\nb,1\n\xe4,2\n"),
+        ({"delimiter": ";", "decimal": ","}, b"text;id\nb;1,5\n\xc3\xa4;2,5\n"),
+    ],
+    ids=["delimiter", "encoding", "decimal"],
+)
+def test_rows_of_a_file_in_another_dialect_are_taken(
+    runs: Runs, dialect: dict[str, str], content: bytes
+) -> None:
+    path = runs.source.with_name("in.csv")
+    path.write_bytes(content)
+    runs.score(path, sampling=GREEDY, template="{text}", **dialect)
+    pq.write_table(pa.table({"text": ["ä", "new", "b"]}), runs.source)
+    _, asked, manifest = new_run(runs, template="{text}")
+    assert (asked, manifest["rows_reused"]) == (["new"], 2)
+
+
 def test_a_template_that_changes_some_rows_asks_these(runs: Runs) -> None:
     runs.write([f"p{row}" for row in range(6)])
     runs.score(template="{prompt}", sampling=GREEDY)
