@@ -204,7 +204,7 @@ class Run:
         """Submit the run again into another output. Rows without an error keep their answers.
 
         max_tokens: a larger limit. Then rows whose answer was cut at the old limit are asked again, too. Raises the
-        errors of `errors`.
+        errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
         """
         plan = self.reader("retry()").plan
         run = retry_run(self._connection, plan, os.fspath(output), max_tokens)

@@ -11,7 +11,7 @@ import click
 import redis
 
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
-from jobs.common.display import duration_text, safe_name
+from jobs.common.display import duration_text, price_text, safe_name
 from jobs.common.keys import FORMAT, FORMAT_FIELD, MODEL_FIELD
 from jobs.common.rq_jobs import JobStatus, job_key, job_queue, job_status, last_result, results_key
 from jobs.common.workers import read_workers
@@ -87,10 +87,22 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
         f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
         f"{result['cached_tokens']:,.0f}",
-        f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-        f"are computed, as {tried} rows tell",
-        f"time     {duration_range(seconds)} on one worker like this one, alone with the run",
     ]
+    if failed and failed == tried:
+        lines.append(
+            f"but      all {tried} rows that were tried failed, so that nothing tells the run's time and cost"
+        )
+        return lines
+
+    # Embeddings and scores have no tokens of answers.
+    if result["completion_tokens"]:
+        lines.append(
+            f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
+            f"are computed, as {tried} rows tell"
+        )
+    lines.append(
+        f"time     {duration_range(seconds)} on one worker like this one, alone with the run"
+    )
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
@@ -100,7 +112,9 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
     if price_per_hour is not None:
         low, high = (seconds * factor / 3600 * price_per_hour for factor in RANGE)
-        lines.append(f"cost     {low:,.2f} to {high:,.2f} at {price_per_hour:g} an hour")
+        lines.append(
+            f"cost     {price_text(low)} to {price_text(high)} at {price_per_hour:g} an hour"
+        )
     return lines
 
 

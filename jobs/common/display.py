@@ -86,6 +86,14 @@ def duration_text(seconds: float) -> str:
     return f"{whole} s"
 
 
+def price_text(price: float) -> str:
+    """Return an amount of any currency: with two decimals, or with three significant digits below 1."""
+    if price >= 1 or price <= 0:
+        return f"{price:,.2f}"
+    num_decimals = 2 - math.floor(math.log10(price))
+    return f"{price:.{num_decimals}f}"
+
+
 def utc_text(moment: float) -> str:
     """Return a time as ISO 8601 to the second, in UTC. moment: Unix seconds."""
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -23,7 +23,8 @@ from jobs.common.rq_jobs import (
     job_key,
     job_queue,
 )
-from jobs.errors import PlanningUnderWay, UnknownRun
+from jobs.errors import InvalidJob, PlanningUnderWay, UnknownRun
+from jobs.prompts.generated import DEFAULT_MAX_TOKENS
 from jobs.runs.end_notices import enqueue_notices
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
@@ -98,8 +99,11 @@ def submitter() -> str:
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
     """Submit a run again with another output, which takes the answers of the old output. Return the new run's id.
 
-    max_tokens: a larger limit. Rows that ended with `length` are then asked again.
+    max_tokens: a larger limit. Rows that ended with `length` are then asked again. Raises InvalidJob for a limit that
+    would cut the same rows again.
     """
+    if max_tokens is not None:
+        _check_raised(plan.spec, max_tokens)
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
@@ -121,6 +125,28 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     if plan.reused is not None:
         arguments["reuse_from_any_model"] = plan.reused.any_model
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **arguments)
+
+
+def _check_raised(spec: RunSpec, max_tokens: int) -> None:
+    """Raise InvalidJob if a run's answers cannot be longer with this max_tokens."""
+    column = spec.sampling_columns.get("max_tokens")
+    if column is not None:
+        raise InvalidJob(
+            f"max_tokens comes from the column {column!r}, so that one value would change nothing: raise the column's "
+            "values, or give another column, and submit with --reuse"
+        )
+    if spec.prompts and all("max_tokens" in each.get("sampling", {}) for each in spec.prompts):
+        raise InvalidJob(
+            "max_tokens comes from each of the prompts, so that one value would change nothing: raise the prompts' "
+            "values, and submit with --reuse"
+        )
+    given = spec.sampling.get("max_tokens")
+    limit = DEFAULT_MAX_TOKENS if given is None else given
+    if type(limit) is int and max_tokens <= limit:
+        raise InvalidJob(
+            f"max_tokens {max_tokens} is not more than the {limit} that the run had, so that the same rows would be "
+            "cut: give more"
+        )
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:

@@ -61,7 +61,7 @@ class Health:
             return "Redis has not answered yet"
         silent_s = self._clock() - io.redis_at
         if silent_s > REACHED_S:
-            return f"Redis has not answered for {silent_s:.0f} s"
+            return f"Redis has taken nothing for {silent_s:.0f} s: it does not answer, or is full"
         return self.why_dead() or io.why_not_claiming or ""
 
     def warning(self) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from jobs.common.display import brief
 from jobs.context.served_model import PinnedModel
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.runs.plans.dialects import DIALECT
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
@@ -29,12 +30,13 @@ SIZE = 16
 
 _TRUNCATION = "truncate_prompt_tokens"
 
-#: Arguments that say where the input lies, and how the output is cut and shown.
+#: Arguments that say where the input lies, how its files are read, and how the output is cut and shown.
 _OF_FILES = frozenset(
     {
         "input",
         "output",
         "input_format",
+        *DIALECT,
         "limit",
         "rows_per_shard",
         "filename_column",

@@ -142,12 +142,16 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     ask = ask_of(plan, context)
     look_up = partial(find_matches, context, storage, plan, ask, old, any_model)
     fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
+    matches = look_up()
     if plan.spec.only_new:
-        plan = with_own_rows(context, storage, plan, _new_rows(old, look_up, fields))
+        new_rows = _new_rows(old, matches, look_up, fields)
+        plan = with_own_rows(context, storage, plan, new_rows)
     else:
-        _write_taken_answers(storage, plan, ask.keys.name, old, look_up, fields)
+        _write_taken_answers(storage, plan, ask.keys.name, old, matches, look_up, fields)
 
-    if 2 * sum(run.rows for run in old.reused) < num_rows:
+    # Rows that were found, but cut, are asked again on purpose.
+    num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
+    if 2 * (sum(run.rows for run in old.reused) + num_cut) < num_rows:
         no_difference = _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
             run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
@@ -158,9 +162,10 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     return replace(plan, reused=reused)
 
 
-def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]) -> Places:
+def _new_rows(
+    old: OldRuns, matches: "Matches", look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
+) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
-    matches = look_up()
     needed = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
     for _ in answers(old, matches, look_up, pa.schema(needed)):
         pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
@@ -172,6 +177,7 @@ def _write_taken_answers(
     plan: Plan,
     ask_name: str,
     old: OldRuns,
+    matches: "Matches",
     look_up: Callable[[], "Matches"],
     fields: Sequence[pa.Field],
 ) -> None:
@@ -179,7 +185,6 @@ def _write_taken_answers(
 
     ask_name: RowKeys.name. fields: the answers' columns.
     """
-    matches = look_up()
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
             marks = matches.marks[matches.models[rows]]
@@ -230,6 +235,7 @@ class Matches:
     marks: the marks of the models whose answers may be taken. keys: the new rows' whole keys, with the model that
     answered.
     is_shorter: whether each new row's old row had a smaller max_tokens.
+    is_cut: whether an answer with a smaller max_tokens was found for a new row and not taken, because it was cut.
     """
 
     places: Places
@@ -237,6 +243,7 @@ class Matches:
     marks: Keys
     keys: Keys
     is_shorter: npt.NDArray[np.bool_]
+    is_cut: npt.NDArray[np.bool_]
 
 
 def find_matches(
@@ -261,6 +268,7 @@ def find_matches(
         marks=marks,
         keys=np.zeros((plan.rows, 2), np.uint64),
         is_shorter=np.zeros(plan.rows, np.bool_),
+        is_cut=np.zeros(plan.rows, np.bool_),
     )
     shorter_asks = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
     for start, rows in rendered_shards(context, storage, plan, ask.source):
@@ -359,6 +367,7 @@ def answers(
             is_shorter = matches.is_shorter[taken_rows]
             if is_shorter.any():
                 is_usable = ~is_shorter | _has_stopped(batch)
+                matches.is_cut[taken_rows[~is_usable]] = True
                 taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True

@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, printable, safe_name, to_json
+from jobs.common.display import (
+    MAX_TEXT_CHARS,
+    duration_text,
+    price_text,
+    printable,
+    safe_name,
+    to_json,
+)
 from jobs.runs.statistics.run_statistics import BOUNDS, outcome_text
 
 _STYLE = """
@@ -118,7 +125,7 @@ def _figures(
         if manifest.get(key):
             figures.append((name, f"{manifest[key]:,}"))
     if price is not None:
-        figures.append((f"Cost at {price:g} an hour", f"{worker_seconds / 3600 * price:,.2f}"))
+        figures.append((f"Cost at {price:g} an hour", price_text(worker_seconds / 3600 * price)))
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
     )

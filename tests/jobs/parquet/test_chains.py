@@ -53,7 +53,7 @@ def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
         ({"prompts": [{"name": "a", "template": ""}]}, "names no column"),
         ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has seed of its own"),
         ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
-        ({"sampling": {"n": 2}}, "n is one"),
+        ({"sampling": {"n": 2}}, "n must be 1"),
         ({"template": "{text}"}, "template and prompts each say"),
         (
             {"prompts": [{"name": "reused", "template": "{prompt}"}]},

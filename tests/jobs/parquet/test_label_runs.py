@@ -333,7 +333,7 @@ def test_a_call_is_forced_of_the_prompts_before_labels(tmp_path: Path) -> None:
             {"labels": LABELS, "prompts": [{**CHAIN[0], "name": "label"}, CHAIN[0]]},
             "'label', which is there already",
         ),
-        ({"labels": LABELS, "prompts": CHAIN, "sampling": {"n": 2}}, "n is one where"),
+        ({"labels": LABELS, "prompts": CHAIN, "sampling": {"n": 2}}, "n must be 1"),
         ({"task": "classify", "probabilities": "struct"}, "name labels too"),
         ({"labels": LABELS, "prompts": CHAIN, "check": {"regex": "a"}}, "check and labels"),
     ],

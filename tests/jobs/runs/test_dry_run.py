@@ -21,7 +21,15 @@ from jobs.errors import InvalidJob, MissingColumn
 from jobs.parquet.planning.survey import MAX_TRIED
 from jobs.parquet.prompts.picture_source import picture_reader
 from jobs.tasks import Request
-from tests.jobs.answering import Answer, FakeCompletion, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import (
+    Answer,
+    FakeCompletion,
+    refuse,
+    run_task,
+    score_parquet,
+    shout,
+    work_off,
+)
 from tests.jobs.conftest import MakeContext
 from tests.picture_files import BLUE, RED, picture
 
@@ -252,7 +260,8 @@ def test_lines_of_a_batch_file_are_counted_each_with_its_own_values(
     (of_ids,) = [request.prompt for request in timed if isinstance(request.prompt, list)]
     assert len(of_ids) > 3, "a beginning of ids stands before them"
     assert {type(each) for each in of_ids} == {int}
-    assert dry_run_lines(found, 2.0)[-1].startswith("cost     0.00 to 0.00 at 2 an hour")
+    cheap = dry_run_lines({**found, "seconds": 0.9}, 2.0)
+    assert cheap[-1] == "cost     0.000350 to 0.00120 at 2 an hour"
 
 
 def test_embeddings_are_counted_and_timed(context: MakeContext, tmp_path: Path) -> None:
@@ -263,6 +272,23 @@ def test_embeddings_are_counted_and_timed(context: MakeContext, tmp_path: Path) 
     found = survey(context, tmp_path / "in.parquet", embedding, task="embed")
     assert (found["requests"], found["num_failed"], found["prompt_tokens"]) == (2, 0, 5)
     assert found["seconds"] > 0
+    assert [line.split()[0] for line in dry_run_lines(found, 2.0)] == [
+        "rows",
+        "asked",
+        "prompts",
+        "time",
+        "cost",
+    ]
+
+
+def test_a_dry_run_without_an_answer_tells_no_time_or_cost(
+    context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", lambda request: refuse("no"))
+    lines = dry_run_lines(found, 2.0)
+    assert lines[-1].startswith("but      all 2 rows that were tried failed")
+    assert not any(line.startswith(("time", "cost", "answers")) for line in lines)
 
 
 def test_pictures_are_counted_as_their_prompts_have_them(

@@ -101,7 +101,7 @@ def test_lines_that_cannot_be_read_stay_rows(runs: Runs) -> None:
     assert rows == plain
     assert "line 2" in rows[1]["error"]
     verify = {"run": runs.manifest["run"], "plan": str(runs.output / "_plan.json")}
-    with pytest.raises(InvalidJob, match="sorted ones, are gone"):
+    with pytest.raises(InvalidJob, match="new or sorted rows were removed"):
         run_task(runs.context(), "jobs.verify_rows", **verify)
 
 

@@ -28,6 +28,7 @@ from jobs.parquet.planning import planner
 from jobs.parquet.reuse import old_runs
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.tables import row_groups
+from jobs.prompts.generated import DEFAULT_MAX_TOKENS
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.run_statistics import CUT
@@ -116,6 +117,26 @@ def test_rows_may_come_in_another_format_or_by_another_way(
             writer.write_table(pa.table({"text": texts}))
     rows, asked, _ = new_run(runs, source=path, template="{text}")
     assert (asked, [row["completion"] for row in rows]) == (["z"], ["B", "Z", "A"])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "content"),
+    [
+        ({"delimiter": ";"}, b"text;id\nb;1\n\xc3\xa4;2\n"),
+        ({"encoding": "cp1252"}, b"text,id\nb,1\n\xe4,2\n"),
+        ({"delimiter": ";", "decimal": ","}, b"text;id\nb;1,5\n\xc3\xa4;2,5\n"),
+    ],
+    ids=["delimiter", "encoding", "decimal"],
+)
+def test_rows_of_a_file_in_another_dialect_are_taken(
+    runs: Runs, dialect: dict[str, str], content: bytes
+) -> None:
+    path = runs.source.with_name("in.csv")
+    path.write_bytes(content)
+    runs.score(path, sampling=GREEDY, template="{text}", **dialect)
+    pq.write_table(pa.table({"text": ["ä", "new", "b"]}), runs.source)
+    _, asked, manifest = new_run(runs, template="{text}")
+    assert (asked, manifest["rows_reused"]) == (["new"], 2)
 
 
 def test_a_template_that_changes_some_rows_asks_these(runs: Runs) -> None:
@@ -626,3 +647,41 @@ def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -
     while runs.jobs:
         runs.work(asked)
     assert asked.prompts == ["cut"]
+
+
+def test_cut_rows_explain_that_few_answers_are_taken(runs: Runs) -> None:
+    def cuts(request: Request) -> FakeCompletion:
+        reason = "stop" if request.prompt == "a" else "length"
+        return replace(shout(request), finish_reason=reason)
+
+    runs.write(["a", "cut", "cut 2", "cut 3"])
+    runs.score(answer=cuts, sampling={**GREEDY, "max_tokens": 2})
+    _, asked, manifest = new_run(runs, sampling={**GREEDY, "max_tokens": 9})
+    assert (len(asked), manifest["rows_reused"], manifest["reused"][0]["differs"]) == (3, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "found"),
+    [
+        ({"sampling_columns": {"max_tokens": "id"}}, 64, "comes from the column 'id'"),
+        (
+            {"prompts": [{"name": "x", "template": "{prompt}", "sampling": {"max_tokens": 2}}]},
+            64,
+            "comes from each of the prompts",
+        ),
+        ({"sampling": {"max_tokens": 9}}, 9, "9 is not more than the 9 that the run had"),
+        ({}, 10, f"10 is not more than the {DEFAULT_MAX_TOKENS} that the run had"),
+    ],
+    ids=["column", "prompts", "equal", "default"],
+)
+def test_a_limit_that_would_cut_the_same_rows_again_is_refused(
+    runs: Runs, invoke: Invoke, arguments: dict[str, Any], max_tokens: int, found: str
+) -> None:
+    runs.write(["a", "b"])
+    runs.plan(**arguments)
+    num_jobs = len(runs.jobs)
+    new = runs.output.parent / "new"
+    shown = invoke("errors", runs.output, "--retry", new, "--cut", "--max-tokens", max_tokens)
+    assert shown.exit_code == 1
+    assert found in shown.output
+    assert len(runs.jobs) == num_jobs
