@@ -148,7 +148,12 @@ class Dashboard:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
+        await run_in_threadpool(self.close)
+
+    def close(self) -> None:
+        """Begin nothing more, and read no more failed jobs."""
         self._deeds.close()
+        self._site.failures.close()
 
     def _page(self, view: View) -> Answer:
         connection = self.watcher.connection

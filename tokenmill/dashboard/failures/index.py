@@ -53,6 +53,7 @@ class FailureIndex:
         self._sweep_s = 0.0
         self._rests_until = float("-inf")
         self._reader = threading.Thread()
+        self._is_closed = threading.Event()
         self.is_whole = False
 
     @property
@@ -85,7 +86,14 @@ class FailureIndex:
                 is_more = self._step(queues)
             except RedisError:
                 break  # the next page says it
-            time.sleep(max(0.0, self._clock() - began))
+            if self._is_closed.wait(self._clock() - began):
+                break
+
+    def close(self) -> None:
+        """End the thread that reads on."""
+        self._is_closed.set()
+        if self._reader.is_alive():
+            self._reader.join()
 
     def finish(self, queues: Sequence[str], tell: Callable[[int], None]) -> None:
         """Read until each job is known. tell: is told how many are known so far. Raises RedisError."""
