@@ -283,7 +283,7 @@ def response_format(model: type) -> dict[str, Any]:
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """
     schema = json_schema_of(model)
-    if schema is model:
+    if schema is model:  # json_schema_of returns all but such a class as it is
         raise unlike("response_format", model, "the class of a pydantic model")
     return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": schema}}
 

@@ -45,7 +45,7 @@ class TooManyStuckThreads(WorkerError):
 
 
 class FaultySurroundings(WorkerError):
-    """{number} faults in a row of this worker, not of its jobs (the last: {last}): the worker gives back its
+    """{number} consecutive faults of this worker itself, not of its jobs (the last: {last}): the worker gives back its
     jobs and exits; mend its installation, memory, disk or limits, and restart"""
 
 

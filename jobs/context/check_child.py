@@ -159,6 +159,7 @@ def _schema(schema: dict[str, Any]) -> Check:
 def _agreement(agree_on: str) -> Check:
     """Make a function that hashes the compared part of a text. It returns None for a text without that part."""
     pattern = None
+    pointer = "" if agree_on == "json" else agree_on  # "" points at the whole text
     if agree_on != "json" and not agree_on.startswith("/"):
         try:
             pattern = re.compile(agree_on)
@@ -170,7 +171,7 @@ def _agreement(agree_on: str) -> Check:
             match = pattern.search(text)
             part = None if match is None else match[min(1, pattern.groups)]
         else:
-            part = _json_part(text, agree_on.removeprefix("json"))
+            part = _json_part(text, pointer)
         return (
             None
             if part is None

@@ -162,7 +162,8 @@ class ShardBytes:
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
         """Count bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
         with self._lock:
-            if self.held > already_held and self.held + num_bytes > self.limit:
+            others_hold = self.held > already_held  # a shard that is alone never waits
+            if others_hold and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 

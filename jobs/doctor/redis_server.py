@@ -284,24 +284,25 @@ def _refusals(
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")
-        refusal = _reply(connection)
+        refusal = _refusal(connection)
         if refusal:
             # Outside a transaction the commands would be carried out.
             yield ("@transaction",), refusal
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))
         for words in commands:
-            yield words, _reply(connection)
+            yield words, _refusal(connection)
     finally:
         connection.disconnect()
         client.connection_pool.release(connection)
 
 
-def _reply(connection: Any) -> str:
+def _refusal(connection: Any) -> str:
+    """Return why a command is not permitted; "" if it is."""
     try:
         connection.read_response()
     except NoPermissionError as error:
         return str(error)
-    except ResponseError:  # this version takes other arguments
+    except ResponseError:  # it is permitted, but this version of Redis wants other arguments
         return ""
     return ""

@@ -174,14 +174,17 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return an error's reason in the form of a line's answer."""
+    """Return why a line failed, as its answer says it: without the request's number."""
     if isinstance(error, ModelNotServed):
         name = str(error.args[0])
         return (
             f"{message_of(error)}; or submit the file with model_alias {name!r} (--model-alias {shlex.quote(name)}), "
             "so that the served model answers for that name"
         )
-    return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
+    if isinstance(error, RequestFailed):
+        _, reason = error.args
+        return str(reason)
+    return message_of(error)
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:

@@ -53,7 +53,7 @@ def test_a_worker_at_fault_gives_back_its_jobs_and_leaves_with_the_reason(
         workers.burst("--max-jobs", "1")
         assert planning.get_status() == JobStatus.FINISHED
     log = meet_a_fault(workers, fault, step)
-    assert "faults in a row of this worker, not of its jobs" in log
+    assert "consecutive faults of this worker itself, not of its jobs" in log
     assert reason in log
     waiting = workers.queue("bulk").jobs
     assert [job.get_status() for job in waiting] == [JobStatus.QUEUED] * (

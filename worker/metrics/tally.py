@@ -148,9 +148,9 @@ class Tally:
             self.ended_badly[job.queue] += 1
         if job.began_at is None:
             return
-        # The clock of a producer's machine may be ahead of this machine's.
         self.ran_ms[job.queue] += max(0, round(1000 * (job.ended_at - job.began_at)))
         if job.enqueued_at is not None:
+            # The clock of a producer's machine may be ahead of this machine's.
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:

@@ -1,4 +1,4 @@
-"""Calls in threads, and errors that are raised in them from outside. Only an import delays such an error."""
+"""Calls in threads, and errors that are raised in them from outside. Such an error waits while a call imports."""
 
 import ctypes
 import os

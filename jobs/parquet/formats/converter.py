@@ -180,8 +180,9 @@ class _TextTable:
         for record in part:
             for name, value in (record.value or {}).items():
                 known = self.kinds.get(name, "null")
-                if known != "json" and not (known == "text" and isinstance(value, str)):
-                    self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
+                if known == "json" or (known == "text" and isinstance(value, str)):
+                    continue  # the value changes nothing
+                self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
         self._check_names()
 
     def _check_names(self) -> None:

@@ -93,7 +93,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return the fields of a run's answers, by their names in Answer."""
+    """Return Arrow's fields of a run's answers. They are named as the fields of Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
     if spec.parsed_type is not None:
         fields += parsed_fields(spec.parsed_type, spec.n)

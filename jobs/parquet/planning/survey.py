@@ -329,7 +329,7 @@ class _Counts:
             self._add_equal(row, equal_rows[row])
 
     def _add_equal(self, row: Row, numbers: list[int]) -> None:
-        """Count equal rows. If their answers are equal, they and equal rows of other shards are one request."""
+        """Count equal rows. If nothing is drawn at random, they and equal rows of other shards are one request."""
         key = self._ask.key_of(row)
         is_greedy = self._ask.is_greedy(row)
         known = self._by_key.get(key)
@@ -356,7 +356,8 @@ class _Counts:
                     shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
                     self._counts["cached_tokens"] += shared
                     self._previous_tokens = token_ids
-        self._counts["rows_repeated"] += len(numbers) - (known is None)
+        num_first = 1 if known is None else 0  # the first of all equal rows repeats nothing
+        self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
     def _first_requests(self, row: Row, number: int) -> list[Request]:
