@@ -22,9 +22,10 @@ from tests.rq_workers import wait_until
 from tests.tokenmill.server.server_process import client, start_server
 
 NUM_PROJECTS = 4
-BATCHES = 2
-LINES = 250
-NUM_STRIKES = 15
+BATCHES = 5
+LINES = 1200
+NUM_STRIKES = 60
+NUM_WORKERS = 2
 
 
 class Site:
@@ -37,8 +38,14 @@ class Site:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.ports: list[int] = []
         for _ in range(2):
-            self.start_worker()
             self.start_server()
+        self.keep_workers()
+
+    def keep_workers(self) -> None:
+        """Start workers, as a supervisor does, for those that left because Redis was away when they started."""
+        alive = [process for process in self.workers.processes if process.poll() is None]
+        for _ in range(NUM_WORKERS - len(alive)):
+            self.start_worker()
 
     def start_worker(self) -> None:
         self.workers.start(
@@ -64,7 +71,6 @@ class Site:
         elif kind == "worker":
             alive = [each for each in self.workers.processes if each.poll() is None]
             rng.choice(alive).kill()
-            self.start_worker()
         else:
             number = rng.randrange(len(self.servers))
             process = self.servers.pop(number)
@@ -163,15 +169,19 @@ def test_each_line_is_answered_once_through_kills(tmp_path: Path) -> None:
             except BaseException as error:  # noqa: BLE001  # shown below
                 errors.append(error)
 
-        clients = [threading.Thread(target=run, args=(each,)) for each in range(NUM_PROJECTS)]
+        clients = [
+            threading.Thread(target=run, args=(number,), daemon=True)
+            for number in range(NUM_PROJECTS)
+        ]
         for each in clients:
             each.start()
         num_strikes = 0
         while any(each.is_alive() for each in clients) and not errors:
+            site.keep_workers()
             if num_strikes < NUM_STRIKES:
                 site.strike(rng, ("server", "worker", "redis")[num_strikes % 3])
                 num_strikes += 1
-            time.sleep(rng.uniform(0.2, 1.2))
+            time.sleep(rng.uniform(0.05, 0.4))
         for each in clients:
             each.join()
         assert not errors, errors
