@@ -74,9 +74,13 @@ def serve(
 
 def _folder(name: str) -> Folder:
     """Return the folder of files and batches. Raises NotServed if it cannot be used."""
-    if is_stored(name.lower()):
-        return _stored_folder(name)
-    folder = Path(name).absolute()
+    try:
+        path = run_path(name)
+    except JobsError as error:
+        raise NotServed(f"--folder: {error}") from None
+    if is_stored(path):
+        return _stored_folder(path)
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,18 +88,18 @@ def _folder(name: str) -> Folder:
     return LocalFolder(folder)
 
 
-def _stored_folder(name: str) -> Folder:
+def _stored_folder(path: str) -> Folder:
     try:
         from jobs.parquet.files.object_folder import ObjectFolder
     except ImportError:
         raise NotServed(
-            f"--folder {name} is in an object store, which needs obstore: pip install obstore"
+            f"--folder {path} is in an object store, which needs obstore: pip install obstore"
         ) from None
     try:
-        folder = ObjectFolder(run_path(name))
+        folder = ObjectFolder(path)
         folder.names("")
     except JobsError as error:
-        raise NotServed(f"--folder {name} cannot be used: {error}") from None
+        raise NotServed(f"--folder {path} cannot be used: {error}") from None
     return folder
 
 

@@ -21,7 +21,12 @@ from jobs.context import never_interrupted
 from jobs.errors import InputNotFound
 from jobs.parquet.files.filesystem import Entry, FetchedFile, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.local_files import root_of
-from jobs.parquet.files.object_requests import TRIES_S, make_request, opened_store
+from jobs.parquet.files.object_requests import (
+    TRIES_S,
+    make_request,
+    make_upload_request,
+    opened_store,
+)
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
@@ -169,7 +174,7 @@ class ObjectFiles:
         )
         try:
             yield pa.PythonFile(_Writer(path, upload, self._check_interrupted), "w")
-            make_request(path, upload.close, self._check_interrupted)
+            make_upload_request(path, upload.close, self._check_interrupted)
         except BaseException as error:
             with suppress(exceptions.BaseError, OSError, ValueError):  # the earlier error says more
                 upload.__exit__(type(error), error, error.__traceback__)
@@ -247,7 +252,9 @@ class _Writer:
         self._check_interrupted = check_interrupted
 
     def write(self, data: Any) -> int:
-        make_request(self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted)
+        make_upload_request(
+            self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted
+        )
         return len(data)
 
     def flush(self) -> None:

@@ -10,7 +10,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from jobs.parquet.files.filesystem import FetchedFile, FileStat
-from jobs.parquet.files.object_requests import make_request, opened_store
+from jobs.parquet.files.object_requests import make_request, make_upload_request, opened_store
 
 T = TypeVar("T")
 #: The most seconds of a request with its repetitions.
@@ -74,7 +74,7 @@ class ObjectFolder:
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )
-        return ObjectDraft(upload, partial(make_request, self.path(name)))
+        return ObjectDraft(upload, partial(make_upload_request, self.path(name)))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -113,6 +113,23 @@ def make_request(
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
+def make_upload_request(
+    path: str, request: Callable[[], T], check_interrupted: Callable[[], None] = never_interrupted
+) -> T:
+    """Make a request of an upload once, because only obstore can repeat it; return the answer. Raises as make_request.
+
+    A writer of obstore raises OSError, with all of the store's reply, if its last piece is refused.
+    """
+
+    def named_request() -> T:
+        try:
+            return request()
+        except OSError as error:
+            raise exceptions.GenericError(str(error)) from None
+
+    return make_request(path, named_request, check_interrupted)
+
+
 def _reason_to_try_again(path: str, error: Exception) -> str:
     """Return why the store has not answered. If another try would end in the same way, raise one of our errors."""
     text = str(error)

@@ -59,8 +59,8 @@ def test_a_finished_run_has_a_page_beside_its_manifest(runs: Runs) -> None:
     assert "2 with an error" in page.text
     assert "w-<b>3</b>" in page.text, "names are text"
     assert "secret" not in text, "nothing of the prompts"
-    assert "SECRET 4 XXXX" in text
-    assert "SECRET 5" not in text
+    assert "SECRET 4 XXXX" in text, "the fifth answer, which repeats its prompt in capitals"
+    assert "SECRET 5" not in text, "five answers and no more"
     assert len(runs.rows()) == 40, "readers of the folder pass the page by"
 
 

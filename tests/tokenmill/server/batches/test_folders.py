@@ -12,7 +12,9 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 
 import openai
 
+from jobs.parquet.files.filesystem import StoreRefused
 from jobs.parquet.files.object_folder import ObjectFolder
+from jobs.parquet.files.object_requests import opened_store
 from tests.forking import ForkedWorkers
 from tests.jobs.s3_server import BUCKET, S3, FaultyProxy, running_s3, use_environment
 from tests.redis_server import running_redis_server
@@ -91,6 +93,32 @@ def test_a_record_is_replaced(folder: Folder) -> None:
     assert read_json(folder, "p/a.json") == {"n": 2}
     folder.remove("p/a.json")
     assert read_json(folder, "p/a.json") is None
+
+
+@pytest.mark.parametrize("part", [1, 6])
+def test_an_upload_that_the_store_refuses_is_named_and_leaves_nothing(
+    store: S3, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """obstore's errors differ: those of the last piece come when the upload is closed."""
+    store.empty()
+    proxy = FaultyProxy(store.url)
+    use_environment(monkeypatch, store.environment(proxy.url))
+    opened_store.cache_clear()
+    try:
+        proxy.choose = lambda method, path: "403" if f"partNumber={part}" in path else None
+        with pytest.raises(StoreRefused, match="AccessDenied"):
+            write_pieces(ObjectFolder(ROOT), "p/files/a")
+        assert store.uploads() == []
+        assert store.names() == []
+    finally:
+        proxy.close()
+        opened_store.cache_clear()
+
+
+def write_pieces(folder: Folder, name: str) -> None:
+    with written(folder, name) as draft:
+        for _ in range(41):  # six pieces, more than may be under way at once
+            draft.write(b"x" * (1 << 20))
 
 
 def line(custom_id: str, prompt: str) -> bytes:
