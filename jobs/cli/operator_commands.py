@@ -6,6 +6,7 @@
 import importlib
 import json
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -103,7 +104,7 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         return
 
     producers = read_producers(connection, queue)
-    age_s = head_ages(connection, [queue]).get(queue)
+    age_s = head_ages(connection, [queue], time.time()).get(queue)
     since = (
         ""
         if age_s is None or not producers.num_waiting

@@ -49,12 +49,11 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     return queues
 
 
-def head_ages(connection: Redis, names: Sequence[str]) -> dict[str, float]:
+def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:
     """Return how long the job at the head of each queue has waited, in seconds; 0 for an empty queue.
 
-    A queue is left out if nobody can read when that job was enqueued.
+    A queue is left out if nobody can read when that job was enqueued. now: Unix seconds.
     """
-    moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
@@ -70,7 +69,7 @@ def head_ages(connection: Redis, names: Sequence[str]) -> dict[str, float]:
     for name, head in zip(names, heads, strict=True):
         if head is None:
             continue
-        enqueued_at = stored.moment(next(times)) if head else moment
+        enqueued_at = stored.moment(next(times)) if head else now
         if enqueued_at is not None:
-            ages[name] = max(0.0, moment - enqueued_at)
+            ages[name] = max(0.0, now - enqueued_at)
     return ages

@@ -1,5 +1,6 @@
 """Reads the numbers of queues and of Redis that alerts and scaling use."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     return QueueNumbers(
         jobs=jobs,
         due={queue.name: queue.due for queue in counted},
-        head_ages=head_ages(connection, queues),
+        head_ages=head_ages(connection, queues, time.time()),
         at_risk={name: at_risk[name] for name in queues},
         redis=_read_health(connection),
     )

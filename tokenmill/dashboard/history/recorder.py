@@ -11,14 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common import rq_jobs, stored
 from jobs.common.keys import HISTORY_PREFIX
 from jobs.common.workers import WorkerSample
+from jobs.queues import head_ages
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.history import marks
 from tokenmill.dashboard.history.rings import (
@@ -132,28 +131,11 @@ class Recorder:
         self._workers = {sample.name: sample for sample in samples}
 
         queues = {queue.name: queue.counts["waiting"] for queue in look.queues[: QUEUE.most]}
-        ages = self._ages(list(queues), now)
-        depths = {name: (float(waiting), ages[name]) for name, waiting in queues.items()}
+        ages = head_ages(self._connection, list(queues), now)
+        depths = {name: (float(waiting), ages.get(name)) for name, waiting in queues.items()}
         rows = _rows(depths, growths)
         rows[RUN] = self._run_rows(look.runs, look.at)
         return rows
-
-    def _ages(self, queues: Sequence[str], now: float) -> dict[str, float | None]:
-        """Return the ages of the jobs at the queues' heads: 0 for an empty queue, None where it cannot be read."""
-        with self._connection.pipeline(transaction=False) as pipe:
-            for name in queues:
-                pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
-            replies: list[Any] = pipe.execute(raise_on_error=False)
-            heads = [reply if isinstance(reply, list) else [] for reply in replies]
-            for head in heads:
-                for job_id in head:
-                    pipe.hget(rq_jobs.job_key(stored.text(job_id)), "enqueued_at")
-            times = iter(pipe.execute(raise_on_error=False))
-        ages: dict[str, float | None] = {}
-        for name, head in zip(queues, heads, strict=True):
-            since = stored.moment(next(times)) if head else now
-            ages[name] = None if since is None else max(0.0, now - since)
-        return ages
 
     def _run_rows(self, runs: Iterable[RunSnapshot], at: float) -> Rows:
         """Return what active runs, and those that have ended since the last row, have added in a second."""
