@@ -34,8 +34,8 @@ from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
 from jobs.queues.metrics import QueueMetrics
 from tokenmill.dashboard import display
-from tokenmill.dashboard.actions.deeds import Act, Deeds
 from tokenmill.dashboard.actions.forms import Form
+from tokenmill.dashboard.actions.runner import Action, ActionRunner
 from tokenmill.dashboard.actions.table import ACTIONS
 from tokenmill.dashboard.failures.index import FailureIndex
 from tokenmill.dashboard.guard import (
@@ -96,7 +96,7 @@ class Dashboard:
         self._sessions = Sessions(options.tokens) if options.tokens else None
         failures = FailureIndex(connection)
         self._site = Site(self.watcher, failures, RunsSeen(connection), options.show_prompts)
-        self._deeds = Deeds(connection, failures)
+        self._actions = ActionRunner(connection, failures)
         self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
         # Each process has its own. A page of an earlier process gets the new token with its next update.
@@ -152,7 +152,7 @@ class Dashboard:
 
     def close(self) -> None:
         """Begin nothing more, and read no more failed jobs."""
-        self._deeds.close()
+        self._actions.close()
         self._site.failures.close()
 
     def _page(self, view: View) -> Answer:
@@ -197,8 +197,8 @@ class Dashboard:
             path=request.url.path,
             here=_here(request),
             has_login=self._sessions is not None,
-            notice=self._deeds.outcome(request.query_params.get("done", "")),
-            work=self._deeds.long_ones(),
+            notice=self._actions.outcome(request.query_params.get("done", "")),
+            work=self._actions.long_texts(),
             searched=request.query_params.get("q", ""),
             login=_login(request),
             **{"problem": None, "detail": None, "troubles": (), **facts},
@@ -230,7 +230,7 @@ class Dashboard:
             return PlainTextResponse(f"Redis does not answer: {safe_name(str(error), 300)}\n", 503)
         return Response(body, media_type=kind)
 
-    def _action(self, act: Act) -> Answer:
+    def _action(self, act: Action) -> Answer:
         """Return what carries out the form of one of our pages, then leads back to that page."""
 
         async def answer(request: Request) -> Response:
@@ -238,13 +238,13 @@ class Dashboard:
             if not _same(form.get("form_token"), self._form_token):
                 text = "This page is from an earlier dashboard: load it again, then try once more."
                 return self._render(request, "missing", 403, text=text)
-            deed = self._deeds.begin(act, _login(request), form)
+            running = self._actions.begin(act, _login(request), form)
             done = ""
             try:
-                waited = asyncio.shield(asyncio.wrap_future(deed.future))
+                waited = asyncio.shield(asyncio.wrap_future(running.future))
                 done = await asyncio.wait_for(waited, ACTION_S)
             except TimeoutError:
-                self._deeds.leave(deed)
+                self._actions.leave(running)
             except RedisError as error:
                 return self._away(request, error)
             back = form.get("back", "/")

@@ -13,8 +13,8 @@ from tests.tokenmill.dashboard.pages.test_pages import RUN, put_run, put_worker,
 from tests.tokenmill.dashboard.test_failures import SERVER, put_three_kinds, send
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
 from tokenmill.dashboard.actions import log
-from tokenmill.dashboard.actions.deeds import Deed, Deeds, Hands
 from tokenmill.dashboard.actions.forms import Form
+from tokenmill.dashboard.actions.runner import ActionContext, ActionResult, ActionRunner
 from tokenmill.dashboard.actions.table import ACTIONS
 from tokenmill.dashboard.failures.index import FailureIndex
 from tokenmill.dashboard.serve import TOKEN_VARIABLE, TOKENS_VARIABLE, check_tokens
@@ -113,34 +113,34 @@ def test_as_a_producer_it_shows_what_it_may_and_says_what_it_may_not(
 
 
 def test_a_long_action_goes_on_by_itself_and_is_told_on_all_pages(redis: Redis) -> None:
-    deeds = Deeds(redis, FailureIndex(redis), lambda: now[0])
+    runner = ActionRunner(redis, FailureIndex(redis), lambda: now[0])
     now = [1000.0]
 
-    def act(hands: Hands, form: Form) -> Deed:
-        hands.tell("7 put back")
+    def act(context: ActionContext, form: Form) -> ActionResult:
+        context.report("7 put back")
         if form.get("fails"):
             raise RedisConnectionError("gone")
-        return Deed("retry", "all", "9 put back.")
+        return ActionResult("retry", "all", "9 put back.")
 
     for fields, outcome in (
         ({}, "9 put back."),
         ({"fails": ["1"]}, "It ended early, after: 7 put back (gone)."),
     ):
-        deed = deeds.begin(act, "anna", Form(fields))
-        deeds.leave(deed)
-        mark = deed.future.result(timeout=10)
-        assert deeds.outcome(mark) == outcome
-        assert deeds.long_ones() == [outcome]
+        running = runner.begin(act, "anna", Form(fields))
+        runner.leave(running)
+        mark = running.future.result(timeout=10)
+        assert runner.outcome(mark) == outcome
+        assert runner.long_texts() == [outcome]
         now[0] += 60
-        assert deeds.long_ones() == []
+        assert runner.long_texts() == []
 
-    def refused(hands: Hands, form: Form) -> Deed:
+    def refused(context: ActionContext, form: Form) -> ActionResult:
         raise RedisConnectionError("gone")
 
-    deed = deeds.begin(refused, "anna", Form())
-    deeds.leave(deed)
-    assert isinstance(deed.future.exception(timeout=10), RedisConnectionError)
-    assert deeds.long_ones() == ["Nothing was done: gone."]
+    running = runner.begin(refused, "anna", Form())
+    runner.leave(running)
+    assert isinstance(running.future.exception(timeout=10), RedisConnectionError)
+    assert runner.long_texts() == ["Nothing was done: gone."]
 
 
 @pytest.mark.parametrize(

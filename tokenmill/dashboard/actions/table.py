@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from tokenmill.dashboard.actions import failed, queues, runs, workers
-from tokenmill.dashboard.actions.deeds import Act
+from tokenmill.dashboard.actions.runner import Action
 
-ACTIONS: Mapping[str, Act] = {
+ACTIONS: Mapping[str, Action] = {
     "/retry": failed.retry,
     "/delete": failed.delete,
     "/empty-queue": queues.empty,

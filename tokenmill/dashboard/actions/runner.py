@@ -1,4 +1,4 @@
-"""Carries out what a page's button asks for, tells what came of it, and writes it into the log of actions."""
+"""Carries out what a page's button asks for, and writes the outcome into the log of actions."""
 
 import secrets
 import threading
@@ -16,17 +16,17 @@ from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.actions.log import LogEntry, write_entry
 from tokenmill.dashboard.failures.index import FailureIndex
 
-#: The most outcomes that are remembered, so that the page that a browser is led to can tell them.
+#: The most outcomes that are remembered, for the page to which a browser is led after an action.
 MAX_OUTCOMES = 200
 #: Actions that are carried out at a time.
 MAX_AT_ONCE = 4
-#: Seconds for which the outcome of a long action is told on all pages.
-TOLD_S = 20.0
+#: Seconds for which all pages show the outcome of a long action.
+SHOWN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Deed:
-    """What an action did. what: such as "retry". about: what it was done to. outcome: one sentence that tells it."""
+class ActionResult:
+    """What an action did. what: such as "retry". about: what it was done to. outcome: one sentence for a person."""
 
     what: str
     about: str
@@ -34,32 +34,31 @@ class Deed:
 
 
 @dataclass
-class Hands:
-    """What an action works with. progress: what has been done so far, for an action that takes long."""
+class ActionContext:
+    """What an action works with. progress: what a long action has done so far, for a person."""
 
     connection: Redis
     failures: FailureIndex
     progress: str = ""
 
-    def tell(self, text: str) -> None:
-        """Tell what has been done so far."""
+    def report(self, text: str) -> None:
+        """Note what has been done so far."""
         self.progress = text
 
 
-Act = Callable[[Hands, Form], Deed]
+Action = Callable[[ActionContext, Form], ActionResult]
 
 
 @dataclass
-class UnderWay:
+class RunningAction:
     """An action under way, or one that has just ended."""
 
-    hands: Hands
+    context: ActionContext
     future: Future[str]
-    is_long: bool = False
     ended_at: float = field(default=0.0)
 
 
-class Deeds:
+class ActionRunner:
     """Carries out actions in threads of its own, so that one that takes long goes on when its page is left.
 
     Safe to call from many threads. clock: Unix seconds.
@@ -74,45 +73,44 @@ class Deeds:
         self._pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="tokenmill-actions")
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[str, str] = OrderedDict()
-        self._under_way: list[UnderWay] = []
+        self._long: list[RunningAction] = []
 
-    def begin(self, act: Act, who: str, form: Form) -> UnderWay:
-        """Begin an action. Its future tells a mark, by which `outcome` finds the sentence."""
-        hands = Hands(self._connection, self._failures)
-        future: Future[str] = self._pool.submit(self._carry_out, act, hands, who, form)
-        return UnderWay(hands, future)
+    def begin(self, action: Action, who: str, form: Form) -> RunningAction:
+        """Begin an action. Its future returns a mark, by which `outcome` finds the sentence."""
+        context = ActionContext(self._connection, self._failures)
+        future: Future[str] = self._pool.submit(self._carry_out, action, context, who, form)
+        return RunningAction(context, future)
 
-    def leave(self, deed: UnderWay) -> None:
-        """Let a long action go on by itself; all pages tell of it."""
-        deed.is_long = True
+    def leave(self, running: RunningAction) -> None:
+        """Let a long action go on by itself. All pages show how it goes."""
         with self._lock:
-            self._under_way.append(deed)
+            self._long.append(running)
 
     def outcome(self, mark: str) -> str:
-        """Return the sentence that tells an action's outcome; "" if it is not known."""
+        """Return the sentence about an action's outcome; "" if the mark is not known."""
         with self._lock:
             return self._outcomes.get(mark, "")
 
-    def long_ones(self) -> list[str]:
+    def long_texts(self) -> list[str]:
         """Return what long actions have done so far, and the outcomes of those that ended a moment ago."""
         now = self._clock()
         texts = []
         with self._lock:
-            for deed in self._under_way:
-                if deed.future.done() and not deed.ended_at:
-                    deed.ended_at = now
-            self._under_way = [
-                deed
-                for deed in self._under_way
-                if not deed.ended_at or now - deed.ended_at < TOLD_S
+            for running in self._long:
+                if running.future.done() and not running.ended_at:
+                    running.ended_at = now
+            self._long = [
+                running
+                for running in self._long
+                if not running.ended_at or now - running.ended_at < SHOWN_S
             ]
-            for deed in self._under_way:
-                if not deed.future.done():
-                    texts.append(f"At work: {deed.hands.progress or 'it has begun'}.")
-                elif deed.future.exception() is None:
-                    texts.append(self._outcomes.get(deed.future.result(), ""))
+            for running in self._long:
+                if not running.future.done():
+                    texts.append(f"At work: {running.context.progress or 'it has begun'}.")
+                elif running.future.exception() is None:
+                    texts.append(self._outcomes.get(running.future.result(), ""))
                 else:
-                    reason = safe_name(str(deed.future.exception()), 200)
+                    reason = safe_name(str(running.future.exception()), 200)
                     texts.append(f"Nothing was done: {reason}.")
         return [text for text in texts if text]
 
@@ -120,19 +118,19 @@ class Deeds:
         """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _carry_out(self, act: Act, hands: Hands, who: str, form: Form) -> str:
+    def _carry_out(self, action: Action, context: ActionContext, who: str, form: Form) -> str:
         """Return the mark of the outcome. Raises RedisError if nothing was done."""
         try:
-            deed = act(hands, form)
+            result = action(context, form)
         except RedisError as error:
-            if not hands.progress:
+            if not context.progress:
                 raise
             reason = safe_name(str(error), 200)
-            deed = Deed(
-                "stopped halfway", "", f"It ended early, after: {hands.progress} ({reason})."
+            result = ActionResult(
+                "stopped halfway", "", f"It ended early, after: {context.progress} ({reason})."
             )
-        text = deed.outcome
-        entry = LogEntry(self._clock(), who, deed.what, safe_name(deed.about), deed.outcome)
+        text = result.outcome
+        entry = LogEntry(self._clock(), who, result.what, safe_name(result.about), result.outcome)
         try:
             write_entry(self._connection, entry)
         except RedisError as error:
