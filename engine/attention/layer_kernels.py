@@ -34,7 +34,7 @@ class LayerKernels:
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
     experts: None where a backend has none.
-    quantize_rows(x) -> as engine.layers.linear has it, None likewise.
+    quantize_rows(x) -> as engine.layers.int8 has it, None likewise.
     sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
     delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.

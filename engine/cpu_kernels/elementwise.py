@@ -31,7 +31,7 @@ GELU_LINEAR = np.float32(
     2 * (2 / np.pi) ** 0.5
 )  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
-SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.linear
+SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.int8
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
@@ -91,7 +91,7 @@ def norm_rotate_and_store(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as engine.layers.linear.quantize_rows, bit by bit. x: [tokens, dim]; rows may lie apart."""
+    """Quantize as engine.layers.int8.quantize_rows, bit by bit. x: [tokens, dim]; rows may lie apart."""
     num_tokens, dim = x.shape
     levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
     scales = torch.empty(num_tokens, 1)

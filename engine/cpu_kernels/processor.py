@@ -1,6 +1,7 @@
 """The instructions of this machine's processor, by the operating system's list; loads no torch."""
 
 import functools
+import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -21,3 +22,8 @@ def processor_flags() -> frozenset[str]:
 def multiplies_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 numbers without converting them to float32."""
     return not BFLOAT16_FLAGS.isdisjoint(processor_flags())
+
+
+def is_x86() -> bool:
+    """Return whether the processor is an x86-64 one."""
+    return platform.machine() in ("x86_64", "AMD64")

@@ -5,9 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.linear import WeightedModule, fill, linear, pack_weight
+from engine.layers.onednn import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
+from engine.layers.weighted_module import WeightedModule, fill
 
 
 class VocabParallelEmbedding(WeightedModule):

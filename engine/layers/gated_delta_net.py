@@ -15,9 +15,10 @@ from engine.attention.layer_kernels import LayerKernels
 from engine.attention.state_pool import StateParts, StateShape
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
-from engine.layers.linear import ReplicatedLinear, RowParallelLinear, WeightedModule, fill
+from engine.layers.linear import ReplicatedLinear, RowParallelLinear
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.stream import NormPair, RMSNorm, Stream
+from engine.layers.weighted_module import WeightedModule, fill
 
 CHUNK = 64
 NORM_EPS = 1e-6  # of queries' and keys' lengths, whatever config.json says

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
-from engine.layers.linear import ReplicatedLinear, WeightedModule, fill, linear, pack_weight
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.onednn import linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
+from engine.layers.weighted_module import WeightedModule, fill
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from engine.attention.layer_kernels import LayerKernels
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.linear import WeightedModule, fill
 from engine.layers.parallel import Share, TensorParallel
+from engine.layers.weighted_module import WeightedModule, fill
 
 
 class RMSNorm(WeightedModule):

@@ -11,18 +11,13 @@ from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.gated_delta_net import GatedDeltaNet
-from engine.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    WeightedModule,
-    fill,
-)
+from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.row_tiles import each_row
 from engine.layers.stream import GatedActivation, NormPair, ParallelRMSNorm, RMSNorm, Stream
+from engine.layers.weighted_module import WeightedModule, fill
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from engine.errors import NotDeterministic
 from engine.layers.embedding import ParallelLMHead
-from engine.layers.linear import Int8Product, ReplicatedLinear, linear
+from engine.layers.int8 import Int8Product
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.onednn import linear
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import Product, TiledProduct, find_tiles
 from engine.models.decoder import DecoderForCausalLM

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
 from engine.layers.embedding import look_up
-from engine.layers.linear import pack_weight
+from engine.layers.onednn import pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank

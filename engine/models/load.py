@@ -19,7 +19,7 @@ from engine.checkpoint.model_config import (
 )
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
-from engine.layers.linear import Int8Product, check_int8, quantize_rows
+from engine.layers.int8 import Int8Product, check_int8, quantize_rows
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts

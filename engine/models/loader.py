@@ -12,7 +12,9 @@ from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
-from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
+from engine.layers.int8 import QuantizeRows
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
 #: The names here of modules that checkpoints may name otherwise.

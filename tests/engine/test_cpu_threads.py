@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.layers.linear import linear, pack_weight
+from engine.layers.onednn import linear, pack_weight
 from engine.run import cpu_threads
 from engine.run.cpu_threads import (
     CpuThreads,

@@ -22,7 +22,8 @@ from engine import (
     ScoringParams,
 )
 from engine.layers.embedding import ParallelLMHead
-from engine.layers.linear import ReplicatedLinear, linear, pack_weight
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.onednn import linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import TiledProduct, find_tiles
 from engine.models.deterministic import check_deterministic

@@ -10,12 +10,12 @@ from torch import Tensor
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import load_backend
 from engine.cpu_kernels.processor import processor_flags
-from engine.layers import linear
-from engine.layers.linear import ZERO, Int8Product, quantize_rows, quantize_weight
+from engine.layers import int8
+from engine.layers.int8 import ZERO, Int8Product, quantize_rows, quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 needs_int8 = pytest.mark.skipif(
-    linear.FLAGS.isdisjoint(processor_flags()),
+    int8.FLAGS.isdisjoint(processor_flags()),
     reason="this processor does not sum products of int8 in 32 bits",
 )
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import Engine, EngineConfig
-from engine.layers import linear as linear_layers
-from engine.layers.linear import linear, pack_weight
+from engine.layers import onednn
+from engine.layers.onednn import linear, pack_weight
 
 needs_packing = pytest.mark.skipif(
-    not linear_layers._can_pack(torch.float32), reason="this machine or torch cannot pack"
+    not onednn._can_pack(torch.float32), reason="this machine or torch cannot pack"
 )
 both_dtypes = pytest.mark.parametrize(
     "dtype",
@@ -21,7 +21,7 @@ both_dtypes = pytest.mark.parametrize(
         pytest.param(
             torch.bfloat16,
             marks=pytest.mark.skipif(
-                not linear_layers._can_pack(torch.bfloat16),
+                not onednn._can_pack(torch.bfloat16),
                 reason="this processor does not multiply bfloat16",
             ),
         ),
