@@ -113,6 +113,7 @@ class DecodeGraphs:
             len(step.token_ids) == len(step.sample_rows) == num_seqs
             and step.gives_tokens_alone
             and step.pictures is None
+            and not len(step.adapters)
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 
