@@ -82,17 +82,19 @@ class AdapterFolder:
             )
         return adapter
 
-    def all(self) -> list[Adapter]:
-        """Return all adapters whose files can be used."""
-        found = []
+    def look(self) -> tuple[list[Adapter], dict[str, str]]:
+        """Return all adapters whose files can be used, and by name why others cannot."""
+        found: list[Adapter] = []
+        problems: dict[str, str] = {}
         for name in self.names():
             try:
                 adapter = self._read(name)
-            except AdapterRefused:
+            except AdapterRefused as error:
+                problems[name] = str(error)
                 continue
             if adapter is not None:
                 found.append(adapter)
-        return found
+        return found, problems
 
     def _listed(self) -> str:
         if self._folder is None:

@@ -70,7 +70,7 @@ class ShardWork(RowsTask):
         self._has_entered = False
         self._deadline = folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
-            check_model(folder.plan, context.model, self._is_second)
+            check_model(folder.plan, context, self._is_second)
             folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
             context.files.enter(self._file.path)
