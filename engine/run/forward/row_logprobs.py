@@ -100,30 +100,37 @@ class StepLogprobs:
     ) -> None:  # fmt: skip
         self._model, self._tp, self._by_row = model, tp, by_row
         self._scores = scores_of(backend)
-        wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
-        self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
+        self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
+        self._device = device
+        self._sample_tops, self._scored_tops = step.sample_tops[self._wanted], step.scored_tops
         is_new = (
             np.diff(step.scored_rows, prepend=-1) != 0
         )  # several tokens may be scored by one row
         self._places = np.cumsum(is_new) - 1
-        self._wanted, self.scored_rows, self._scored_token_ids, self._place_of = upload(
-            [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
+        self.scored_rows, self._scored_token_ids, self._place_of = upload(
+            [step.scored_rows[is_new], step.scored_token_ids, self._places], device
         )
         self._raw = torch.zeros((0, 1), device=device)
+        self._raw_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def keep(self, logits: Tensor) -> None:
-        """Keep the wanted logits of rows that sample, [samples, vocabulary], before they are changed."""
+    def keep(self, logits: Tensor, rows: NDArray[np.int64]) -> None:
+        """Keep the wanted logits before they are changed.
+
+        logits: [any, vocabulary].  rows: [samples] int64, the row of each sample in logits and in sampled tokens.
+        """
         if self._tp.rank == 0 and len(self._wanted):
-            self._raw = logits[self._wanted]
+            (self._raw_rows,) = upload([rows[self._wanted]], self._device)
+            self._raw = logits[self._raw_rows]
 
     def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
         """Compute all log probabilities, the samples' first; None on ranks other than 0.
 
-        sampled: [samples] int64.  hidden: [rows, hidden_size], of the rows that score.
+        sampled: [any] int64, a token in each of the rows that `keep` was given.
+        hidden: [rows, hidden_size], of the rows that score.
         """
         parts = []
         if self._tp.rank == 0 and len(self._wanted):
-            token_ids = sampled[self._wanted]
+            token_ids = sampled[self._raw_rows]
             rows = torch.arange(len(token_ids), device=token_ids.device)
             for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._raw.shape[1]):
                 parts.append(
