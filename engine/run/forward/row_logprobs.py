@@ -15,7 +15,10 @@ from engine.models.base import CausalModel
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.step_batch import StepBatch
 
-PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
+#: Logits looked at together: 32 MiB in float32. Each piece reads the whole LM head once.
+PIECE_NUMBERS = 2**23
+#: A GPU takes larger pieces: one logit for this many bytes of its memory. With their copies they take about 1 % of it.
+GPU_BYTES_OF_LOGIT = 2**10
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,20 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids), ids
 
 
-def cut(
-    tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int
-) -> Iterator[tuple[slice, int]]:
-    """Cut tokens into pieces of not too many rows; yield each piece, and the most likely tokens wanted in it.
+def piece_rows(vocab_size: int, device: torch.device) -> int:
+    """Return how many rows of logits are looked at together."""
+    numbers = PIECE_NUMBERS
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        numbers = max(numbers, total_bytes // GPU_BYTES_OF_LOGIT)
+    return max(1, numbers // vocab_size)
+
+
+def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], most: int) -> Iterator[tuple[slice, int]]:
+    """Cut tokens into pieces of at most `most` rows; yield each piece, and the most likely tokens wanted in it.
 
     tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
     """
-    most = max(1, PIECE_NUMBERS // vocab_size)
     start = 0
     while start < len(tops):
         piece = slice(start, int(np.searchsorted(rows, rows[start] + most)))
@@ -102,6 +111,7 @@ class StepLogprobs:
         self._scores = scores_of(backend)
         self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._device = device
+        self._most_rows = piece_rows(model.vocab_size, device)
         self._sample_tops, self._scored_tops = step.sample_tops[self._wanted], step.scored_tops
         is_new = (
             np.diff(step.scored_rows, prepend=-1) != 0
@@ -132,13 +142,13 @@ class StepLogprobs:
         if self._tp.rank == 0 and len(self._wanted):
             token_ids = sampled[self._raw_rows]
             rows = torch.arange(len(token_ids), device=token_ids.device)
-            for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._raw.shape[1]):
+            for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._most_rows):
                 parts.append(
                     self._of_piece(
                         self._raw[piece], token_ids[piece], rows[piece] - piece.start, width
                     )
                 )
-        for piece, width in cut(self._scored_tops, self._places, self._model.vocab_size):
+        for piece, width in cut(self._scored_tops, self._places, self._most_rows):
             first, last = self._places[piece.start], self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
