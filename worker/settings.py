@@ -82,6 +82,7 @@ class WorkerSettings(BaseSettings):
     pooling: str | None = None
     adapters: str | None = None
     max_adapters: int = 16
+    kernel_check: str = "warn"
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
