@@ -751,6 +751,6 @@ def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path
     ):
         score(make_context(), tmp_path / "in.feather", tmp_path, encoding="cp1252")
     with pytest.raises(
-        InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"
+        InvalidJob, match="delimiter is for csv, tsv files, and the input is jsonl: leave it out"
     ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")
