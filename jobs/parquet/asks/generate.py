@@ -23,7 +23,7 @@ from jobs.parquet.asks.ask import (
 )
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
-from jobs.prompts.arguments import OF_VALUES
+from jobs.prompts.arguments import SPLIT_TOKENS
 from jobs.prompts.generated import PromptAnswer, generated
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.responses import LOGPROBS, finish_reason_of, text_token, with_ids
@@ -82,7 +82,7 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
+        self._control_tokens = control_tokens if chat.get(SPLIT_TOKENS, True) else ()
         self._way = spec.way
         way_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_checks

@@ -32,7 +32,7 @@ from jobs.parquet.tables.columns import (
     python_rows,
     with_own_json,
 )
-from jobs.prompts.arguments import NOT_TEXT, OF_VALUES
+from jobs.prompts.arguments import NOT_TEXT, SPLIT_TOKENS
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -300,7 +300,7 @@ def _step_source(
 
 def _kept_out(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
-    return control_tokens if chat.get(OF_VALUES, True) else ()
+    return control_tokens if chat.get(SPLIT_TOKENS, True) else ()
 
 
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
