@@ -28,7 +28,6 @@ from engine.run.check_machine import check_support
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
-from engine.run.forward.kernel_check import with_checked_kernels
 from engine.run.forward.memory import give_back_memory
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
@@ -102,7 +101,6 @@ class Engine:
                 model.quantization,
                 served_dtype(config.dtype, model.dtype, config.device).name,
             )
-        config = with_checked_kernels(config, model, path, folder)
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
         has_lm_head = generates(folder, model, path, embeds=pooling is not None)
