@@ -81,7 +81,8 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
         producer = stored.json_object(next(metas)).get("producer") if reads else None
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
-            producers.append(f"{RUN}{run_shard[0]}")
+            run, _shard = run_shard
+            producers.append(f"{RUN}{run}")
         elif isinstance(producer, str) and producer:
             producers.append(safe_name(producer))
         else:
@@ -104,16 +105,20 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
             break
         job_ids = list(map(stored.text, entries))
         producers = _producers(connection, job_ids)
-        matching_ids = [
-            job for job, producer in zip(job_ids, producers, strict=True) if producer == who
-        ]
-        num_here = _cancel(connection, queue, matching_ids) if matching_ids else 0
-        num_cancelled += num_here
-        num_passed += len(job_ids) - num_here
+        matching_ids = []
+        for job_id, producer in zip(job_ids, producers, strict=True):
+            if producer == who:
+                matching_ids.append(job_id)
+        num_taken = _cancel(connection, queue, matching_ids)
+        num_cancelled += num_taken
+        num_passed += len(job_ids) - num_taken
     return num_cancelled
 
 
 def _cancel(connection: Redis, queue: str, job_ids: Sequence[str]) -> int:
+    """Cancel those of these jobs that still wait, in one transaction; return how many."""
+    if not job_ids:
+        return 0
     watched = [*map(rq_jobs.job_key, job_ids), *map(rq_jobs.executions_key, job_ids)]
     return transact(connection, partial(_take, connection, queue, job_ids), *watched)
 
