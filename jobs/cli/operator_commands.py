@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from jobs.cli.status_text import print_troubles, table
 from jobs.common.display import duration_text, safe_name
@@ -88,12 +88,17 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
     """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
 
     A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
-    In a long queue, 10,000 jobs are read, spread over its length.
+    In a long queue, 10,000 jobs are read, spread over its length. --stop needs the workers' Redis user.
     """
     if who is not None:
         if who.startswith(RUN):
             raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
-        num_cancelled = cancel_waiting(connection, queue, who)
+        try:
+            num_cancelled = cancel_waiting(connection, queue, who)
+        except NoPermissionError as error:
+            raise click.ClickException(
+                f"--stop needs the workers' Redis user: {safe_name(str(error))}"
+            ) from error
         waiting = read_producers(connection, queue).num_jobs if not num_cancelled else {}
         if not num_cancelled and who != UNNAMED and who not in waiting:
             there = f": there are {_ids(list(waiting))}" if waiting else ": none waits there"

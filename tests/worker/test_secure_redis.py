@@ -132,6 +132,10 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
     refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
     assert refused == [], "a user was refused something that it needs"
+    workers.queue("flooded").enqueue("jobs.complete", "a")
+    assert "needs the workers' Redis user" in tokenmill(
+        workers, url, *["flood", "flooded", "--stop", "-"]
+    )
     used = {
         name.removeprefix("cmdstat_").partition("|")[0]
         for name in server.admin.info("commandstats")

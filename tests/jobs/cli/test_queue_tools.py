@@ -182,7 +182,7 @@ def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
 
 
 def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
-    redis: Redis, redis_url: str, queue: Queue
+    redis: Redis, redis_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = "625c814dbfdb9778"
     queue.enqueue("jobs.score_shard", job_id=f"{run}-00003")
@@ -191,26 +191,29 @@ def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
         queue.enqueue("jobs.complete", "x", meta={"producer": "team a\x1b"}) for _ in range(250)
     ]
     held = flood[-1]
+    others = [queue.enqueue("jobs.complete", "x", meta={"producer": "team b"}).id for _ in range(3)]
     redis.zadd(f"rq:executions:{held.id}", {"execution": 1e12})
     redis.hset("rq:job:mine", "meta", pickle.dumps({"producer": "team a"}))
 
     shown = tokenmill(redis_url, "flood", "bulk").output.splitlines()
-    assert shown[0].startswith("queue bulk: 252 waiting, the first for ")
+    assert shown[0].startswith("queue bulk: 255 waiting, the first for ")
     assert [line.split("  ")[0].split() for line in shown[1:2]] == [["JOBS"]]
     assert [re.split("  +", line.strip()) for line in shown[2:]] == [
         ["250", r"team a\x1b", r"tokenmill flood bulk --stop 'team a\x1b'"],
+        ["3", "team b", "tokenmill flood bulk --stop 'team b'"],
         ["1", f"run {run}", f"tokenmill cancel {run}"],
         ["1", "no producer named", "tokenmill flood bulk --stop -"],
     ]
 
+    monkeypatch.setattr("jobs.queues.flood._PAGE", 100)
     stopped = tokenmill(redis_url, "flood", "bulk", "--stop", r"team a\x1b")
     assert stopped.output == "cancelled 249 waiting jobs\n"
-    assert queue.job_ids == [f"{run}-00003", "mine", held.id], "a worker has the last one"
+    assert queue.job_ids == [f"{run}-00003", "mine", held.id, *others], "a worker has the last one"
     assert flood[0].get_status() == JobStatus.CANCELED
     assert tokenmill(redis_url, "flood", "bulk", "--stop", f"run {run}").exit_code == 2
-    typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team b")
+    typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team c")
     assert typo.exit_code == 1
-    assert f"no job of team b waits on queue bulk: there are run {run}, -" in typo.output
+    assert f"no job of team c waits on queue bulk: there are team b, run {run}" in typo.output
     assert tokenmill(redis_url, "flood", "nothing").output == "queue nothing: 0 waiting\n"
 
 
