@@ -8,6 +8,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common import rq_jobs, stored
+from jobs.common.keys import FAR_S, held_key
 
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
@@ -47,6 +48,20 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
         *counts, num_due = replies[number * size : (number + 1) * size]
         queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
     return queues
+
+
+def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
+    """Count the jobs of each queue that workers have taken and not begun. Needs the workers' Redis user.
+
+    A full Redis does not take that a job has begun. Then this counts all jobs that workers hold.
+    """
+    begun = time.time() + FAR_S / 2
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hlen(held_key(name))
+            pipe.zcount(rq_jobs.QueueKeys(name).started, begun, "+inf")
+        replies = iter(pipe.execute())
+    return {name: max(0, next(replies) - next(replies)) for name in names}
 
 
 def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
 from jobs.common.keys import (
+    FAR_S,
     RQ,
     SILENT_S,
     WORKER_STATS_TTL_S,
@@ -28,7 +29,6 @@ from jobs.common.keys import (
 from jobs.common.release import commit
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
-from worker.store.job_store import FAR_S
 
 _REGISTRIES = {
     "started": "wip",

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import time
 import zlib
 from base64 import b64encode
 from pathlib import Path
@@ -16,6 +17,7 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
+from jobs.common.keys import FAR_S
 from jobs.queues.flood import read_producers
 from tests.worker.test_hostile_jobs import Bomb
 
@@ -56,7 +58,10 @@ def test_a_pickle_written_as_a_job_does_not_run(
     redis.sadd("rq:workers", "rq:worker:w")
     shown = tokenmill(redis_url, "info")
     assert shown.exit_code == 0
-    assert "1 waiting, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed" in shown.output
+    assert (
+        "1 waiting, 0 claimed, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed"
+        in shown.output
+    )
     assert "worker w: busy on bulk, job failed" in shown.output
     assert (
         tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
@@ -165,10 +170,30 @@ def test_info_shows_names_that_others_chose_escaped_and_cut(redis: Redis, redis_
     redis.hset("rq:worker:w", mapping={"state": "busy\r", "current_job": "\x9b2J"})
     shown = tokenmill(redis_url, "info").output
     assert shown.startswith(r"queue red\x1b[31m\n\xffxxx")
-    assert "xxx...: 0 waiting, 0 executing" in shown
+    assert "xxx...: 0 waiting, 0 claimed, 0 executing" in shown
     assert r"worker w: busy\r on ?, job \x9b2J; 0 finished" in shown
     assert len(shown.splitlines()) == 2
     assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_info_is_right_where_a_full_redis_took_nothing_from_a_worker(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    """Jobs were claimed and could not be shown as begun; the worker could not write that it goes on."""
+    queue.enqueue("jobs.complete", "a")
+    redis.hset("tokenmill:held:bulk", mapping={"a:1": "|", "b:1": "|", "c:1": "|"})
+    redis.zadd("rq:wip:bulk", {"c:1": time.time() + FAR_S})
+    redis.hset("rq:worker:w", mapping={"state": "suspended", "queues": "bulk"})
+    redis.sadd("rq:workers", "rq:worker:w")
+
+    resumed = tokenmill(redis_url, "info").output
+    assert "queue bulk: 1 waiting, 2 claimed, 1 executing, " in resumed
+    assert "worker w: was suspended on bulk; " in resumed
+    assert "rq resume" not in resumed
+    redis.set("rq:suspended", 1)
+    suspended = tokenmill(redis_url, "info").output
+    assert "worker w: suspended on bulk; " in suspended
+    assert "all workers are suspended and claim nothing: `rq resume` lets them go on" in suspended
 
 
 def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
