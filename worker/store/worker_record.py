@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from jobs.common.keys import (
     worker_key,
 )
 from jobs.common.release import commit
-from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY, execution_key
+from jobs.common.stored import text
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
 
 _REGISTRIES = {
@@ -107,6 +109,30 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     if is_here and not (is_heard and _runs(pid_text)):
         return ""
     return safe_name(f"process {pid_text} on host {host}")
+
+
+def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
+    """End the leases of a dead worker, so that the next look of any worker takes up its jobs. Return how many they are.
+
+    If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        for name in queue_names:
+            pipe.hkeys(held_key(name))
+        # Somebody may have put another kind of value into a key. Then only that key is left out.
+        held = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, list)]
+        executions = []
+        for member in chain(*held):
+            job_id, _, execution_id = text(member).rpartition(":")
+            executions.append(execution_key(job_id, execution_id))
+            pipe.hget(executions[-1], "worker_name")
+        holders = pipe.execute(raise_on_error=False)
+        own_name = worker_name.encode()
+        ended = [key for key, holder in zip(executions, holders, strict=True) if holder == own_name]
+        for key in ended:
+            pipe.delete(key)
+        pipe.execute()
+    return len(ended)
 
 
 def _runs(pid_text: str) -> bool:
