@@ -17,7 +17,15 @@ from jobs.parquet.asks.batch_lines import LEFT_OUT
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
-from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
+from jobs.parquet.tables.columns import (
+    JSON,
+    OWN_METADATA,
+    ROW_NUMBER,
+    ColumnChoice,
+    as_number,
+    has_comma_digits,
+    missing_column,
+)
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
@@ -86,6 +94,8 @@ def output_schema(
 
 def _output_field(field: pa.Field) -> pa.Field:
     """Return a field without the metadata that only templates read. Those of JSON stay, for the writer of lines."""
+    if has_comma_digits(field):
+        field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
     if not JSON.items() <= metadata.items():
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
@@ -120,7 +130,9 @@ def with_answers(
     """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
-    columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
+    columns: list[Any] = [
+        as_number(batch.field(name), batch.column(name)) for name in schema.names[:num_kept]
+    ]
     parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
         values = parsed.get(name)
