@@ -93,15 +93,19 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
     producers = []
     for job_id, reads in zip(job_ids, is_read, strict=True):
-        producer = stored.json_object(next(metas)).get("producer") if reads else None
+        producer = named_producer(stored.json_object(next(metas))) if reads else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             producers.append(f"{RUN}{run_shard[0]}")
-        elif isinstance(producer, str) and producer:
-            producers.append(safe_name(producer))
         else:
-            producers.append(UNNAMED)
+            producers.append(producer or UNNAMED)
     return producers
+
+
+def named_producer(meta: Mapping[str, Any]) -> str:
+    """Return the producer that a job's `meta` names, safe to show; "" if it names none."""
+    producer = meta.get("producer")
+    return safe_name(producer) if isinstance(producer, str) else ""
 
 
 def cancel_waiting(connection: Redis, queue: str, who: str) -> int:

@@ -217,6 +217,14 @@ def test_a_runs_page_says_what_it_asks_and_shows_its_template_only_when_asked(
     assert run in done.output
 
 
+def test_a_shards_job_says_who_submitted_its_run(redis: Redis, page: TestClient) -> None:
+    put_run(redis, submitted_by="anna on host1")
+    Queue("bulk", connection=redis, serializer="json").enqueue("a.b", job_id=f"{RUN}-00000")
+    assert "Submitted by anna on host1 " in " ".join(
+        text_of(page.get(f"/jobs/{RUN}-00000").text).split()
+    )
+
+
 def test_shards_lead_to_their_jobs(redis: Redis, page: TestClient) -> None:
     put_run(redis)
     html = page.get(f"/runs/{RUN}").text
