@@ -80,6 +80,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     )
     tried = result["num_tried"]
     failed = result["num_failed"]
+    why = f": {safe_name(result['commonest_failure'])}"
     seconds = result["seconds"]
     lines = [
         f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}",
@@ -90,7 +91,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     ]
     if failed and failed == tried:
         lines.append(
-            f"but      all {tried} rows that were tried failed, so that nothing tells the run's time and cost"
+            f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
         )
         return lines
 
@@ -109,7 +110,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
             f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
     if failed:
-        lines.append(f"but      {failed} of the {tried} rows that were tried failed")
+        lines.append(f"but      {failed} of the {tried} rows that were tried failed{why}")
     if price_per_hour is not None:
         low, high = (seconds * factor / 3600 * price_per_hour for factor in RANGE)
         lines.append(
