@@ -40,6 +40,14 @@ class AttentionRefused(ConfigError):
     """The attention backend cannot compute a layer of this model, and another might."""
 
 
+class KernelDiffers(ConfigError):
+    """A GPU kernel's result is not what plain torch computes from the same inputs."""
+
+
+class KernelCheckFailed(ConfigError):
+    """A GPU kernel does not work on this machine, and `kernel_check="refuse"` asks for all of them."""
+
+
 class NotDeterministic(ConfigError):
     """`deterministic=True` is asked for, and this model or machine is not known to give equal bits in every batch."""
 

@@ -79,6 +79,7 @@ class WorkerSettings(BaseSettings):
     seed: int = 0
     chat_template: str | None = None
     pooling: str | None = None
+    kernel_check: str = "warn"
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)

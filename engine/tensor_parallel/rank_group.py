@@ -28,6 +28,7 @@ from engine.layers.parallel import TensorParallel
 from engine.models.load import choose_path
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
+from engine.run.forward.kernel_check import with_checked_kernels
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner, StateRows
 from engine.run.forward.single_pass_runner import SinglePassRunner
@@ -340,9 +341,11 @@ StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 
 def start_own_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
-    """Load the model here, or start ranks that share it."""
-    if choose_path(model, config.model_path).is_single_pass:
+    """Load the model here, or start ranks that share it, once its GPU kernels are known to work."""
+    path = choose_path(model, config.model_path)
+    if path.is_single_pass:
         return SinglePassRunner(config, model, folder)
+    config = with_checked_kernels(config, model, path, folder)
     if config.tensor_parallel_size > 1:
         runner: Runner = RankGroup(config, model, folder)
     else:

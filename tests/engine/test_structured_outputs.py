@@ -26,6 +26,7 @@ from engine.sampling.logit_edits import EditParts, token_mask
 from engine.structured import matcher
 from engine.structured.matcher import Matcher, Vocabulary
 from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.engine.graphs import simulate_graphs
 from tests.engine.structured_cases import generate, run
 
 OBJECT = {
@@ -265,6 +266,35 @@ def test_it_says_the_same_however_it_is_computed(
         assert [each.token_ids for each in other.generate(prompts, rows)] == expected
         assert "a step raised" not in caplog.text
         assert other.stats().num_preemptions > 0 or "block_size" not in options
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_beside_one_with_a_grammar_do_not_wait_for_it(
+    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Each step is scheduled while the one before is under way; the row with the grammar is in every other one."""
+    specs: list[Any] = [{"regex": "[a-z]{20}"}, *[None] * 7]
+    rows = [
+        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, ignore_eos=spec is None)
+        for i, spec in enumerate(specs)
+    ]
+    prompts = [f"this is prompt number {i}, of some length" for i in range(len(rows))]
+    expected = [each.token_ids for each in engine.generate(prompts, rows)]
+    if graphs:
+        simulate_graphs(monkeypatch)
+    with engine_of(folder, async_scheduling=True, max_num_batched_tokens=1000) as other:
+        in_flight: list[int] = []
+        schedule = other._scheduler.schedule
+
+        def record(*arguments: Any) -> Any:
+            in_flight.append(len(other._scheduler.in_flight))
+            return schedule(*arguments)
+
+        monkeypatch.setattr(other._scheduler, "schedule", record)
+        assert [each.token_ids for each in other.generate(prompts, rows)] == expected
+        num_steps = other.stats().num_steps
+    assert in_flight == [0, *[1] * (num_steps - 1), *in_flight[num_steps:]]
+    assert num_steps == 30, "a step for each token of the longest"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,7 +1,7 @@
 """ModelRunner: owns the model, the KV pool's tensors and their device."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -134,13 +134,30 @@ class ModelRunner:
         if len(step.copy_from):
             self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
         if self._graphs is not None and self._graphs.fits(step):
-            self._sampled = self._graphs.run(step, sampling, self._sampled)
-        elif not step.gives_tokens_alone:
+            return self._launch_recorded(self._graphs, step, sampling)
+        if not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
-        else:
-            batch, rows = self._to_device(step, sampling)
-            self._sampled = self._choose(self.forward(batch), rows, sampling)
+        batch, rows = self._to_device(step, sampling)
+        self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
+
+    def _launch_recorded(
+        self, graphs: DecodeGraphs, step: StepBatch, sampling: SamplingBatch
+    ) -> DeviceTokens:
+        """Replay a step's graph. Log probabilities are computed behind it."""
+        if not step.wants_logprobs:
+            self._sampled = graphs.run(step, sampling, self._sampled)
+            return DeviceTokens(self._sampled)
+        wanted = self._step_logprobs(step)
+        self._sampled = graphs.run(step, sampling, self._sampled, wanted.keep)
+        no_hidden = torch.empty((0, self.model.hidden_size), dtype=self.dtype, device=self.device)
+        logprobs = wanted.compute(self._sampled.token_ids, no_hidden)
+        return DeviceTokens(self._sampled, logprobs)
+
+    def _step_logprobs(self, step: StepBatch) -> StepLogprobs:
+        return StepLogprobs(
+            step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic
+        )
 
     def _to_device(
         self, step: StepBatch, sampling: SamplingBatch | None = None
@@ -214,16 +231,14 @@ class ModelRunner:
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch, values = self._to_device(step, sampling)
-        wanted = StepLogprobs(
-            step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic
-        )
+        wanted = self._step_logprobs(step)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
         ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
-        wanted.keep(logits)
+        wanted.keep(logits, np.arange(len(logits)))
         self._sampled = self._choose(logits, values, sampling)
         logprobs = wanted.compute(self._sampled.token_ids, scored) if step.wants_logprobs else None
         if not len(pooled_rows):
@@ -386,12 +401,23 @@ class ModelRunner:
         if capture is None or self._graphs_failed or model.states or model.index_keys:
             return None
         assert isinstance(backend, CapturableBackend)
+
+        def choose_of_hidden(
+            hidden: Tensor,
+            rows: SamplingRows,
+            edits: LogitEdits | None,
+            tokens: Tensor,
+            keep: Callable[[Tensor], None] | None,
+        ) -> None:
+            logits = model.logits(hidden)
+            if keep is not None:
+                keep(logits)
+            choose(logits, rows, edits, tokens, tokens, backend, tp)
+
         try:
             return DecodeGraphs(
                 lambda batch: model.hidden_states(batch, cache),
-                lambda hidden, rows, edits, tokens: choose(
-                    model.logits(hidden), rows, edits, tokens, tokens, backend, tp
-                ),
+                choose_of_hidden,
                 backend,
                 capture,
                 StaticRows(
