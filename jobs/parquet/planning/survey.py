@@ -169,9 +169,9 @@ class SurveyWork(RowsTask):
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
         failures = Reasons()
-        for (planned, _), answer in zip(self._tried, answers, strict=False):
-            if answer.error is not None:
-                failures.add(answer.error, [planned.row])
+        for (planned, _), tried in zip(self._tried, answers, strict=False):
+            if tried.error is not None:
+                failures.add(tried.error, [planned.row])
         result["num_failed"] = failures.rows
         result["commonest_failure"] = next((each.text for each in failures.commonest(1)), "")
         if not self._is_dry:
