@@ -1,7 +1,10 @@
-"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values."""
+"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values.
+
+If rows have several prompts, each prompt with a schema has two columns, which begin with its name.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any, NamedTuple
 
@@ -34,12 +37,23 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
 
 
-def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
-    """Return the two columns. n: how many answers each row has. From 2 on, the columns hold lists."""
-    types = [arrow_type(kind), pa.string()]
-    if n > 1:
-        types = [pa.list_(inner) for inner in types]
-    return [pa.field(PARSED, types[0]), pa.field(PARSE_ERROR, types[1])]
+def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
+    """Return the columns.
+
+    kinds: see RunSpec.parsed_types. n: how many answers each row has. From 2 on, the columns hold lists.
+    """
+    fields = []
+    for prompt, kind in kinds.items():
+        types = [arrow_type(kind), pa.string()]
+        if n > 1:
+            types = [pa.list_(inner) for inner in types]
+        fields.append(pa.field(_column(prompt, PARSED), types[0]))
+        fields.append(pa.field(_column(prompt, PARSE_ERROR), types[1]))
+    return fields
+
+
+def _column(prompt: str, name: str) -> str:
+    return f"{prompt}_{name}" if prompt else name
 
 
 class Parsed(NamedTuple):
@@ -49,10 +63,13 @@ class Parsed(NamedTuple):
     reason: str | None = None
 
 
-def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
-    """Parse a row's answer or answers. An answer that failed its check has the check's reason."""
-    texts = answer.completion
-    if answer.error is not None or texts is None:
+def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
+    """Parse a row's answer or answers. An answer that failed its check has the check's reason.
+
+    prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
+    """
+    texts = answer.column(prompt) if prompt else answer.completion
+    if texts is None or (answer.error is not None and not prompt):
         return Parsed()
     if answer.check_error is not None:
         return Parsed(None, answer.check_error)
@@ -159,7 +176,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no value of JSON")
 
 
-def parsed_columns(kind: ValueType, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the values of the two columns, by their names in `parsed_fields`."""
-    rows = [parsed_row(kind, answer) for answer in answers]
-    return {PARSED: [row.value for row in rows], PARSE_ERROR: [row.reason for row in rows]}
+def parsed_columns(
+    kinds: Mapping[str, ValueType], answers: Sequence[Answer]
+) -> dict[str, list[Any]]:
+    """Return the values of the columns, by their names in `parsed_fields`."""
+    columns = {}
+    for prompt, kind in kinds.items():
+        rows = [parsed_row(kind, answer, prompt) for answer in answers]
+        columns[_column(prompt, PARSED)] = [row.value for row in rows]
+        columns[_column(prompt, PARSE_ERROR)] = [row.reason for row in rows]
+    return columns

@@ -105,8 +105,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return Arrow's fields of a run's answers. They are named as the fields of Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
-    if spec.parsed_type is not None:
-        fields += parsed_fields(spec.parsed_type, spec.n)
+    fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
         fields.append(pa.field(REUSED, pa.string()))
     if spec.escalate_below:
@@ -133,7 +132,7 @@ def with_answers(
     columns: list[Any] = [
         as_number(batch.field(name), batch.column(name)) for name in schema.names[:num_kept]
     ]
-    parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
+    parsed = parsed_columns(spec.parsed_types, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
         values = parsed.get(name)
         if values is None:
