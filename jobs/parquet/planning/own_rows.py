@@ -151,7 +151,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
     # Rows that were found, but cut, are asked again on purpose.
     num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
-    if 2 * (sum(run.rows for run in old.reused) + num_cut) < num_rows:
+    num_found = sum(run.rows for run in old.reused) + num_cut
+    # Rows that failed before have no answer to take.
+    if 2 * num_found < min(num_rows, old.keys.num_known):
         no_difference = _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
             run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
