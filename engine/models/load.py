@@ -170,6 +170,7 @@ def load_model(
         place.device,
         config,
         None if quantization is None else (kernels and kernels.quantize_rows) or quantize_rows,
+        None if quantization is not None or deterministic or kernels is None else kernels.packed,
     )
     if deterministic:
         make_deterministic(model, place.dtype)
