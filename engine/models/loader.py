@@ -16,6 +16,7 @@ from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.int8 import QuantizeRows
 from engine.layers.linear import ReplicatedLinear
+from engine.layers.onednn import packs
 from engine.layers.packed import PackedProduct, pack_product
 from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
@@ -71,9 +72,7 @@ def load_weights(
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
     files = list_weight_files(folder)
-    modules = {
-        name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)
-    }
+    modules = weighted_modules(model)
     missing = {
         (f"{name}.{parameter}", shard)
         for name, module in modules.items()
@@ -85,7 +84,7 @@ def load_weights(
     with open_tensors(files) as tensors:
         plain = unpacked(tensors, config.quantization)
         named = own_names(plain, is_text_part=config.is_text_part)
-        keep_packed(modules, named, kernels)
+        _log_packed(*keep_packed(modules, named, kernels))
         # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
         model.tie_weights()
@@ -106,39 +105,69 @@ def load_weights(
         module.finish_loading()
 
 
+def weighted_modules(model: DecoderForCausalLM) -> dict[str, WeightedModule]:
+    """Return the modules that are filled from a checkpoint, by name."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)
+    }
+
+
+def count_bytes(
+    model: DecoderForCausalLM,
+    folder: Path,
+    device: torch.device,
+    config: ModelConfig,
+    kernels: PackedKernels | None,
+) -> int:
+    """Return the bytes that a model's weights take once they are loaded as by `load_weights`, by shapes alone.
+
+    model: on the meta device, and changed.
+    """
+    modules = weighted_modules(model)
+    with open_tensors(list_weight_files(folder)) as tensors:
+        plain = unpacked(tensors, config.quantization)
+        keep_packed(modules, own_names(plain, is_text_part=config.is_text_part), kernels)
+    for module in modules.values():
+        module.finish_loading()
+    weights = [each for name, each in model.named_parameters() if name != "lm_head.weight"]
+    head = model.lm_head.weight
+    if not model.tied or packs(device, head.dtype):  # else it is the embedding's
+        weights.append(head)
+    return sum(weight.nbytes for weight in weights)
+
+
 def keep_packed(
     modules: Mapping[str, WeightedModule],
     tensors: Mapping[str, CheckpointTensor],
     kernels: PackedKernels | None,
-) -> None:
+) -> tuple[list[str], list[str]]:
     """Let linear layers keep quantized weights as the files pack them, where the kernels multiply with such.
 
     modules: not filled yet, they may be on the meta device. tensors: by their names here.
+    Returns the names of layers whose weights stay packed, and of those that unpack theirs.
     """
     found: dict[str, dict[str | None, QuantizedTensor]] = {}
     for name, tensor in tensors.items():
         place = _find_place(modules, name) if isinstance(tensor, QuantizedTensor) else None
         if place is not None and isinstance(tensor, QuantizedTensor):
             found.setdefault(place[0], {})[place[2]] = tensor
-    if not found:
-        return
-    unpacked_names = []
+    packed: list[str] = []
+    plain: list[str] = []
     for name, by_shard in found.items():
-        module = modules[name]
-        if kernels is None or not _keep_module_packed(module, by_shard, kernels):
-            unpacked_names.append(name)
-    if len(unpacked_names) < len(found):
-        logger.info(
-            "the quantized weights of %d linear layers stay packed in memory",
-            len(found) - len(unpacked_names),
-        )
-    if unpacked_names:
-        listed = ", ".join(unpacked_names[:4]) + (", ..." if len(unpacked_names) > 4 else "")
+        keeps = kernels is not None and _keep_module_packed(modules[name], by_shard, kernels)
+        (packed if keeps else plain).append(name)
+    return packed, plain
+
+
+def _log_packed(packed: list[str], plain: list[str]) -> None:
+    if packed:
+        logger.info("the quantized weights of %d linear layers stay packed in memory", len(packed))
+    if plain:
         logger.info(
             "the quantized weights of %d layers are unpacked when they are read, and take the memory of plain "
             "ones: %s",
-            len(unpacked_names),
-            listed,
+            len(plain),
+            ", ".join(plain[:4]) + (", ..." if len(plain) > 4 else ""),
         )
 
 

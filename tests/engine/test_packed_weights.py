@@ -13,6 +13,8 @@ from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.quantized import PackedForm, PackedPart
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import PackedProduct
+from engine.models.load import read_supported
+from engine.run.check_up import check_up, loaded_bytes
 from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, quantize_checkpoint
 
 CPU = torch.device("cpu")
@@ -144,3 +146,22 @@ def test_a_layer_of_which_a_part_is_quantized_is_unpacked(
     assert tokens[0] == tokens[1]
     assert "2 linear layers stay packed" in caplog.text
     assert "model.layers.0.self_attn.qkv_proj" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_backend": "torch"}])
+def test_doctor_counts_weights_as_a_start_takes_them(
+    awq: QuantizedCheckpoint, changes: dict[str, object]
+) -> None:
+    """Packed ones, and those that are unpacked."""
+    asked = config(awq.folder, **changes)
+    model, path = read_supported(awq.folder, "native")
+    assert path.decoder is not None
+    counted = loaded_bytes(asked, model, path.decoder, awq.folder, "float32")
+    with Engine(asked) as engine:
+        parameters = list(engine._open_runner().model.parameters())
+    taken = sum(
+        each.numel() * each.element_size() if each.is_mkldnn else each.nbytes for each in parameters
+    )
+    assert counted == taken
+    (found,) = [each for each in check_up(asked) if each.subject == "memory"]
+    assert f"weights {counted / 2**30:.2f} GiB" in found.text
