@@ -36,12 +36,15 @@ class PinnedModel:
 
     @cached_property
     def pin(self) -> str:
-        """Name what a worker must serve to answer the run's rows, one part a line: the model, then each adapter.
+        """Return a text that names what a worker must serve to answer the run's rows.
 
-        Other workers leave its jobs on the queue.
+        The model stands in its first line, and an adapter in each further one. Other workers leave the run's jobs on
+        the queue.
         """
-        length = f"/{self.max_model_len}" if self.max_model_len else ""
-        return "\n".join([f"{self.fingerprint}{length}", *self.adapters])
+        model = self.fingerprint
+        if self.max_model_len != 0:
+            model = f"{model}/{self.max_model_len}"
+        return "\n".join([model, *self.adapters])
 
     @property
     def identity(self) -> str:

@@ -21,8 +21,7 @@ _ADAPTERS_PERIOD_S = 2.0
 class Maintenance:
     """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
 
-    It looks for new adapters. It also runs the scheduler if there is one. With a scheduler, it also reads the numbers
-    for the queues' metrics.
+    It also looks for new adapters. With a scheduler, it also runs that, and reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
