@@ -110,10 +110,10 @@ class WorkerSettings(BaseSettings):
 
     max_shard_bytes: ByteSize = Field(default=ByteSize(SHARD_BYTES), ge=1 << 24)
     """The most memory for a shard's prompts, and for the pages that are decoded at a time. A shard that needs more
-    fails. While the open shards together hold as much, no further one is opened."""
+    fails. While the open shards together need this much, no further shard is opened."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
-    """The number of workers that may die with a job. After that many the job is failed."""
+    """When this many workers have died with a job, the job is failed."""
 
     lease_s: int | None = Field(default=None, ge=2)
     """Seconds without a sign of life after which a worker's jobs are queued again. The default is
@@ -137,14 +137,14 @@ class WorkerSettings(BaseSettings):
     """Seconds that a check of one answer may take. After that the answer counts as not valid."""
 
     drain_s: float | None = Field(default=None, ge=0)
-    """Seconds after the first signal to stop after which the jobs that still run are given back; by default never."""
+    """Seconds from the first signal to stop until the jobs that still run are given back; by default they never are."""
 
     journal_s: float = Field(default=10, ge=0)
     """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
     Entries are also written when the worker must stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
-    """The most given-up threads that have not ended. With more, the worker gives back its jobs and exits."""
+    """If more threads than this were given up and still run, the worker gives back its jobs and exits."""
 
     metrics_port: Annotated[range, NoDecode] = range(0)
     """The port of /metrics, /livez and /readyz; 0 turns them off. From a range such as 9464-9471 the first free port is
@@ -212,7 +212,7 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("allowed_functions")
     @classmethod
-    def _names_of_others(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _functions_of_users(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
             if "." not in name.strip("."):
                 raise ValueError(f"{name!r} names no function in a module: write module.function")
@@ -324,7 +324,7 @@ def _root(part: str) -> str:
 
 
 def _name_pattern(name: str) -> str:
-    """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
+    """Return a pattern that finds a setting's name. A name such as `model` or `seed` is also a plain word."""
     if "_" in name:
         return name
     return rf"{name}(?==| must\b| out\b)|(?<=\bset ){name}|(?<=\banother ){name}"

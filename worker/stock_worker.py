@@ -93,10 +93,8 @@ def drive(task: OpenTask, engine: Engine) -> None:
                     continue  # another sample of a request that has failed already
                 samples = pending[index].samples
                 samples.append(completion)
-                if (
-                    len(samples) == pending[index].num_samples
-                    or completion.finish_reason == "error"
-                ):
+                has_all = len(samples) == pending[index].num_samples
+                if has_all or completion.finish_reason == "error":
                     engine.abort(str(index))  # the remaining samples of a request that failed
                     del pending[index]
                     _deliver(task, index, samples)

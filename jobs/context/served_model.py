@@ -31,10 +31,13 @@ class PinnedModel:
 
     @cached_property
     def pin(self) -> str:
-        """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
-        return (
-            f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
-        )
+        """Return a text that names what a worker must serve to answer the run's rows.
+
+        Other workers leave the run's jobs on the queue.
+        """
+        if self.max_model_len == 0:
+            return self.fingerprint
+        return f"{self.fingerprint}/{self.max_model_len}"
 
     @property
     def identity(self) -> str:

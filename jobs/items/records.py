@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from jobs.items.item import Samples
 
 Reply = str | None | Sequence[Samples]
-"""What an item was given for a step: the completions of its requests, or the reason from a check."""
+"""What an item was given for a step: the completions of its requests, or a check's reason, which may be None."""
 
 Tokens = Mapping[int, Sequence[int]]
 """The tokens that the samples of one request have so far, by their index."""
@@ -102,12 +102,12 @@ class Progress:
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
+        received = [[place, _samples_json(samples)] for place, samples in self.received.items()]
+        tokens = [[place, _tokens_json(samples)] for place, samples in self.tokens.items()]
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
-            "received": [
-                [place, _samples_json(samples)] for place, samples in self.received.items()
-            ],
-            "tokens": [[place, _tokens_json(samples)] for place, samples in self.tokens.items()],
+            "received": received,
+            "tokens": tokens,
             "num_tokens": self.num_tokens,
         }
 
@@ -155,6 +155,7 @@ def _samples(value: Any) -> list[PlainCompletion]:
 
 
 def _completion_json(completion: Any) -> dict[str, Any]:
+    """Return a completion as JSON, without values at their defaults."""
     values: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(completion, name)
@@ -169,6 +170,7 @@ def _completion_json(completion: Any) -> dict[str, Any]:
 
 
 def _completion(values: Mapping[str, Any]) -> PlainCompletion:
+    """Read what `_completion_json` returned."""
     known = dict(values)
     known["token_ids"] = _unpacked(known.get("token_ids", ""))
     for name in ("logprobs", "prompt_logprobs"):
@@ -178,7 +180,8 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
-    return [row and _row_json(row) for row in rows]
+    """Return log probabilities as JSON. A prompt's first token has none."""
+    return [None if row is None else _row_json(row) for row in rows]
 
 
 def _row_json(row: Mapping[int, Any]) -> list[Any]:
@@ -191,7 +194,8 @@ def _logprob_json(entry: Any) -> list[Any]:
 
 
 def _logprobs(rows: Any) -> list[Any]:
-    return [row and _row(row) for row in rows]
+    """Read what `_logprobs_json` returned."""
+    return [None if row is None else _row(row) for row in rows]
 
 
 def _row(value: Any) -> dict[int, PlainLogprob]:

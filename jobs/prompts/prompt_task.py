@@ -36,7 +36,7 @@ ID_PREFIXES = {
 
 #: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
 #: changes its answers.
-_OF_COMPLETIONS = ("text_completion", "chat.completion")
+_WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -113,7 +113,7 @@ class PromptTask(Task):
         if prefix is not None:
             head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
         head["model"] = context.model.name
-        if content["object"] in _OF_COMPLETIONS:
+        if content["object"] in _WITH_FINGERPRINT:
             head["system_fingerprint"] = context.model.fingerprint
         return {**head, **content}
 
@@ -129,7 +129,7 @@ class PromptTask(Task):
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
-    """Return an item that asks nothing."""
+    """Return an item that asks nothing and returns this answer."""
     yield from ()
     return answer
 
@@ -183,14 +183,13 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return the name of each prompt's request in the journal. Most jobs are over before they need these names."""
+        """Return each prompt's name in the journal, by its place. Most jobs are over before they need these names."""
         clock = self._context.model.pinned(self._opened_at).clock
-        requests = enumerate(self._task.prompts)
-        return {
-            place: request.digest(clock)
-            for place, request in requests
-            if isinstance(request, Request)
-        }
+        digests = {}
+        for place, prompt in enumerate(self._task.prompts):
+            if isinstance(prompt, Request):
+                digests[place] = prompt.digest(clock)
+        return digests
 
     def _read_journal(self) -> dict[int, Progress]:
         """Return how far an earlier execution came, for each prompt that still asks the same."""
@@ -207,7 +206,10 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Have the prompt of a followed job continue the text that was sent. So its answer begins with that text."""
+        """Return the progress with the text that was sent of a followed job, so that its answer goes on from there.
+
+        progress_of: how far an earlier execution came, by prompt.
+        """
         journal = self._context.journal
         task = self._task
         if journal is None or not journal.sent or len(task.prompts) != 1:
@@ -223,7 +225,10 @@ class OpenPrompts(ItemsTask):
         return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the progress of all prompts, because the whole journal is written each time."""
+        """Return a function that writes the whole journal anew, with the progress of all prompts. See OpenTask.
+
+        Returns None if there is nothing to write.
+        """
         if self._context.journal is None:
             return None
         progress_of = dict(self._earlier_progress)  # some of these may still wait for the engine
@@ -238,7 +243,9 @@ class OpenPrompts(ItemsTask):
             for place, progress in progress_of.items()
             if progress.can_be_written
         ]
-        return partial(self._context.journal.write, records) if records else None
+        if not records:
+            return None
+        return partial(self._context.journal.write, records)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests. The job's age counts from the first request."""
@@ -252,6 +259,7 @@ class OpenPrompts(ItemsTask):
         self._look_at_answers()
 
     def _look_at_answers(self) -> None:
+        """Count the new answers. Raises ResultTooLarge."""
         for answered in self.runner.answered[self._num_looked_at :]:
             self._num_looked_at += 1
             self._num_chars += answered.answer.num_chars

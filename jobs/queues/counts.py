@@ -10,6 +10,7 @@ from redis import Redis
 from jobs.common import rq_jobs, stored
 from jobs.common.keys import FAR_S, held_key
 
+#: Where a job of a queue can be.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 
@@ -41,12 +42,13 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
-        replies = pipe.execute()
-    size = len(PLACES) + 1
+        replies = iter(pipe.execute())
+
     queues = []
-    for number, name in enumerate(names):
-        *counts, num_due = replies[number * size : (number + 1) * size]
-        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
+    for name in names:
+        counts = {place: next(replies) for place in PLACES}
+        num_due = next(replies)
+        queues.append(QueueCounts(name, counts, num_due))
     return queues
 
 

@@ -96,7 +96,8 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
         producer = named_producer(stored.json_object(next(metas))) if reads else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
-            producers.append(f"{RUN}{run_shard[0]}")
+            run, _shard = run_shard
+            producers.append(f"{RUN}{run}")
         else:
             producers.append(producer or UNNAMED)
     return producers
@@ -134,8 +135,10 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
             rq_jobs.executions_key(""),
             time.time(),
         ]
-        args += [job for job, producer in zip(job_ids, producers, strict=True) if producer == who]
-        taken: Any = take(keys=[keys.waiting, keys.cancelled], args=args)
-        num_cancelled += taken
-        num_passed += len(job_ids) - taken
+        for job_id, producer in zip(job_ids, producers, strict=True):
+            if producer == who:
+                args.append(job_id)
+        num_taken: Any = take(keys=[keys.waiting, keys.cancelled], args=args)
+        num_cancelled += num_taken
+        num_passed += len(job_ids) - num_taken
     return num_cancelled

@@ -306,7 +306,7 @@ def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
     ) as file:
         file.write_batch(pa.record_batch([pa.array(["a", "b"]), column], names=["prompt", "n"]))
     with pytest.raises(
-        SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"
+        SchemaMismatch, match=r"'n' has type run_end_encoded.*which Parquet does not have"
     ):
         score(make_context(), tmp_path / "in.arrow", tmp_path)
     assert not (tmp_path / "out").exists()
@@ -755,10 +755,10 @@ def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path
     write_feather(tmp_path / "in.feather")
     write_jsonl(tmp_path / "in.jsonl")
     with pytest.raises(
-        InvalidJob, match=r"encoding is of csv, .* and the input is arrow: leave it out"
+        InvalidJob, match=r"encoding is for csv, .* and the input is arrow: leave it out"
     ):
         score(make_context(), tmp_path / "in.feather", tmp_path, encoding="cp1252")
     with pytest.raises(
-        InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"
+        InvalidJob, match="delimiter is for csv, tsv files, and the input is jsonl: leave it out"
     ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")

@@ -59,10 +59,10 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 
 
 Ended = Callable[[HeldJob, Outcome | None, bool], None]
-"""Called when nothing is left to do for a job, with the job, its outcome, and whether its end was written.
+"""Called with a job, its outcome and whether its end was written, once nothing is left to do for the job.
 
-The outcome is None if another worker has counted the job's end. The end of a job that was cancelled or taken over is
-not written."""
+The outcome is None if another worker has counted the job's end. If the job was cancelled or taken over, its end is not
+written."""
 
 
 class JobEnds:
@@ -76,7 +76,7 @@ class JobEnds:
         self._ended = ended
         self._log = parts.log
         self._clock = parts.clock
-        self._failing = partial(parts.environment.notify_failed, parts.clients.pool)
+        self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
@@ -148,10 +148,11 @@ class JobEnds:
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
-        failing = partial(self._failing, job.claimed, text)
-        self._calls.submit(self._pool, job, PoolCall(failing, then, is_ours=True))
+        notify = partial(self._notify_failed, job.claimed, text)
+        self._calls.submit(self._pool, job, PoolCall(notify, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+        """Call the job's callback if it has one, pack its value, and have its end written."""
         value = outcome.value
         status = outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
@@ -180,9 +181,9 @@ class JobEnds:
 
     def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Call the user's callback in a thread, then have the end written."""
-        exc_info = (
-            (None, None, None) if error is None else (type(error), error, error.__traceback__)
-        )
+        exc_info: tuple[Any, Any, Any] = (None, None, None)
+        if error is not None:
+            exc_info = (type(error), error, error.__traceback__)
         rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
@@ -219,7 +220,7 @@ class JobEnds:
             self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
-        """Have the end written, with what the user's code has changed in its copy of the job."""
+        """Have the end written, with the changes that the user's code made to its copy of the job."""
         try:
             outcome = outcome.as_left_by(job.user_job)
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything

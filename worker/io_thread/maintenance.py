@@ -20,7 +20,7 @@ _NUMBERS_PERIOD_S = 15.0
 class Maintenance:
     """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
 
-    It also runs the scheduler if there is one. With a scheduler, it also reads the numbers for the queues' metrics.
+    With a scheduler, it also runs that, and reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:

@@ -100,13 +100,15 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        fields, is_heard = pipe.execute()
-    if fields[0] is None or fields[2] is not None:
+        (host_field, pid_field, death), is_heard = pipe.execute()
+    if host_field is None or death is not None:
         return ""
-    host = fields[0].decode(errors="replace")
-    pid_text = (fields[1] or b"").decode(errors="replace")
+
+    host = host_field.decode(errors="replace")
+    pid_text = (pid_field or b"").decode(errors="replace")
     is_here = host == hostname
-    if is_here and not (is_heard and _runs(pid_text)):
+    may_live = is_heard and _is_other_process(pid_text)
+    if is_here and not may_live:
         return ""
     return safe_name(f"process {pid_text} on host {host}")
 
@@ -135,7 +137,7 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
     return len(ended)
 
 
-def _runs(pid_text: str) -> bool:
+def _is_other_process(pid_text: str) -> bool:
     """Whether another process of this machine has this id."""
     if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
         return False

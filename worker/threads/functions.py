@@ -29,8 +29,8 @@ class FunctionPool:
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
-        self._stuck: set[threading.Thread] = set()
-        self._relieved: set[threading.Thread] = set()
+        self._stuck: set[threading.Thread] = set()  # given up, and not ended
+        self._relieved: set[threading.Thread] = set()  # replaced, and to end after their calls
         self._numbers = count()
         self._threads: list[threading.Thread] = []
         for _ in range(threads):
@@ -38,7 +38,7 @@ class FunctionPool:
 
     @property
     def num_stuck(self) -> int:
-        """The number of given-up threads that have not ended."""
+        """The number of threads that were given up and have not ended."""
         return len(self._stuck)
 
     @property

@@ -48,7 +48,7 @@ class _Ids(NamedTuple):
 class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all jobs. `close` ends its thread.
 
-    begins: whether a job without a trace context begins a trace, if OTEL_TRACES_SAMPLER takes it.
+    begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects it.
     exporter: sends spans in its own thread, and drops spans while it is too slow.
     """
 
@@ -152,7 +152,8 @@ class OtelTraces(Traces):
 
         if end.enqueued_at is not None:
             child("queued", root, enqueued, claimed, {})
-        child("held", root, claimed, began if end.began_at is not None else ended, {})
+        held_until = ended if end.began_at is None else began
+        child("held", root, claimed, held_until, {})
         if end.began_at is not None and end.is_function:
             child("run", root, began, ended, {})
         elif end.began_at is not None and notes.finished_at is not None:
@@ -231,8 +232,6 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 
 def _number(text: str, num_bytes: int) -> int:
-    """Derive a number from a text. It is never 0, which stands for none."""
-    return (
-        int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest())
-        or 1
-    )
+    """Derive an id from a text. The id is never 0, which would mean that there is none."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()
+    return int.from_bytes(digest) or 1

@@ -60,7 +60,10 @@ def label_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.probabilities != STRUCT:
         return fields
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
-    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
+    for place, field in enumerate(fields):
+        if field.type == PROBABILITIES:
+            fields[place] = field.with_type(struct)
+    return fields
 
 
 class RowAsk(Ask[Answer]):
@@ -102,7 +105,7 @@ class RowAsk(Ask[Answer]):
         """Return the item of a row. number: the row's number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
-        """Return the item of a row. A problem with the row becomes its answer."""
+        """Return the item of a row. If the row cannot be asked, its answer says why."""
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
@@ -139,7 +142,9 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
     if not is_json and not row.pictures:
         return row.prompt
     parts = json.loads(row.prompt)
-    return filled(parts, row.pictures) if row.pictures else parts
+    if row.pictures:
+        return filled(parts, row.pictures)
+    return parts
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
@@ -149,5 +154,5 @@ def no_answer(completion: Completion, n: int = 1) -> Answer:
 
 
 def row_seed(run_seed: int, row: int) -> int:
-    """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
+    """Return a row's seed, from 0 to 2**63 - 1. It is the same on every worker and in every attempt."""
     return hashed_seed(f"{run_seed}:{row}")

@@ -35,8 +35,8 @@ _SCALARS = {
     "text": pa.string(),
     "json": pa.string(),
 }
-_OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
-_NUMBERS = {"int", "float", "number"}
+_KIND_BY_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
+_JSON_NUMBERS = {"int", "float", "number"}
 _EXACT = 1 << 53
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
@@ -53,7 +53,7 @@ _TOGETHER: Mapping[frozenset[str], str] = {
     frozenset({"fraction", "number"}): "number",
     frozenset({"fraction", "float"}): "float",
 }
-_TEXT_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
+_CSV_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
 #: A column with more levels of lists and objects is kept as JSON.
 MAX_DEPTH = 20
@@ -62,7 +62,7 @@ MAX_FIELDS = 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both kinds. No other kind contains "json"."""
+    """Return the kind of a column that holds values of both kinds. If a part of it would be "json", all of it is."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -77,10 +77,12 @@ def merged(one: Kind, other: Kind) -> Kind:
             if fields[name] == "json" or len(fields) > MAX_FIELDS:
                 return "json"
         return {"struct": fields}
-    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set()
-    if kinds == {"int", "long"}:
-        return "long"
-    return "number" if kinds and kinds <= _NUMBERS else "json"
+    if isinstance(one, str) and isinstance(other, str):
+        if {one, other} == {"int", "long"}:
+            return "long"
+        if {one, other} <= _JSON_NUMBERS:
+            return "number"
+    return "json"
 
 
 #: The beginning of a kind's name if numbers have a decimal comma.
@@ -89,8 +91,9 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
-    has_decimals = decimal == "," and kind in ("fraction", "float", "number", "digits")
-    return f"{COMMA_KIND}{kind}" if has_decimals else kind
+    if decimal == "," and kind in ("fraction", "float", "number", "digits"):
+        return f"{COMMA_KIND}{kind}"
+    return kind
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
@@ -99,15 +102,16 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
-    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set[str]()
-    if kinds and kinds <= _TEXT_NUMBERS:
-        return _TOGETHER.get(frozenset(kinds), "digits")
+    if isinstance(one, str) and isinstance(other, str):
+        kinds = frozenset({one, other})
+        if kinds <= _CSV_NUMBERS:
+            return _TOGETHER.get(kinds, "digits")
     return "text"
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
     """Return the kind of a value from JSON. depth: how many lists and objects hold it."""
-    scalar_kind = _OF_TYPE.get(type(value))
+    scalar_kind = _KIND_BY_TYPE.get(type(value))
     if scalar_kind is not None:
         return scalar_kind
     if isinstance(value, int):
@@ -125,10 +129,13 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    return "json" if not fields or "json" in fields.values() else {"struct": fields}
+    if not fields or "json" in fields.values():
+        return "json"
+    return {"struct": fields}
 
 
 def _kind_of_integer(value: int, too_large: str) -> str:
+    """Return the kind of an integer. too_large: the kind of one that needs more than 64 bits."""
     size = abs(value)
     if size <= _EXACT:
         return "int"
@@ -149,6 +156,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 
 def _kind_of_text(text: str, decimal: str) -> str:
+    """Return the kind of a field of CSV that is not empty."""
     if decimal == "," and "." in text:
         return "digits" if _GROUPED.fullmatch(text) else "text"
     if decimal == ",":
@@ -204,7 +212,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_others(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of the keys or numbers of other rows."""
+    """Whether other rows' keys or numbers change how a value looks in a column of this kind."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
@@ -216,7 +224,12 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
-    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    if has_commas and pa.types.is_floating(arrow_type):
-        texts = [text and text.replace(",", ".") for text in texts]
-    return pa.array([text or None for text in texts], pa.string()).cast(arrow_type)
+    is_comma = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    has_comma = is_comma and pa.types.is_floating(arrow_type)
+    values: list[str | None] = []
+    for text in texts:
+        value = text or None  # an empty field is null
+        if has_comma and value is not None:
+            value = value.replace(",", ".")
+        values.append(value)
+    return pa.array(values, pa.string()).cast(arrow_type)

@@ -2,8 +2,9 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -59,7 +60,7 @@ _WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {
 
 
 def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
-    """Yield the failed rows of each part with failed rows."""
+    """Yield a table for each part that has failed rows. cut: whether rows with a cut answer count as failed."""
     plan = reader.plan
     answers = set(answer_names(plan.spec))
     failed_by_shard: dict[int, list[FailedRow]] = {}
@@ -67,7 +68,8 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
         failed = list(reader.failed_rows(shard, cut))
         if failed:
             failed_by_shard[shard] = failed
-    lines = _lines(plan, [row for rows in failed_by_shard.values() for row in rows])
+
+    lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed in failed_by_shard.items():
         start = plan.first_row(shard)
         rows = reader.part_table(shard).take([row.row - start for row in failed])
@@ -80,13 +82,13 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
             "line": pa.array([lines.get((row.file, row.file_row)) for row in failed], pa.string()),
         }
         for name, column in beside.items():
-            while name in table.column_names:
+            while name in table.column_names:  # the input has a column of this name
                 name += "_"
             table = table.append_column(name, column)
         yield table
 
 
-def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str]:
+def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
     """Return the lines of failed rows, by file and row. Files that changed or cannot be read are left out."""
     if plan.input_format not in LINES:
         return {}

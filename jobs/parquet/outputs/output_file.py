@@ -37,22 +37,27 @@ Batches = Iterator[pa.RecordBatch]
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     """Write the rows of all parts into one file. Raises PartDamaged.
 
-    name: the file's name. An OpenAI batch has two, one of them for errors.
+    name: the file's name. The output of an OpenAI batch is two files, one of them for errors.
     """
     assert plan.spec.single_file is not None
     answers = frozenset(answer_names(plan.spec))
-    is_error_file = name != output_names(OPENAI_BATCH)[0]
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(write_csv, answers),
         JSONL: partial(write_jsonl, answers),
-        OPENAI_BATCH: partial(_write_batch_lines, plan.run, is_error_file),
+        OPENAI_BATCH: partial(_write_batch_lines, plan.run, _is_error_file(name)),
     }
     with open_part(storage, plan, 0) as part:
         schema = without_own_keys(part.schema)
     with closing(_rows_in_order(storage, plan)) as batches:
         writers[plan.spec.single_file](sink, schema, batches)
+
+
+def _is_error_file(name: str) -> bool:
+    """Whether an OpenAI batch's file of this name has the lines with an error."""
+    _, error_name = output_names(OPENAI_BATCH)
+    return name == error_name
 
 
 def _write_batch_lines(
@@ -86,7 +91,7 @@ def write_lines_of_parts(
 
     shards: the shards that have a part. name: the file's name, see `write_output`.
     """
-    is_error_file = name != output_names(OPENAI_BATCH)[0]
+    is_error_file = _is_error_file(name)
     num_bytes = 0
     for shard in shards:
         first_row = plan.first_row(shard)
@@ -98,6 +103,7 @@ def write_lines_of_parts(
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of all parts, in the parts' order."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
             for batch in file.batches:
@@ -106,6 +112,7 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
 
 
 def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of all parts, in the input's order."""
     if plan.spec.order is None:
         yield from _part_rows(storage, plan)
         return
@@ -221,6 +228,7 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value in a form that JSON has. A number that JSON cannot write is null."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -235,6 +243,7 @@ def _plain(value: Any) -> Any:
 
 
 def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
+    """Return a value as a field of CSV."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -44,11 +44,13 @@ def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
     """
     fields = []
     for prompt, kind in kinds.items():
-        types = [arrow_type(kind), pa.string()]
+        value_type = arrow_type(kind)
+        reason_type = pa.string()
         if n > 1:
-            types = [pa.list_(inner) for inner in types]
-        fields.append(pa.field(_column(prompt, PARSED), types[0]))
-        fields.append(pa.field(_column(prompt, PARSE_ERROR), types[1]))
+            value_type = pa.list_(value_type)
+            reason_type = pa.list_(reason_type)
+        fields.append(pa.field(_column(prompt, PARSED), value_type))
+        fields.append(pa.field(_column(prompt, PARSE_ERROR), reason_type))
     return fields
 
 
@@ -64,7 +66,7 @@ class Parsed(NamedTuple):
 
 
 def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
-    """Parse a row's answer or answers. An answer that failed its check has the check's reason.
+    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value.
 
     prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
     """
@@ -117,9 +119,9 @@ def _value(kind: ValueType, value: Any, path: str) -> Any:
         if number is not None:
             return number
     if isinstance(value, str):
-        plain = _of_text(name, _text(value, path))
-        if plain is not None:
-            return plain
+        from_text = _from_text(name, _text(value, path))
+        if from_text is not None:
+            return from_text
     raise _Unfit(f"{path}: {brief(value)} is no {name}")
 
 
@@ -136,11 +138,13 @@ def _fields(kind: ValueType, value: dict[str, Any], path: str) -> dict[str, Any]
 
 
 def _inner(kind: ValueType, value: Any, path: str) -> Any:
+    """Return a value within a list or map of this type. Raises _Unfit."""
     assert kind.item is not None
     return _value(kind.item, value, path)
 
 
 def _number(name: str, value: float) -> float | int | None:
+    """Return a number as the type of this name has it; None if it is no such number."""
     if name == schema_types.NUMBER:
         try:
             return float(value)
@@ -152,7 +156,8 @@ def _number(name: str, value: float) -> float | int | None:
     return None
 
 
-def _of_text(name: str, text: str) -> Any:
+def _from_text(name: str, text: str) -> Any:
+    """Return the text, date or moment that a text stands for in the type of this name; None if it stands for none."""
     if name == schema_types.STRING:
         return text
     try:
@@ -167,6 +172,7 @@ def _of_text(name: str, text: str) -> Any:
 
 
 def _text(text: str, path: str) -> str:
+    """Return the text itself. Raises _Unfit for one that is no valid Unicode."""
     if not is_unicode(text):
         raise _Unfit(f"{path}: a text is no valid Unicode")
     return text

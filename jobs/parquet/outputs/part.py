@@ -32,7 +32,7 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
-#: An answer's field that names the row of an earlier run from which the answer was taken. The run names its column.
+#: An answer's field that says from which row of which earlier run the answer was taken. The run names its column.
 REUSED = "reused"
 #: An answer's field that names the model that answered, in a run that asks two models.
 MODEL = "model"
@@ -93,11 +93,12 @@ def output_schema(
 
 
 def _output_field(field: pa.Field) -> pa.Field:
-    """Return a field without the metadata that only templates read. Those of JSON stay, for the writer of lines."""
+    """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
     if has_comma_digits(field):
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
-    if not JSON.items() <= metadata.items():
+    is_json = JSON.items() <= metadata.items()
+    if not is_json:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
     return field.with_metadata(metadata or None)
 
@@ -117,9 +118,10 @@ def answer_names(spec: RunSpec) -> list[str]:
     """Return the names that the output gives to answer_fields, in their order."""
     names = []
     for field in answer_fields(spec):
-        names.append(
-            spec.reused_column or "" if field.name == REUSED else spec.output_prefix + field.name
-        )
+        name = spec.output_prefix + field.name
+        if field.name == REUSED and spec.reused_column is not None:
+            name = spec.reused_column
+        names.append(name)
     return names
 
 

@@ -27,7 +27,7 @@ class RowsTask(ItemsTask):
         return self.runner
 
     def close(self) -> None:
-        """Leave the rows without an answer to other shards."""
+        """Free the memory of the rows that are not answered, for other shards."""
         super().close()
         if self._texts is not None:
             self._texts.close()
@@ -44,7 +44,7 @@ def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> Non
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
-    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged if it is another run's."""
+    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots, or PlanDamaged for another run's plan."""
     if not is_run_id(run) or not isinstance(plan_path, str):
         raise unlike(
             "run",

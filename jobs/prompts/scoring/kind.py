@@ -65,7 +65,7 @@ class Scoring(abc.ABC):
         return Request(None, prompt, self.values, chat, self.kind)
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
-        """Return a request for each prompt. A prompt that cannot be asked has its failure instead."""
+        """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
             requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))

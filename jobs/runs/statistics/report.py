@@ -45,7 +45,7 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: A chart's size in the units of its SVG, and the room at the left of the bars and below them.
+#: The width and height of a chart in the units of its SVG, and the room to the left of the bars and below them.
 _WIDTH = 640
 _HEIGHT = 190
 _LEFT = 64
@@ -268,7 +268,8 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     chart = _chart(
         title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds]
     )
-    return f"<section>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
+    note = "Rows by their number of tokens. A bar's number is the most tokens that it counts."
+    return f"<section>{chart}<p class=soft>{note}</p></section>"
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
@@ -293,7 +294,10 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 def _table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
 ) -> str:
-    """Return a table, with the number of rows that it leaves out below it. Empty if there are no rows."""
+    """Return a table, and below it how many rows are left out. Return "" if there are no rows.
+
+    num_more: how many rows are left out. more_of: the word for them.
+    """
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)
