@@ -7,14 +7,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER, name_of
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
-from jobs.errors import RequestFailed, ResultTooLarge
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
-from jobs.prompts.arguments import Unusable
+from jobs.prompts.arguments import MAX_MODEL_CHARS, Unusable
 from jobs.prompts.generated import PromptAnswer, failed, generated
 from jobs.prompts.pictures import with_pictures
 from jobs.prompts.responses import Answers
@@ -35,7 +37,7 @@ ID_PREFIXES = {
 }
 
 #: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
-#: changes its answers.
+#: changes its answers. Behind it stands that of an adapter's files.
 _WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
@@ -60,10 +62,31 @@ class PromptTask(Task):
     values_are_text: bool = True
     way: Way | None = None
 
+    def made(self, context: JobContext) -> "PromptTask":
+        """Return the task with its adapter pinned. `model` may name one too. Raises UnknownAdapter."""
+        name = self.sampling.get(ADAPTER)
+        model = self.model
+        if model is not None and model not in context.model.names:
+            if model not in context.adapters.names:
+                context.model.check_asked_for(model)
+            if name not in (None, model):
+                raise InvalidJob("model and adapter each name an adapter: give one of them")
+            name, model = model, None
+        if name is None:
+            return self
+        changed = {ADAPTER: context.adapters.pin(some_text(ADAPTER, name, MAX_MODEL_CHARS))}
+        prompts: list[Request | Unusable] = []
+        for prompt in self.prompts:
+            if isinstance(prompt, Request):
+                prompt = replace(prompt, sampling={**prompt.sampling, **changed})
+            prompts.append(prompt)
+        return replace(self, prompts=prompts, model=model, sampling={**self.sampling, **changed})
+
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job and get ready. Raises the errors of `check`."""
-        self.check(context)
-        return OpenPrompts(context, self)
+        """Check the job and get ready. Raises the errors of `made` and `check`."""
+        task = self.made(context)
+        task.check(context)
+        return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
         """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
@@ -112,9 +135,11 @@ class PromptTask(Task):
         prefix = ID_PREFIXES.get(content["object"], content["object"])
         if prefix is not None:
             head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
-        head["model"] = context.model.name
+        adapter = self.sampling.get(ADAPTER)
+        head["model"] = context.model.name if adapter is None else name_of(adapter)
         if content["object"] in _WITH_FINGERPRINT:
-            head["system_fingerprint"] = context.model.fingerprint
+            files = "" if adapter is None else f"/{adapter.rpartition('@')[2]}"
+            head["system_fingerprint"] = f"{context.model.fingerprint}{files}"
         return {**head, **content}
 
     def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:

@@ -138,7 +138,7 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
         for job_id, producer in zip(job_ids, producers, strict=True):
             if producer == who:
                 args.append(job_id)
-        num_taken: Any = take(keys=[keys.waiting, keys.cancelled], args=args)
+        num_taken: int = take(keys=[keys.waiting, keys.cancelled], args=args)
         num_cancelled += num_taken
         num_passed += len(job_ids) - num_taken
     return num_cancelled

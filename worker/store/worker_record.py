@@ -114,7 +114,7 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that the next look of any worker takes up its jobs. Return how many they are.
+    """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
 
     If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
     """
@@ -123,18 +123,22 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
             pipe.hkeys(held_key(name))
         # Somebody may have put another kind of value into a key. Then only that key is left out.
         held = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, list)]
-        executions = []
+
+        keys = []
         for member in chain(*held):
             job_id, _, execution_id = text(member).rpartition(":")
-            executions.append(execution_key(job_id, execution_id))
-            pipe.hget(executions[-1], "worker_name")
+            key = execution_key(job_id, execution_id)
+            keys.append(key)
+            pipe.hget(key, "worker_name")
         holders = pipe.execute(raise_on_error=False)
-        own_name = worker_name.encode()
-        ended = [key for key, holder in zip(executions, holders, strict=True) if holder == own_name]
-        for key in ended:
-            pipe.delete(key)
+
+        own_keys = []
+        for key, holder in zip(keys, holders, strict=True):
+            if holder == worker_name.encode():
+                own_keys.append(key)
+                pipe.delete(key)
         pipe.execute()
-    return len(ended)
+    return len(own_keys)
 
 
 def _is_other_process(pid_text: str) -> bool:
@@ -161,8 +165,14 @@ class WorkerRecord:
         beat: Callable[[Redis, str, str | None], None],
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
+        *,
+        changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock."""
+        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock.
+
+        changing: returns facts that may change.
+        """
+        self._changing = changing
         self._clock = clock
         self._client = client
         self._beat = beat
@@ -201,15 +211,16 @@ class WorkerRecord:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
+        facts = {**self._facts, **self._changing()}
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.zadd(fleet_key(name), {self._name: moment})
                 pipe.zremrangebyscore(fleet_key(name), "-inf", moment - WORKER_STATS_TTL_S)
                 pipe.expire(fleet_key(name), WORKER_STATS_TTL_S)
-            pipe.set(served_key(self._name), served_text(self._facts), ex=SILENT_S)
+            pipe.set(served_key(self._name), served_text(facts), ex=SILENT_S)
             pipe.execute()
         stats = {
-            **self._facts,
+            **facts,
             "state": state,
             **point.to_object(),
             **counters,

@@ -91,7 +91,8 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
-    if decimal == "," and kind in ("fraction", "float", "number", "digits"):
+    has_decimals = kind in ("fraction", "float", "number", "digits")
+    if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
     return kind
 
@@ -224,12 +225,12 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
-    is_comma = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    has_comma = is_comma and pa.types.is_floating(arrow_type)
+    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    is_number = has_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null
-        if has_comma and value is not None:
+        if is_number and value is not None:
             value = value.replace(",", ".")
         values.append(value)
     return pa.array(values, pa.string()).cast(arrow_type)

@@ -38,7 +38,7 @@ def arrow_type(kind: ValueType) -> pa.DataType:
 
 
 def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
-    """Return the columns.
+    """Return two columns for each prompt.
 
     kinds: see RunSpec.parsed_types. n: how many answers each row has. From 2 on, the columns hold lists.
     """
