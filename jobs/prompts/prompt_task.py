@@ -104,20 +104,22 @@ class PromptTask(Task):
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
-        answers = [self._failed_whole(answer) for answer in answers]
+        answers = [self._whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
+
         head: dict[str, Any] = {}
-        prefix = ID_PREFIXES.get(content["object"], content["object"])
-        if prefix is not None:
-            head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
+        kind = content["object"]
+        id_prefix = ID_PREFIXES.get(kind, kind)
+        if id_prefix is not None:
+            head = {"id": f"{id_prefix}-{context.job_id}", "created": int(self.clock())}
         head["model"] = context.model.name
-        if content["object"] in _WITH_FINGERPRINT:
+        if kind in _WITH_FINGERPRINT:
             head["system_fingerprint"] = context.model.fingerprint
         return {**head, **content}
 
-    def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
+    def _whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return an answer, made to fail in all its samples if one of them has failed.
 
         An answer with repairs is returned as it is: each of its samples says by itself whether it is valid.

@@ -271,6 +271,7 @@ def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline
 
 
 def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
+    """Delete the hashes of jobs, in a transaction."""
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))

@@ -99,8 +99,10 @@ class JobEnds:
         )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
-            text = None if text is None else f"{text}{fault_line(fault)}\n"
-        text = printable(error) if text is None else text
+            if text is not None:
+                text += f"{fault_line(fault)}\n"
+        if text is None:
+            text = printable(error)
         self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
     def stop(self, job: HeldJob) -> None:
@@ -174,6 +176,7 @@ class JobEnds:
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
+        """Have the end written, now that its value is packed. A value that cannot be packed fails the job."""
         if failure is not None:
             self.fail(job, failure)
         else:

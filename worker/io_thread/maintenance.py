@@ -54,11 +54,13 @@ class Maintenance:
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
     def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+        """Show the numbers of the queues to the metrics."""
         # Old numbers would look like new ones, so there are no numbers after an error.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
+        """Log a duty's error, or that duties are done again."""
         if error is None:
             self._trouble.passed()
         else:

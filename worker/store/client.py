@@ -79,11 +79,13 @@ def _counted(
         sent_at: float | None = None
 
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
+            """Count the command, then send it."""
             sent()
             self.sent_at = time.monotonic()
             return super().send_packed_command(*args, **options)
 
         def read_response(self, *args: Any, **options: Any) -> Any:
+            """Read a reply. The first one tells how long the answer took to begin."""
             try:
                 return super().read_response(*args, **options)
             finally:

@@ -155,6 +155,7 @@ def part_rows(
 
 
 def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as an Arrow file."""
     with pa.ipc.new_file(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -172,6 +173,7 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def _json_lines(lines: Iterable[str]) -> bytes:
+    """Return lines of JSON as the bytes of a file."""
     return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
 
 
@@ -184,6 +186,7 @@ def write_csv(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches)
 
 
 def _csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Return rows as the bytes of a CSV file."""
     lines = []
     for row in rows:
         line = ",".join(map(_field, row))
@@ -263,5 +266,6 @@ def failed_rows(
 
 
 def _is_cut(finish_reason: str | list[str] | None) -> bool:
+    """Whether an answer, or one of several, was cut at its limit of tokens."""
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason]
     return "length" in reasons

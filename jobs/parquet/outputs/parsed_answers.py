@@ -162,6 +162,7 @@ def _text(text: str, path: str) -> str:
 
 
 def _no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 
 

@@ -44,6 +44,7 @@ def _inputs(name: str, value: Any) -> list[str]:
 
 
 def _prefix(name: str, value: Any) -> str:
+    """Return a prefix of column names, which may be empty. Raises InvalidValue."""
     return "" if value == "" else some_text(name, value, MAX_NAME_CHARS)
 
 

@@ -511,6 +511,7 @@ class RunState:
 
 
 def _counts(part: PartStats) -> dict[str, int]:
+    """Return a part's numbers by their names in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 
