@@ -29,6 +29,21 @@ class AttentionMetadata:
     """A step's sequences as one backend reads them; each backend has its own subclass."""
 
 
+class AttentionBreak(AttentionMetadata, ABC):
+    """Stands in the place of metadata while the rest of a step is recorded: something else computes attention."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        features: AttentionFeatures,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        """Return the attention of a layer, as KernelBackend.forward does."""
+
+
 class KernelBackend(ABC):
     """One kind of kernels: attention over block tables, a sampler, and perhaps fused layers.
 
@@ -137,6 +152,7 @@ class CapturableBackend(KernelBackend):
 
     While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
     only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    `forward` hands over to an AttentionBreak in the place of metadata.
     """
 
     @abstractmethod

@@ -37,10 +37,11 @@ from engine.run.forward.memory import (
     fit_pool,
     keep_freed_memory,
 )
+from engine.run.forward.mixed_graphs import CapturePieces, CudaPieces, MixedGraphs, step_sizes
 from engine.run.forward.pictures.probe import probe_pictures
 from engine.run.forward.pictures.reader import PictureReader
 from engine.run.forward.pictures.tower import Tower
-from engine.run.forward.probe import NUM_PLACES, Probe
+from engine.run.forward.probe import NUM_PLACES, Probe, differ
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import PendingTokens, PoolSize, Sampled, StateRows
@@ -50,6 +51,8 @@ from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
+
+NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class ModelRunner:
         self._kv_scales: list[Scales] | None = None  # of each layer, if the cache holds FP8
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._graphs_failed = False
         self._cpu_threads: CpuThreads | None = None
         self._tower: Tower | None = None
@@ -201,6 +205,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._graphs = None
+            self._mixed_graphs = None
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
@@ -214,7 +219,13 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute the batch, store keys and values; return logits [samples, vocabulary], on rank 0."""
-        return self.model.logits(self.model.states_of(batch.sample_rows, batch, self.cache))
+        return self.model.logits(self._states_of(batch.sample_rows, batch))
+
+    def _states_of(self, rows: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute the batch; return the hidden states of `rows`, [rows] int64."""
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(batch):
+            return self._mixed_graphs.run(batch)[rows]
+        return self.model.states_of(rows, batch, self.cache)
 
     def _choose(
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch
@@ -234,7 +245,7 @@ class ModelRunner:
         wanted = self._step_logprobs(step)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
-        hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
+        hidden = self._states_of(torch.cat(rows), batch)
         ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
@@ -366,6 +377,7 @@ class ModelRunner:
         self._graphs = self._capture_graphs(max_model_len)
         if self._graphs is not None:
             logger.info("decode steps run from CUDA graphs")
+            self._mixed_graphs = self._capture_mixed_graphs()
 
     def _measure_room(self, memory: GpuMemory) -> int:
         """Run the largest steps and capture the graphs, over a small pool; return the bytes left for the real one."""
@@ -374,7 +386,7 @@ class ModelRunner:
         scratch_bytes = self.cache.num_bytes
         step_bytes = memory.peak_bytes(lambda: self.warm_up(num_blocks))
         before = memory.used_bytes()
-        graphs = self._capture_graphs(self._longest)
+        graphs = self._capture_graphs(self._longest), self._capture_mixed_graphs()
         graph_bytes = memory.used_bytes() - before
         del (
             graphs
@@ -439,6 +451,47 @@ class ModelRunner:
             self._graphs_failed = True
             return None
 
+    @torch.inference_mode()
+    def _capture_mixed_graphs(self) -> MixedGraphs | None:
+        """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
+        model, cache, backend = self.model, self.cache, self.backend
+        capture = choose_piece_capture(self._config, backend, self.device)
+        if capture is None or model.may_wait or model.states or model.index_keys:
+            return None
+        assert isinstance(backend, CapturableBackend)
+        sizes = step_sizes(self._config.max_num_batched_tokens)
+        try:
+            graphs = MixedGraphs(
+                lambda batch: model.hidden_states(batch, cache),
+                backend,
+                capture,
+                sizes,
+                self.device,
+            )
+            problem = self._problem_of(graphs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            problem = str(error)
+        if problem is None:
+            return graphs
+        logger.warning("steps with prompts run without CUDA graphs: %s", problem)
+        return None
+
+    def _problem_of(self, graphs: MixedGraphs) -> str | None:
+        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike."""
+        block_size = self._config.block_size
+        num_tokens = min(NUM_COMPARED_TOKENS, self._longest, self._config.max_num_batched_tokens)
+        num_blocks = -(-num_tokens // block_size)
+        step = make_step([num_tokens], [num_tokens], block_size, num_blocks)
+        token_ids = np.arange(num_tokens, dtype=np.int64) % self._model_config.vocab_size
+        batch, _ = self._to_device(replace(step, token_ids=token_ids))
+        replayed = graphs.run(batch).clone()
+        expected = self.model.hidden_states(batch, self.cache)
+        if differ(expected, replayed, self._kv_dtype):
+            return "they give other hidden states"
+        return None
+
 
 def choose(
     logits: Tensor,
@@ -468,6 +521,15 @@ def choose_capture(
     if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
         return None
     return CudaCapture(device, may_wait=may_wait)
+
+
+def choose_piece_capture(
+    config: EngineConfig, backend: KernelBackend, device: torch.device
+) -> CapturePieces | None:
+    """Return how to capture the pieces of steps with prompts; None where decode steps are not captured either."""
+    if choose_capture(config, backend, device) is None:
+        return None
+    return CudaPieces(device)
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
