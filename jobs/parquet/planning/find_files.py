@@ -171,6 +171,7 @@ class Search:
 
     def expand(self, item: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched for an item, and the item's files."""
+        # A file may have a name that looks like a pattern. Then the file is meant.
         if has_magic(item) and self.storage.look(item) is None:
             folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
             return folder, list(self._matched_files(item))
