@@ -95,7 +95,7 @@ class Engine:
         if may_read_pictures(config):
             model, path, self._reader = find_reader(folder, model, path)
         logger.info("%s %s", model.whole or model.architecture, path)
-        if model.quantization is not None:
+        if model.quantization is not None and path.decoder is None:
             logger.info(
                 "quantized weights (%s) are unpacked to %s when they are read, and take its memory",
                 model.quantization,

@@ -329,8 +329,14 @@ def _root(part: str) -> str:
         raise ValueError(str(error)) from None
 
 
-# A name such as `model` or `seed` is also a plain word, so it counts as a setting only before "=" or " must".
-_NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
+def _name_pattern(name: str) -> str:
+    """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
+    if "_" in name:
+        return name
+    return rf"{name}(?==| must\b| out\b)|(?<=\bset ){name}|(?<=\banother ){name}"
+
+
+_NAMES = map(_name_pattern, WorkerSettings.model_fields)
 
 #: Finds a setting's name in a message of the engine, but not a key of a checkpoint's file.
 _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, KernelBackend, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.layer_kernels import LayerKernels
+from engine.attention.layer_kernels import LayerKernels, PackedKernels
 from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
 from engine.kernels.upload import Arrays, upload
@@ -86,6 +86,7 @@ class CpuBackend(KernelBackend):
             decode_attention,
             elementwise,
             logit_masks,
+            packed_product,
             prefill_attention,
         )
         from engine.cpu_kernels.delta_net import delta_net
@@ -107,6 +108,9 @@ class CpuBackend(KernelBackend):
             quantize_rows=elementwise.quantize_rows,
             sigmoid_and_mul=elementwise.sigmoid_and_mul,
             delta_net=delta_net,
+            packed=PackedKernels(
+                packed_product.block, packed_product.lay_out, packed_product.multiply
+            ),
         )
 
     @classmethod

@@ -23,6 +23,22 @@ class ExpertKernels:
 
 
 @dataclass(frozen=True)
+class PackedKernels:
+    """Products with weights that stay in 4 or 8 bits.
+
+    block(kind, group) -> columns that the kernel unpacks together, None if it does not serve such a weight: kind as
+    engine.checkpoint.quantized.PackedForm has it, group the columns that share a scale.
+    lay_out(words, scales, zeros) -> the three as the kernel reads them. words: [out, in / w, 4] uint8, w codes of
+    adjacent columns each, see engine.layers.packed.  scales, zeros: [out, groups].
+    product(x, words, scales, zeros, bias or None, out_features, block, kind) -> x W^T + b.
+    """
+
+    block: Callable[[str, int], int | None]
+    lay_out: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    product: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class LayerKernels:
     """Fused kernels for layers that take several passes over memory in plain torch.
 
@@ -36,6 +52,7 @@ class LayerKernels:
     experts: None where a backend has none.
     quantize_rows(x) -> as engine.layers.int8 has it, None likewise.
     sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
+    packed: None where a backend unpacks quantized weights when they are loaded.
     delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.
     """
@@ -49,3 +66,4 @@ class LayerKernels:
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     sigmoid_and_mul: Callable[[Tensor, Tensor], Tensor] | None = None
     delta_net: Callable[..., Tensor] | None = None
+    packed: PackedKernels | None = None

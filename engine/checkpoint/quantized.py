@@ -1,4 +1,4 @@
-"""Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), unpacked when a model reads them."""
+"""Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), read as they are or unpacked."""
 
 from __future__ import annotations
 
@@ -17,6 +17,36 @@ from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
 AT_ONCE = (
     1 << 20
 )  # weights that are unpacked together: their temporaries stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """The form in which weights [out, in] may stay in memory as they are stored.
+
+    kind: "int4", "int8" or "fp8" (e4m3). group: columns of a row that share a scale, None for all of them.
+    scale_dtype: of the scales, which keeps them exactly.
+    """
+
+    kind: str
+    group: int | None
+    scale_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Some rows and columns of a weight, not unpacked: a weight is (code - zero) * scale.
+
+    codes: [rows, columns] uint8, or e4m3's bits, which have no zeros.  scales, zeros: [rows, groups], zeros uint8.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+
+#: By safetensors' dtype: the dtype in which scales stay. Others become float32.
+SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+NAN_MAGNITUDE = 0x7F  # of e4m3
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -44,6 +74,48 @@ class QuantizedTensor(CheckpointTensor):
         self._transposed, self._group_of_column = transposed, group_of_column
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
         self._num_scales = count_scales(self.shape, block)
+
+    @property
+    def packed_form(self) -> PackedForm | None:
+        """The form in which it may stay packed; None if its columns' groups are in no order."""
+        if self._group_of_column is not None:
+            return None
+        group = None if self._num_scales[1] == 1 else self._block[1]
+        return PackedForm(self._kind, group, SCALE_DTYPES.get(self._scale.dtype, torch.float32))
+
+    @property
+    def _kind(self) -> str:
+        if isinstance(self._codes, PackedIntegers):
+            return f"int{self._codes.bits}"
+        return "int8" if self._codes.dtype == "I8" else "fp8"
+
+    def packed_part(self, rows: slice, columns: slice) -> PackedPart:
+        """Read these rows and whole groups of columns, on the CPU. Raises DamagedWeights."""
+        scale = self._scale.whole()
+        if not scale.float().isfinite().all():
+            raise _damaged(self._scale, "has numbers that are NaN or infinite")
+        scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
+        row_groups = torch.arange(self.shape[0])[rows] // self._block[0]
+        groups = slice(None)
+        if self._num_scales[1] > 1:
+            groups = slice(columns.start // self._block[1], -(-columns.stop // self._block[1]))
+        codes = self._codes.part(rows, columns)
+        scales = scale[:, groups][row_groups]
+        if self._kind == "fp8":
+            codes = codes.contiguous().view(torch.uint8)
+            if ((codes & NAN_MAGNITUDE) == NAN_MAGNITUDE).any():
+                raise _damaged(self, "has numbers that are NaN or infinite")
+            return PackedPart(codes, scales, None)
+        shift = 0
+        if codes.dtype == torch.int8:
+            shift = 1 << 7
+            codes = (codes.to(torch.int16) + shift).to(torch.uint8)
+        if isinstance(self._zero_points, int):
+            zeros = torch.full(scales.shape, self._zero_points + shift, dtype=torch.uint8)
+        else:
+            stored = self._zero_points.part().reshape(self._num_scales)[:, groups][row_groups]
+            zeros = (stored.to(torch.int16) + shift).to(torch.uint8)
+        return PackedPart(codes, scales, zeros)
 
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these rows and columns, on the CPU. Raises DamagedWeights."""

@@ -254,7 +254,7 @@ def _digest(function: Callable[[Any], None]) -> str:
     """Return a name for the machine code of this function, what it closes over and its helpers' sources."""
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
     # other values are helpers, in the sources
-    constants = [value for value in contents if isinstance(value, (int, types.Type))]
+    constants = [value for value in contents if isinstance(value, (int, str, types.Type))]
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()
     names = (function.__qualname__, constants, written, processor, numba.__version__, sys.version)

@@ -40,7 +40,7 @@ def score_tokens(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, head_dim.literal_value, element.dtype)
+        emit = Emitter(builder, head_dim.literal_value, element.dtype)
         query, key, key_step, tokens, ahead, score, score_step = args[:7]
         held = [
             [
@@ -93,9 +93,9 @@ def add_weighted(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, head_dim.literal_value, element.dtype)
+        emit = Emitter(builder, head_dim.literal_value, element.dtype)
         weight, weight_step, value, value_step, tokens, ahead, output = args[:7]
-        sums = _Emitter(builder, head_dim.literal_value, FLOAT32)
+        sums = Emitter(builder, head_dim.literal_value, FLOAT32)
 
         def load(token: Any) -> list[Any]:
             here = builder.add(value, builder.mul(token, value_step))
@@ -125,7 +125,7 @@ def add_outer_products(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
+        emit = Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
         factor, row_step, k_step, vector, total, steps, by = args[:7]
         offsets = [emit.vector_bytes * i for i in range(num_vectors.literal_value)]
         adds_up, pairs = bool(adds.literal_value), element.dtype != FLOAT32
@@ -159,7 +159,7 @@ def soften(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
+        emit = Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
         score, state, tokens = args[:3]
         step = 4 // (element.dtype.bitwidth // 8)  # tokens of a word
         offsets = [emit.vector_bytes * i for i in range(emit.num_vectors)]
@@ -199,7 +199,7 @@ def copy_words(typing: Any, source: Any, target: Any, num_words: Any) -> Any:
     """Copy as many words of four bytes. num_words: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, num_words.literal_value, FLOAT32)
+        emit = Emitter(builder, num_words.literal_value, FLOAT32)
         for i in range(emit.num_vectors):
             emit.store(emit.load(args[0], emit.vector_bytes * i), args[1], emit.vector_bytes * i)
         return context.get_dummy_value()
@@ -212,8 +212,8 @@ def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -
     """Write the pairs of two rows of bfloat16, `length` words of four bytes. length: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, length.literal_value, types.uint16)
-        words = _Emitter(builder, length.literal_value, FLOAT32)
+        emit = Emitter(builder, length.literal_value, types.uint16)
+        words = Emitter(builder, length.literal_value, FLOAT32)
         for i in range(emit.num_vectors):
             low, high = (emit.load(row, emit.vector_bytes * i) for row in args[:2])
             words.store(words.pair(low, high), args[2], words.vector_bytes * i)
@@ -229,7 +229,7 @@ def transpose_square(
     """Write LONGEST_VECTOR rows of as many floats as columns. Steps: bytes between two rows."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, LONGEST_VECTOR, FLOAT32)
+        emit = Emitter(builder, LONGEST_VECTOR, FLOAT32)
         size, lanes = LONGEST_VECTOR, ir.VectorType(I32, LONGEST_VECTOR)
         source, source_step, target, target_step = args
         rows = [
@@ -263,7 +263,7 @@ def _vector_length(head_dim: int) -> int:
     return min(LONGEST_VECTOR, head_dim & -head_dim)
 
 
-class _Emitter:
+class Emitter:
     """Emits vector instructions over the numbers of one head."""
 
     def __init__(self, builder: Any, head_dim: int, element: Any) -> None:

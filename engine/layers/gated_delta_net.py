@@ -16,6 +16,7 @@ from engine.attention.state_pool import StateParts, StateShape
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, RowParallelLinear
+from engine.layers.packed import Place
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.stream import NormPair, RMSNorm, Stream
 from engine.layers.weighted_module import WeightedModule, fill
@@ -104,6 +105,10 @@ class DeltaProjection(ReplicatedLinear):
         )
         self.heads, self.share = heads, share
         self.shards = ("qkvz", "ba") if heads.interleaved else ("qkv", "z", "b", "a")
+
+    def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
+        """Return nothing: heads are gathered from several places, so the weight does not stay packed."""
+        return []
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the matrices that `shard` names."""

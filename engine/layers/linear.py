@@ -7,6 +7,7 @@ from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.int8 import Int8Product, QuantizeRows
 from engine.layers.onednn import linear, pack_weight
+from engine.layers.packed import PackedProduct, Place
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
 from engine.layers.weighted_module import WeightedModule, fill
@@ -15,7 +16,7 @@ from engine.layers.weighted_module import WeightedModule, fill
 class ReplicatedLinear(WeightedModule):
     """y = x W^T + b, the whole weight on every rank. weight: [out, in].
 
-    instead: multiplies in place of the weight: Int8Product, or TiledProduct in a deterministic engine.
+    instead: multiplies in place of the weight: Int8Product, PackedProduct, or TiledProduct in a deterministic engine.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ReplicatedLinear(WeightedModule):
             if bias
             else None
         )
-        self.instead: Int8Product | TiledProduct | None = None
+        self.instead: Int8Product | PackedProduct | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [tokens, in] -> [tokens, out]."""
@@ -41,6 +42,16 @@ class ReplicatedLinear(WeightedModule):
         """x W^T + b of this rank. x: [tokens, in] -> [tokens, out]."""
         return linear(x, self.weight, bias) if self.instead is None else self.instead(x, bias)
 
+    def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
+        """Return where a matrix of the checkpoint goes that stays packed; none if it has another shape."""
+        if shape != (self.out_features, self.in_features):
+            return []
+        return [Place(0, slice(0, self.out_features), slice(0, self.in_features))]
+
+    def place_of(self, name: str) -> tuple[str, str | None] | None:
+        """Return the parameter and shard that a tensor fills; the weight has its place where it is packed too."""
+        return (name, None) if name == "weight" else super().place_of(name)
+
     def quantize(self, quantize_rows: QuantizeRows) -> None:
         """Replace the weight by one in int8; once, when it is loaded and before it is packed."""
         self.instead = Int8Product(self.weight, quantize_rows)
@@ -48,7 +59,9 @@ class ReplicatedLinear(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays."""
-        if self.instead is None:
+        if isinstance(self.instead, PackedProduct):
+            self.instead.finish_loading()
+        elif self.instead is None:
             self.weight = pack_weight(self.weight)
 
 
@@ -69,20 +82,37 @@ class ColumnParallelLinear(ReplicatedLinear):
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's rows of `tensor` into the rows of `shard`; if that is None, `tensor` stacks all shards."""
-        total = sum(share.total for share in self.rows.values())
-        if shard is None and tensor.shape[:1] != (total,):
+        total = sum(share.total for share in self._shares_of(shard))
+        if tensor.shape[:1] != (total,):
             raise WeightMismatch(
                 f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected"
             )
-        start = stacked = 0
-        for other, share in self.rows.items():
-            place = self.get_parameter(name)[start : start + share.length]
-            if shard is None:
-                fill(place, tensor.read(0, stacked + share.start, share.length))
-            elif other == shard:
-                fill(place, share.read(tensor, 0))
+        for start, rows, _ in self._places(shard):
+            length = rows.stop - rows.start
+            fill(
+                self.get_parameter(name)[start : start + length], tensor.read(0, rows.start, length)
+            )
+
+    def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
+        """Return where this rank's rows of a matrix go that stays packed; none if it has another shape."""
+        total = sum(share.total for share in self._shares_of(shard))
+        return self._places(shard) if shape == (total, self.in_features) else []
+
+    def _shares_of(self, shard: str | None) -> list[Share]:
+        return [share for name, share in self.rows.items() if shard in (None, name)]
+
+    def _places(self, shard: str | None) -> list[Place]:
+        places = []
+        start = 0
+        stacked = 0
+        for name, share in self.rows.items():
+            if shard in (None, name):
+                first = stacked + share.start
+                rows = slice(first, first + share.length)
+                places.append(Place(start, rows, slice(0, self.in_features)))
+                stacked += share.total
             start += share.length
-            stacked += share.total
+        return places
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -144,6 +174,13 @@ class RowParallelLinear(ReplicatedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
         return self.tp.all_reduce(self.product(x, self.bias if self.tp.rank == 0 else None))
+
+    def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
+        """Return where this rank's columns of a matrix go that stays packed; none if it has another shape."""
+        if shape != (self.out_features, self.columns.total):
+            return []
+        columns = slice(self.columns.start, self.columns.start + self.columns.length)
+        return [Place(0, slice(0, self.out_features), columns)]
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""

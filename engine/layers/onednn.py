@@ -17,13 +17,14 @@ logger = logging.getLogger(__name__)
 
 def pack_weight(weight: nn.Parameter) -> nn.Parameter:
     """Return the weight [out, in] as `linear` is fastest with it: packed by oneDNN, or as it is."""
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype not in PACKED_DTYPES
-        or not _can_pack(weight.dtype)
-    ):
+    if not packs(weight.device, weight.dtype):
         return weight
     return nn.Parameter(_pack(weight.data), requires_grad=False)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `pack_weight` packs weights of that dtype there."""
+    return device.type == "cpu" and dtype in PACKED_DTYPES and _can_pack(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from reprlib import repr as brief  # short
 
 import torch
 
+from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES, reads_in_one_pass
 from engine.checkpoint.model_config import (
@@ -25,7 +26,7 @@ from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.deterministic import check_deterministic, make_deterministic
-from engine.models.loader import load_weights, own_names
+from engine.models.loader import count_bytes, load_weights, own_names
 from engine.models.registry import BODIES, decoder_flags
 from engine.models.served import refuse_known
 from engine.models.transformers_model import load_transformers_model
@@ -170,6 +171,7 @@ def load_model(
         place.device,
         config,
         None if quantization is None else (kernels and kernels.quantize_rows) or quantize_rows,
+        None if quantization is not None or deterministic else _packed_kernels(place),
     )
     if deterministic:
         make_deterministic(model, place.dtype)
@@ -181,6 +183,28 @@ def load_model(
             str(place.dtype).removeprefix("torch."),
         )
     return model.eval()
+
+
+def count_weight_bytes(
+    config: ModelConfig,
+    folder: Path,
+    decoder: DecoderConfig,
+    place: ModelPlace,
+    *,
+    deterministic: bool = False,
+) -> int:
+    """Return the bytes that one rank's weights of a native model will take, by shapes alone."""
+    ties = _ties_head(folder, config, decoder, embeds=False)
+    decoder = replace(decoder, tie_word_embeddings=ties)
+    with torch.device("meta"):
+        model = DecoderForCausalLM(DecoderParts(decoder, place.tp, place.backend, place.dtype), [])
+    kernels = None if deterministic else _packed_kernels(place)
+    return count_bytes(model, folder, place.device, config, kernels)
+
+
+def _packed_kernels(place: ModelPlace) -> PackedKernels | None:
+    kernels = place.backend.layer_kernels
+    return None if kernels is None else kernels.packed
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:

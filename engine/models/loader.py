@@ -1,19 +1,23 @@
 """Loads weights: puts every tensor of the checkpoint in its place, and sees that every place is filled."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantized import unpacked
+from engine.checkpoint.quantized import QuantizedTensor, unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.int8 import QuantizeRows
 from engine.layers.linear import ReplicatedLinear
+from engine.layers.onednn import packs
+from engine.layers.packed import PackedProduct, pack_product
 from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
@@ -34,6 +38,8 @@ COMPUTED = ("rotary_emb.inv_freq",)
 GUESSING = ("mtp.",)
 
 BODY = "model."  # the prefix of all tensors, except the LM head's
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[str, str | None]  # parameter name here, shard of it
 T = TypeVar("T")
@@ -56,20 +62,17 @@ def load_weights(
     device: torch.device,
     config: ModelConfig,
     quantize_rows: QuantizeRows | None = None,
+    kernels: PackedKernels | None = None,
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
     quantize_rows: quantizes the activations of linear layers, whose weights are then int8; None quantizes nothing.
+    kernels: multiply with weights as the files pack them; None unpacks them all.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
     files = list_weight_files(folder)
-    # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
-    model.tie_weights()
-    modules = {
-        name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)
-    }
+    modules = weighted_modules(model)
     missing = {
         (f"{name}.{parameter}", shard)
         for name, module in modules.items()
@@ -80,7 +83,12 @@ def load_weights(
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
         plain = unpacked(tensors, config.quantization)
-        for name, tensor in own_names(plain, is_text_part=config.is_text_part).items():
+        named = own_names(plain, is_text_part=config.is_text_part)
+        _log_packed(*keep_packed(modules, named, kernels))
+        # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
+        model.tie_weights()
+        for name, tensor in named.items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED) and not name.startswith(GUESSING):
@@ -97,6 +105,96 @@ def load_weights(
         module.finish_loading()
 
 
+def weighted_modules(model: DecoderForCausalLM) -> dict[str, WeightedModule]:
+    """Return the modules that are filled from a checkpoint, by name."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)
+    }
+
+
+def count_bytes(
+    model: DecoderForCausalLM,
+    folder: Path,
+    device: torch.device,
+    config: ModelConfig,
+    kernels: PackedKernels | None,
+) -> int:
+    """Return the bytes that a model's weights take once they are loaded as by `load_weights`, by shapes alone.
+
+    model: on the meta device, and changed.
+    """
+    modules = weighted_modules(model)
+    with open_tensors(list_weight_files(folder)) as tensors:
+        plain = unpacked(tensors, config.quantization)
+        keep_packed(modules, own_names(plain, is_text_part=config.is_text_part), kernels)
+    for module in modules.values():
+        module.finish_loading()
+    weights = [each for name, each in model.named_parameters() if name != "lm_head.weight"]
+    head = model.lm_head.weight
+    if not model.tied or packs(device, head.dtype):  # else it is the embedding's
+        weights.append(head)
+    return sum(weight.nbytes for weight in weights)
+
+
+def keep_packed(
+    modules: Mapping[str, WeightedModule],
+    tensors: Mapping[str, CheckpointTensor],
+    kernels: PackedKernels | None,
+) -> tuple[list[str], list[str]]:
+    """Let linear layers keep quantized weights as the files pack them, where the kernels multiply with such.
+
+    modules: not filled yet, they may be on the meta device. tensors: by their names here.
+    Returns the names of layers whose weights stay packed, and of those that unpack theirs.
+    """
+    found: dict[str, dict[str | None, QuantizedTensor]] = {}
+    for name, tensor in tensors.items():
+        place = _find_place(modules, name) if isinstance(tensor, QuantizedTensor) else None
+        if place is not None and isinstance(tensor, QuantizedTensor):
+            found.setdefault(place[0], {})[place[2]] = tensor
+    packed: list[str] = []
+    plain: list[str] = []
+    for name, by_shard in found.items():
+        keeps = kernels is not None and _keep_module_packed(modules[name], by_shard, kernels)
+        (packed if keeps else plain).append(name)
+    return packed, plain
+
+
+def _log_packed(packed: list[str], plain: list[str]) -> None:
+    if packed:
+        logger.info("the quantized weights of %d linear layers stay packed in memory", len(packed))
+    if plain:
+        logger.info(
+            "the quantized weights of %d layers are unpacked when they are read, and take the memory of plain "
+            "ones: %s",
+            len(plain),
+            ", ".join(plain[:4]) + (", ..." if len(plain) > 4 else ""),
+        )
+
+
+def _keep_module_packed(
+    module: WeightedModule, by_shard: dict[str | None, QuantizedTensor], kernels: PackedKernels
+) -> bool:
+    """Have a layer keep the weight of these shards packed. Return whether it can."""
+    if not isinstance(module, ReplicatedLinear):
+        return False
+    if set(by_shard) not in ({None}, set(module.shards)):
+        return False  # some shards are not quantized
+    places = []
+    for shard, tensor in by_shard.items():
+        of_shard = module.places_of(tensor.shape, shard)
+        if not of_shard:
+            return False
+        places += of_shard
+    product = pack_product(
+        by_shard.values(), places, module.in_features, module.out_features, kernels
+    )
+    if product is None:
+        return False
+    module.instead = product
+    del module.weight
+    return True
+
+
 def _load_tensor(
     modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor
 ) -> list[Place]:
@@ -110,7 +208,7 @@ def _load_tensor(
     module_name, parameter, shard = found
     module = modules[module_name]
     try:
-        module.load(parameter, tensor, shard)
+        _load_into(module, parameter, tensor, shard)
     except WeightMismatch as error:
         raise WeightMismatch(
             f"{name!r} in {tensor.path} does not fit config.json: {error}"
@@ -119,8 +217,21 @@ def _load_tensor(
     return [(f"{module_name}.{parameter}", each) for each in shards]
 
 
+def _load_into(
+    module: WeightedModule, parameter: str, tensor: CheckpointTensor, shard: str | None
+) -> None:
+    product = module.instead if isinstance(module, ReplicatedLinear) else None
+    if parameter != "weight" or not isinstance(product, PackedProduct):
+        module.load(parameter, tensor, shard)
+        return
+    assert isinstance(module, ReplicatedLinear)
+    assert isinstance(tensor, QuantizedTensor)
+    for place in module.places_of(tensor.shape, shard):
+        product.fill(place.start, tensor.packed_part(place.rows, place.columns))
+
+
 def _find_place(
-    modules: dict[str, WeightedModule], name: str
+    modules: Mapping[str, WeightedModule], name: str
 ) -> tuple[str, str, str | None] | None:
     """Find a tensor's module, parameter and shard; None for a tensor that no module has."""
     parts = [RENAMED.get(part, part) for part in name.split(".")]

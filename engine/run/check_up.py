@@ -16,6 +16,7 @@ from engine.run.observation import Observation, fault_of
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_config import ModelConfig
+    from engine.models.decoder_config import DecoderConfig
     from engine.models.load import ModelPath
     from engine.run.forward.memory import PoolSizes
 
@@ -142,7 +143,31 @@ def _check_served(
         )
     if entries:
         sizes = _pool_sizes(config, model, path, folder, dtype.name)
-        yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name], sizes)
+        weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype.name])
+        weights //= config.tensor_parallel_size
+        if model.quantization is not None and path.decoder is not None:
+            weights = loaded_bytes(config, model, path.decoder, folder, dtype.name)
+        yield from _check_memory(config, model, weights, DTYPE_BYTES[dtype.name], sizes)
+
+
+def loaded_bytes(
+    config: EngineConfig, model: ModelConfig, decoder: DecoderConfig, folder: Path, dtype: str
+) -> int:
+    """Return the bytes that a rank's weights of a native model take once they are loaded, packed or not."""
+    import torch
+
+    from engine.attention import load_backend
+    from engine.layers.parallel import TensorParallel
+    from engine.models.base import ModelPlace
+    from engine.models.load import count_weight_bytes
+    from engine.run.device import resolve_device
+
+    device = resolve_device(config.device)
+    kind = getattr(torch, dtype)
+    backend = load_backend(config.attention_backend, device, kind, config.kv_cache_dtype)
+    tp = TensorParallel(0, config.tensor_parallel_size)
+    place = ModelPlace(tp, backend, device, kind, model.max_position_embeddings)
+    return count_weight_bytes(model, folder, decoder, place, deterministic=config.deterministic)
 
 
 def _pool_sizes(
@@ -173,10 +198,11 @@ def _pool_sizes(
 def _check_memory(
     config: EngineConfig,
     model: ModelConfig,
-    entries: list[TensorEntry],
+    weights: int,
     dtype_bytes: int,
     sizes: PoolSizes | None,
 ) -> Iterator[Observation]:
+    """weights: bytes on each rank."""
     from engine.run.check_machine import free_memory
     from engine.run.forward.memory import (
         PoolSizes,
@@ -187,7 +213,6 @@ def _check_memory(
     )
 
     ranks = config.tensor_parallel_size
-    weights = weight_bytes(config, model, entries, dtype_bytes) // ranks
     free_bytes, owner = free_memory(config)
     memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights
     if left <= 0:
@@ -219,7 +244,7 @@ def _check_memory(
 def weight_bytes(
     config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
 ) -> int:
-    """Return the bytes that the weights take at least; quantized ones that are unpacked when read take more."""
+    """Return the bytes that the weights take at least; quantized ones are counted as they are stored."""
     from engine.models.loader import GUESSING
 
     read = [entry for entry in entries if not entry.name.startswith(GUESSING)]

@@ -181,7 +181,8 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     """Return the identity of the model that an engine of this configuration serves.
 
     Loads torch only if the model reads more than text, or its dtype depends on a GPU. The identity leaves out device,
-    attention backend and tensor parallelism: they change only the order of sums.
+    attention backend, tensor parallelism and whether quantized weights stay packed: they change only the order of
+    sums, and what is rounded.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)

@@ -9,25 +9,35 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import click
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from jobs.cli.status_text import print_troubles, table
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
-from jobs.common.rq_jobs import command_channel
+from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
 from jobs.common.stored import text
-from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
+from jobs.common.workers import (
+    RESTORED_TEXT,
+    SUSPENDED,
+    SUSPENDED_TEXT,
+    are_held,
+    are_suspended,
+    claimed_jobs,
+    read_workers,
+)
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import Role, check_permissions, check_server, not_served, reach
 from jobs.queues import (
     REQUEUE_LIMIT,
     RESUBMIT,
+    count_claimed,
     count_queues,
     head_ages,
     queue_names,
@@ -54,19 +64,30 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """
     print_troubles(connection)
     known_names = queue_names(connection)
+    shown_names = queues or known_names
+    workers = read_workers(connection)
+    # What workers have told may be old, as a full Redis does not take it. But a producer's user may ask nothing else.
+    claimed = claimed_jobs(workers)
+    is_suspended = are_suspended(workers)
+    with suppress(NoPermissionError):
+        claimed = count_claimed(connection, shown_names)
+        is_suspended = bool(connection.exists(SUSPENDED_KEY))
+
     missing = []
-    for queue in count_queues(connection, queues or known_names):
+    for queue in count_queues(connection, shown_names):
         if queue.name not in known_names and not any(queue.counts.values()):
             missing.append(queue.name)
             continue
-        places = ", ".join(f"{count} {place}" for place, count in queue.counts.items())
+        waiting, *others = [f"{count} {place}" for place, count in queue.counts.items()]
+        places = ", ".join([waiting, f"{claimed.get(queue.name, 0)} claimed", *others])
         click.echo(f"queue {safe_name(queue.name)}: {places}")
-    workers = read_workers(connection)
     for worker in workers:
         fields = worker.registered
         if not fields:
             continue
         state = "silent" if worker.is_silent else fields.get("state", "?")
+        if state == SUSPENDED and not is_suspended:
+            state = "was suspended"
         job = f", job {fields['current_job']}" if "current_job" in fields else ""
         click.echo(
             f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
@@ -75,6 +96,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         )
     if are_held(workers):
         click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
+    if is_suspended:
+        click.secho(SUSPENDED_TEXT, fg="red")
     if missing:
         existing = f": there are {_names(known_names)}" if known_names else ": there is none"
         raise click.ClickException(f"no queue is named {_names(missing)}{existing}")
@@ -90,12 +113,17 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
     """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
 
     A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
-    In a long queue, 10,000 jobs are read, spread over its length.
+    In a long queue, 10,000 jobs are read, spread over its length. --stop needs the workers' Redis user.
     """
     if who is not None:
         if who.startswith(RUN):
             raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
-        num_cancelled = cancel_waiting(connection, queue, who)
+        try:
+            num_cancelled = cancel_waiting(connection, queue, who)
+        except NoPermissionError as error:
+            raise click.ClickException(
+                f"--stop needs the workers' Redis user: {safe_name(str(error))}"
+            ) from error
         if not num_cancelled and who != UNNAMED:
             _check_producer(connection, queue, who)
         click.echo(f"cancelled {num_cancelled} waiting jobs")

@@ -86,9 +86,10 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     ]
     tried = result["num_tried"]
     failed = result["num_failed"]
+    why = f": {safe_name(result['commonest_failure'])}"
     if failed and failed == tried:
         lines.append(
-            f"but      all {tried} rows that were tried failed, so that nothing tells the run's time and cost"
+            f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
         )
         return lines
 
@@ -108,7 +109,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
             f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
     if failed:
-        lines.append(f"but      {failed} of the {tried} rows that were tried failed")
+        lines.append(f"but      {failed} of the {tried} rows that were tried failed{why}")
     if price_per_hour is not None:
         low, high = (seconds * factor / 3600 * price_per_hour for factor in RANGE)
         lines.append(

@@ -114,6 +114,8 @@ API_KEYS_KEY = f"{OWN}:api-keys"
 API_LIMITS_KEY = f"{OWN}:api-limits"
 
 WORKER_STATS_TTL_S = 3600
+#: How far ahead the scores of workers' entries in RQ's `started` registry lie, so that no stock cleanup reaches these.
+FAR_S = 10 * 365 * 86_400
 #: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
 JOURNAL_TTL_S = 24 * 3600
 #: A worker writes its sample every two seconds. After this long without a sample, it is frozen, cut off or dead.

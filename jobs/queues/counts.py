@@ -8,6 +8,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common import rq_jobs, stored
+from jobs.common.keys import FAR_S, held_key
 
 #: Where a job of a queue can be.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
@@ -49,6 +50,26 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
         num_due = next(replies)
         queues.append(QueueCounts(name, counts, num_due))
     return queues
+
+
+def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
+    """Count the jobs of each queue that workers have taken and not begun. Needs the workers' Redis user.
+
+    A full Redis does not take that a job has begun. Then this counts all jobs that workers hold.
+    """
+    begun = time.time() + FAR_S / 2
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hlen(held_key(name))
+            pipe.zcount(rq_jobs.QueueKeys(name).started, begun, "+inf")
+        replies = iter(pipe.execute())
+
+    num_claimed = {}
+    for name in names:
+        num_held = next(replies)
+        num_begun = next(replies)
+        num_claimed[name] = max(0, num_held - num_begun)
+    return num_claimed
 
 
 def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:

@@ -42,6 +42,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 300, 7], [411], list(range(40, 90))]
 #: Of the logits against those of the weights: what two layers of a random model make of an error.
 AMPLIFIED = 4
+#: Packed weights are multiplied in another order of sums than unpacked ones.
+SUMMED_OTHERWISE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 MODULE = "model.layers.1.mlp.down_proj"
 
 
@@ -106,11 +108,11 @@ KINDS = ("fp8_blocks", "ct_int8_channel", "ct_packed4", "awq", "gptq_act_order")
 def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
     checkpoints: Callable[[str], QuantizedCheckpoint], name: str
 ) -> None:
-    """To the bit, and as far from the original's logits as rounding the weights explains."""
+    """But for the order of sums, and as far from the original's logits as rounding the weights explains."""
     made = checkpoints(name)
     logits, tokens = answers(made.folder)
     expected_logits, expected_tokens = answers(made.unpacked)
-    assert torch.equal(logits, expected_logits)
+    torch.testing.assert_close(logits, expected_logits, **SUMMED_OTHERWISE)
     assert tokens == expected_tokens
     before, _ = answers(made.original)
     weights, original = (
@@ -152,7 +154,8 @@ def test_weights_of_other_families_may_be_quantized(family: str, name: str, tmp_
     """Also where one tensor of the files is several layers, or one of a layer's many experts."""
     original = make_family(tmp_path / "original", BY_NAME[family])
     made = quantize_checkpoint(original, tmp_path, FORMATS[name], ("_proj", ".w1", ".w2", ".w3"))
-    assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
+    logits, expected = answers(made.folder)[0], answers(made.unpacked)[0]
+    torch.testing.assert_close(logits, expected, **SUMMED_OTHERWISE)
 
 
 def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> None:
@@ -187,7 +190,8 @@ def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
         made = quantize_checkpoint(
             folders["gqa1_untied"], tmp_path / linear, FORMATS["awq"], linear
         )
-        assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
+        logits, expected = answers(made.folder)[0], answers(made.unpacked)[0]
+        torch.testing.assert_close(logits, expected, **SUMMED_OTHERWISE)
 
 
 def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
@@ -206,7 +210,7 @@ def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
     folder = changed(made.folder, tmp_path, **more)
     with caplog.at_level(logging.INFO, "engine"):
         assert answers(folder)[1] == answers(made.folder)[1]
-    assert "compressed-tensors: float8) are unpacked to float32" in caplog.text
+    assert "the quantized weights of 8 linear layers stay packed" in caplog.text
     with pytest.raises(
         WeightMismatch, match=r"down_proj\.bias', for which this model has no place"
     ):

@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief, safe_name
-from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
+from jobs.common.keys import FAR_S, FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
@@ -73,9 +73,6 @@ class Released:
     claimed: ClaimedJob | None
     worker_name: str = ""
 
-
-FAR_S = 10 * 365 * 86_400
-"""Our scores in rq:wip lie this many seconds ahead, so that RQ's own cleanup never reaches our entries."""
 
 _log = logging.getLogger("rq.worker")
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
 from jobs.common.keys import (
+    FAR_S,
     RQ,
     SILENT_S,
     WORKER_STATS_TTL_S,
@@ -26,9 +28,9 @@ from jobs.common.keys import (
     worker_key,
 )
 from jobs.common.release import commit
-from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY, execution_key
+from jobs.common.stored import text
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
-from worker.store.job_store import FAR_S
 
 _REGISTRIES = {
     "started": "wip",
@@ -109,6 +111,34 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     if is_here and not may_live:
         return ""
     return safe_name(f"process {pid_text} on host {host}")
+
+
+def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
+    """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
+
+    If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        for name in queue_names:
+            pipe.hkeys(held_key(name))
+        # Somebody may have put another kind of value into a key. Then only that key is left out.
+        held = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, list)]
+
+        keys = []
+        for member in chain(*held):
+            job_id, _, execution_id = text(member).rpartition(":")
+            key = execution_key(job_id, execution_id)
+            keys.append(key)
+            pipe.hget(key, "worker_name")
+        holders = pipe.execute(raise_on_error=False)
+
+        own_keys = []
+        for key, holder in zip(keys, holders, strict=True):
+            if holder == worker_name.encode():
+                own_keys.append(key)
+                pipe.delete(key)
+        pipe.execute()
+    return len(own_keys)
 
 
 def _is_other_process(pid_text: str) -> bool:

@@ -7,6 +7,9 @@ values have different kinds. A "json" column is text; values that are not text a
 A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
 that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
+
+If a file has decimal commas, its numbers may have points between thousands. A column of such digits is text for
+templates, and numbers in the output.
 """
 
 import json
@@ -16,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
+from jobs.parquet.tables.columns import COMMA, COMMA_DIGITS, COMMA_NUMBER, DIGITS, NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -38,6 +41,8 @@ _EXACT = 1 << 53
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+#: A number with points between thousands, and perhaps a decimal comma.
+_GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?:,[0-9]+)?")
 #: The truth values of CSV files that a template writes in the same way.
 _TRUTH = {"True", "False"}
 #: The kind of a CSV column with numbers of two kinds. Other pairs make "digits".
@@ -86,7 +91,8 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
-    if decimal == "," and kind in ("fraction", "float", "number"):
+    has_decimals = kind in ("fraction", "float", "number", "digits")
+    if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
     return kind
 
@@ -138,7 +144,10 @@ def _kind_of_integer(value: int, too_large: str) -> str:
 
 
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
-    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null."""
+    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null.
+
+    Integers that no type holds exactly are "digits", but "text" beside decimal commas, where digits become floats.
+    """
     kind: Kind = "null"
     for text in set(texts) - {""}:
         kind = merged_texts(kind, _kind_of_text(text, decimal))
@@ -150,7 +159,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a field of CSV that is not empty."""
     if decimal == "," and "." in text:
-        return "text"  # the point separates thousands, or the text is no number
+        return "digits" if _GROUPED.fullmatch(text) else "text"
     if decimal == ",":
         text = text.replace(",", ".")
     if text in _TRUTH:
@@ -158,8 +167,10 @@ def _kind_of_text(text: str, decimal: str) -> str:
     if not _NUMBER.fullmatch(text):
         return "text"
     if _INTEGER.fullmatch(text) and text != "-0":
-        return _kind_of_integer(int(text), too_large="digits")
+        return _kind_of_integer(int(text), too_large="text" if decimal == "," else "digits")
     number = float(text)
+    if decimal == "," and number.is_integer() and abs(number) >= _INT64:
+        return "text"
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
@@ -172,6 +183,7 @@ _WRITTEN = {
     "comma float": COMMA,
     "comma fraction": COMMA,
     "comma number": COMMA_NUMBER,
+    "comma digits": COMMA_DIGITS,
 }
 
 
@@ -214,11 +226,13 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
-    has_comma = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    arrow_type = _arrow_type(kind)
+    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    is_number = has_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null
-        if has_comma and value is not None:
+        if is_number and value is not None:
             value = value.replace(",", ".")
         values.append(value)
-    return pa.array(values, pa.string()).cast(_arrow_type(kind))
+    return pa.array(values, pa.string()).cast(arrow_type)

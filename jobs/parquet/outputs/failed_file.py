@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -25,7 +25,8 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
 
     path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too. A row has the
     input's columns that the output has, its number in the run, its file, its number in the file, and the reason. A row
-    of a text file also has its line, if the planned file is on this machine and has not changed.
+    of a text file also has its line, if the planned file is on this machine and has not changed. CSV is written as the
+    run's input is: with its delimiter, decimal mark and encoding.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -35,7 +36,7 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
         return 0
     try:
         with open(path, "xb") as sink:
-            _WRITERS[suffix](sink, pa.concat_tables(tables))
+            _WRITERS[suffix](sink, pa.concat_tables(tables), reader.plan.spec.dialect)
     except FileExistsError:
         raise InvalidJob(f"{path} is there already: name a new file") from None
     except OSError as error:
@@ -43,16 +44,16 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     return sum(table.num_rows for table in tables)
 
 
-def _write_csv(sink: Any, table: pa.Table) -> None:
-    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()))
+def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
+    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()), dialect)
 
 
-def _write_jsonl(sink: Any, table: pa.Table) -> None:
+def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
     write_jsonl(frozenset(), sink, table.schema, iter(table.to_batches()))
 
 
-_WRITERS: dict[str, Callable[[Any, pa.Table], None]] = {
-    ".parquet": lambda sink, table: pq.write_table(table, sink),
+_WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {
+    ".parquet": lambda sink, table, dialect: pq.write_table(table, sink),
     ".csv": _write_csv,
     ".jsonl": _write_jsonl,
 }

@@ -1,11 +1,13 @@
 """Writes the output of a run that asks for one file: the rows of all parts in order, once all parts are there."""
 
 import base64
+import codecs
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -177,28 +179,42 @@ def _json_lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
 
 
-def write_csv(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    """Write rows as CSV. Fields that some readers would take for several lines are quoted. answers: see _rows."""
-    header = schema.names
-    sink.write(_csv_lines([header]))
+def write_csv(
+    answers: Set[str],
+    sink: Any,
+    schema: pa.Schema,
+    batches: Batches,
+    dialect: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write rows as CSV. Fields that some readers would take for several lines are quoted.
+
+    answers: see _rows. dialect: see RunSpec.dialect. Characters that its encoding lacks become escapes.
+    """
+    delimiter = dialect.get("delimiter", ",")
+    decimal = dialect.get("decimal", ".")
+    encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))("backslashreplace")
+    header = _csv_lines([schema.names], delimiter, decimal)
+    sink.write(encoder.encode(header))
     for batch in batches:
-        sink.write(_csv_lines(_rows(batch, answers)))
+        lines = _csv_lines(_rows(batch, answers), delimiter, decimal)
+        sink.write(encoder.encode(lines))
 
 
-def _csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
-    """Return rows as the bytes of a CSV file."""
+def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
+    """Return rows as the text of a CSV file."""
+    quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
-        line = ",".join(map(_field, row))
+        line = delimiter.join(_field(value, quoted, decimal) for value in row)
         if not line:
             line = '""'  # readers skip blank lines
         lines.append(f"{line}\n")
-    return "".join(lines).encode()
+    return "".join(lines)
 
 
-#: A field with one of these characters is quoted, because some readers take it for the end of a line, or for a mark of
-#: the file.
-_QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
+#: A field with one of these characters or the delimiter is quoted, because some readers take it for the end of a line,
+#: or for a mark of the file.
+_QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
 def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
@@ -232,14 +248,16 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _field(value: Any) -> str:
+def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
     """Return a value as a field of CSV."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = value if isinstance(value, str) else to_json(value)
-    if not _QUOTED.search(text):
+    if isinstance(value, float):
+        text = text.replace(".", decimal)
+    if not quoted.search(text):
         return text
     doubled = text.replace('"', '""')
     return f'"{doubled}"'

@@ -1,7 +1,10 @@
-"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values."""
+"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values.
+
+If rows have several prompts, each prompt with a schema has two columns, which begin with its name.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any, NamedTuple
 
@@ -34,14 +37,26 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
 
 
-def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
-    """Return the two columns. n: how many answers each row has. From 2 on, the columns hold lists."""
-    value_type = arrow_type(kind)
-    reason_type = pa.string()
-    if n > 1:
-        value_type = pa.list_(value_type)
-        reason_type = pa.list_(reason_type)
-    return [pa.field(PARSED, value_type), pa.field(PARSE_ERROR, reason_type)]
+def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
+    """Return two columns for each prompt.
+
+    kinds: see RunSpec.parsed_types. n: how many answers each row has. From 2 on, the columns hold lists.
+    """
+    fields = []
+    for prompt, kind in kinds.items():
+        value_type = arrow_type(kind)
+        reason_type = pa.string()
+        if n > 1:
+            value_type = pa.list_(value_type)
+            reason_type = pa.list_(reason_type)
+        fields.append(pa.field(_column(prompt, PARSED), value_type))
+        fields.append(pa.field(_column(prompt, PARSE_ERROR), reason_type))
+    return fields
+
+
+def _column(prompt: str, name: str) -> str:
+    """Return the name of a prompt's column; `name` itself if rows have one prompt."""
+    return f"{prompt}_{name}" if prompt else name
 
 
 class Parsed(NamedTuple):
@@ -51,10 +66,13 @@ class Parsed(NamedTuple):
     reason: str | None = None
 
 
-def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
-    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value."""
-    texts = answer.completion
-    if answer.error is not None or texts is None:
+def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
+    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value.
+
+    prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
+    """
+    texts = answer.column(prompt) if prompt else answer.completion
+    if texts is None or (answer.error is not None and not prompt):
         return Parsed()
     if answer.check_error is not None:
         return Parsed(None, answer.check_error)
@@ -166,7 +184,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no value of JSON")
 
 
-def parsed_columns(kind: ValueType, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the values of the two columns, by their names in `parsed_fields`."""
-    rows = [parsed_row(kind, answer) for answer in answers]
-    return {PARSED: [row.value for row in rows], PARSE_ERROR: [row.reason for row in rows]}
+def parsed_columns(
+    kinds: Mapping[str, ValueType], answers: Sequence[Answer]
+) -> dict[str, list[Any]]:
+    """Return the values of the columns, by their names in `parsed_fields`."""
+    columns = {}
+    for prompt, kind in kinds.items():
+        rows = [parsed_row(kind, answer, prompt) for answer in answers]
+        columns[_column(prompt, PARSED)] = [row.value for row in rows]
+        columns[_column(prompt, PARSE_ERROR)] = [row.reason for row in rows]
+    return columns

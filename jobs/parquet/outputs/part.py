@@ -17,7 +17,15 @@ from jobs.parquet.asks.batch_lines import LEFT_OUT
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
-from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
+from jobs.parquet.tables.columns import (
+    JSON,
+    OWN_METADATA,
+    ROW_NUMBER,
+    ColumnChoice,
+    as_number,
+    has_comma_digits,
+    missing_column,
+)
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
@@ -86,6 +94,8 @@ def output_schema(
 
 def _output_field(field: pa.Field) -> pa.Field:
     """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
+    if has_comma_digits(field):
+        field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
     is_json = JSON.items() <= metadata.items()
     if not is_json:
@@ -96,8 +106,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return Arrow's fields of a run's answers. They are named as the fields of Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
-    if spec.parsed_type is not None:
-        fields += parsed_fields(spec.parsed_type, spec.n)
+    fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
         fields.append(pa.field(REUSED, pa.string()))
     if spec.escalate_below:
@@ -122,8 +131,10 @@ def with_answers(
     """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
-    columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
-    parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
+    columns: list[Any] = [
+        as_number(batch.field(name), batch.column(name)) for name in schema.names[:num_kept]
+    ]
+    parsed = parsed_columns(spec.parsed_types, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
         values = parsed.get(name)
         if values is None:

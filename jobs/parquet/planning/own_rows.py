@@ -150,8 +150,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
     # Rows that were found, but cut, are asked again on purpose.
     num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
-    num_taken = sum(run.rows for run in old.reused)
-    took_few = 2 * (num_taken + num_cut) < num_rows
+    # Rows that failed before have no answer to take.
+    num_found = sum(run.rows for run in old.reused) + num_cut
+    took_few = 2 * num_found < min(num_rows, old.keys.num_known)
     if took_few:
         has_function = plan.spec.repairs.function is not None
         no_difference = _NO_DIFFERENCE[has_function]

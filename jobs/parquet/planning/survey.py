@@ -175,7 +175,14 @@ class SurveyWork(RowsTask):
         answers = self.asked.answers()
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
-        result["num_failed"] = sum(answer.error is not None for answer in answers)
+        failures = Reasons()
+        for (planned, _), tried in zip(self._tried, answers, strict=False):
+            if tried.error is not None:
+                failures.add(tried.error, [planned.row])
+        result["num_failed"] = failures.rows
+        result["commonest_failure"] = ""
+        for reason in failures.commonest(1):
+            result["commonest_failure"] = reason.text
         if not self._is_dry:
             shown = []
             for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):

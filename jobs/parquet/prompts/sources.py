@@ -26,6 +26,8 @@ from jobs.parquet.prompts.prompt_source import (
 from jobs.parquet.tables.columns import (
     PROBLEM,
     RowProblem,
+    as_number,
+    has_comma_digits,
     has_digits,
     is_list,
     is_text,
@@ -96,6 +98,11 @@ class RowSampling:
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         """Yield the values of each row's columns, or its RowProblem."""
+        for column in self.columns:
+            field = rows.field(column)
+            if has_comma_digits(field):
+                place = rows.schema.get_field_index(column)
+                rows = rows.set_column(place, column, as_number(field, rows.column(column)))
         return rows_without_null_keys(self.columns, rows)
 
     def as_json(self, values: Mapping[str, Any]) -> str:

@@ -116,11 +116,12 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found.
+    keys: the known keys. A key of zeros is never found. num_known: how many can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.all = keys
+        self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
@@ -170,7 +171,7 @@ class ReusedRun:
     """What a new run has taken from an old one.
 
     rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if at least half of the new run's rows were taken.
+    differently; empty if at least half of the rows were taken that could be: those of the new run, or the old answers.
     """
 
     output: str

@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
@@ -178,6 +179,9 @@ DIGITS = {b"tokenmill": b"digits"}
 COMMA = {b"tokenmill": b"comma"}
 #: The metadata of a column of floats and integers with a decimal comma.
 COMMA_NUMBER = {b"tokenmill": b"comma number"}
+#: The metadata of a text column that only has numbers with a decimal comma, in another form than a column of numbers
+#: would show, such as 7,00 or 1.234,56. Templates show the text, and the output has the numbers.
+COMMA_DIGITS = {b"tokenmill": b"comma digits"}
 #: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
 #: The key of the metadata above. Outputs leave it out.
@@ -210,7 +214,20 @@ def python_rows(
 
 def has_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers."""
-    return DIGITS.items() <= (field.metadata or {}).items()
+    return DIGITS.items() <= (field.metadata or {}).items() or has_comma_digits(field)
+
+
+def has_comma_digits(field: pa.Field) -> bool:
+    """Whether a text column holds only numbers with a decimal comma."""
+    return COMMA_DIGITS.items() <= (field.metadata or {}).items()
+
+
+def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
+    """Return the numbers of a text column with decimal commas. Any other column stays as it is."""
+    if not has_comma_digits(field):
+        return column
+    without_points = pc.replace_substring(column, ".", "")
+    return pc.replace_substring(without_points, ",", ".").cast(pa.float64())
 
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:

@@ -264,25 +264,30 @@ class RunSpec:
         )
 
     @cached_property
-    def parsed_type(self) -> ValueType | None:
-        """Return the type of the values that answers are parsed into; None if they stay texts. Raises InvalidJob."""
+    def parsed_types(self) -> Mapping[str, ValueType]:
+        """Return the types of the values that answers are parsed into, by the names of their prompts.
+
+        The name is "" if rows have one prompt. Answers to prompts that are left out stay texts. Raises InvalidJob.
+        """
         if not self.parse:
-            return None
-        structured = self.sampling.get("structured_outputs")
-        schema = structured.get("json") if isinstance(structured, dict) else None
-        if schema is None:
-            schema = (self.check or {}).get("json")
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
-        if schema is None:
+            return {}
+        samplings = {step.name: step.sampling for step in self.steps if not step.is_scored}
+        if not samplings:
+            samplings = {"": self.sampling}
+        schemas = {}
+        for name, sampling in samplings.items():
+            structured = sampling.get("structured_outputs")
+            schema = structured.get("json") if isinstance(structured, dict) else None
+            if schema is None:
+                schema = (self.check or {}).get("json")
+            if schema is not None:
+                schemas[name] = schema
+        if not schemas:
             raise InvalidJob(
                 "parse gives answers the types of their schema, but there is no schema: give response_format, "
                 "structured_outputs with json, or check_schema too"
             )
-        return type_of_schema(schema)
+        return {name: type_of_schema(_from_json(schema)) for name, schema in schemas.items()}
 
     @cached_property
     def way(self) -> Way | None:
@@ -332,6 +337,16 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
+def _from_json(schema: Any) -> Any:
+    """Return a schema that may be given as its JSON. Raises InvalidJob."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
+
+
 def _sources(options: Mapping[str, Any]) -> list[str]:
     """Return a list of the one option that says what each row asks; empty for the default column of prompts.
 
@@ -379,11 +394,11 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     )
     _check_used(
         spec.parse,
-        spec.task == checks.GENERATE and not spec.labels and not spec.prompts,
-        "parse is for answers to one prompt of each row: leave it out",
+        spec.task == checks.GENERATE and (not spec.labels or spec.prompts is not None),
+        "parse is for generated answers: leave it out",
     )
-    # Reading the type raises an error for a schema that fits into no column.
-    _ = spec.parsed_type
+    # Reading the types raises an error for a schema that fits into no column.
+    _ = spec.parsed_types
     if spec.way is not None:
         _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
 

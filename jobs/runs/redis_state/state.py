@@ -22,6 +22,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
+from jobs.common.display import safe_name
 from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
@@ -110,6 +111,12 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
         for text, count, rows in json.loads(record):
             reasons.add(text, rows, count)
     return reasons
+
+
+def submitted_by(connection: Redis, run: str) -> str:
+    """Return who submitted a run last, safe to show; "" if Redis does not know it."""
+    name: Any = connection.hget(run_key(run), SUBMITTED_BY)
+    return safe_name(name or "")
 
 
 @dataclass(frozen=True)

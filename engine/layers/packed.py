@@ -1,0 +1,105 @@
+"""Linear layers whose weights stay in 4 or 8 bits, as a checkpoint stores them."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.layer_kernels import PackedKernels
+from engine.checkpoint.quantized import PackedForm, PackedPart, QuantizedTensor
+
+WORD_BYTES = 4
+#: The order of a word's columns: those of two bytes apart are multiplied together.
+INT4_BYTES = ((0, 2), (4, 6), (1, 3), (5, 7))
+BYTE_ORDER = (0, 2, 1, 3)
+
+
+class Place(NamedTuple):
+    """Where a part of a checkpoint's matrix goes: these rows and columns of it, to the layer's rows from `start`."""
+
+    start: int
+    rows: slice
+    columns: slice
+
+
+class PackedProduct(nn.Module):
+    """x W^T + b with W in 4 or 8 bits; it is unpacked on the way to the processor's registers.
+
+    words: [out, in / w, 4] uint8, w = 8 or 4 codes of adjacent columns; as the kernel reads them once it is loaded.
+    scales, zeros: [out, groups], likewise. zeros: uint8, as codes are.
+    """
+
+    def __init__(
+        self,
+        form: PackedForm,
+        in_features: int,
+        out_features: int,
+        kernels: PackedKernels,
+        block: int,
+    ) -> None:
+        super().__init__()
+        self.form, self.block, self.kernels = form, block, kernels
+        self.in_features, self.out_features = in_features, out_features
+        num_groups = 1 if form.group is None else in_features // form.group
+        bits = 4 if form.kind == "int4" else 8
+        num_words = in_features * bits // (8 * WORD_BYTES)
+        self.words = _parameter(torch.empty(out_features, num_words, WORD_BYTES, dtype=torch.uint8))
+        self.scales = _parameter(torch.empty(out_features, num_groups, dtype=form.scale_dtype))
+        self.zeros = _parameter(torch.empty(out_features, num_groups, dtype=torch.uint8))
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [rows, in] -> [rows, out], in x's dtype; sums are float32, and rounded once."""
+        return self.kernels.product(
+            x, self.words, self.scales, self.zeros, bias, self.out_features, self.block,
+            self.form.kind,
+        )  # fmt: skip
+
+    def fill(self, start: int, part: PackedPart) -> None:
+        """Put rows of a weight in their place, from row `start` on."""
+        rows = slice(start, start + len(part.codes))
+        self.words[rows] = pack_words(part.codes, self.form.kind)
+        self.scales[rows] = part.scales
+        self.zeros[rows] = 0 if part.zeros is None else part.zeros
+
+    def finish_loading(self) -> None:
+        """Lay the weight out as the kernel reads it."""
+        laid_out = self.kernels.lay_out(self.words.data, self.scales.data, self.zeros.data)
+        self.words, self.scales, self.zeros = map(_parameter, laid_out)
+
+
+def pack_words(codes: Tensor, kind: str) -> Tensor:
+    """Pack codes [rows, columns] uint8 into words [rows, columns / w, 4]."""
+    if kind != "int4":
+        return codes.reshape(len(codes), -1, WORD_BYTES)[:, :, BYTE_ORDER]
+    codes = codes.reshape(len(codes), -1, 2 * WORD_BYTES)
+    return torch.stack([codes[:, :, low] | codes[:, :, high] << 4 for low, high in INT4_BYTES], -1)
+
+
+def pack_product(
+    tensors: Iterable[QuantizedTensor],
+    places: Sequence[Place],
+    in_features: int,
+    out_features: int,
+    kernels: PackedKernels,
+) -> PackedProduct | None:
+    """Return a product for these weights, not filled yet; None if they cannot stay packed.
+
+    places: where they go, all of them.
+    """
+    forms = {tensor.packed_form for tensor in tensors}
+    form = forms.pop()
+    if forms or form is None:
+        return None
+    group = in_features if form.group is None else form.group
+    cuts = [at for place in places for at in (place.columns.start, place.columns.stop)]
+    if any(cut % group for cut in cuts if form.group is not None) or in_features % group:
+        return None
+    block = kernels.block(form.kind, group)
+    if block is None:
+        return None
+    return PackedProduct(form, in_features, out_features, kernels, block)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,167 @@
+"""Weights that stay in 4 or 8 bits: the products, the memory that they take, and what is unpacked after all."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.attention.cpu_backend import CpuBackend
+from engine.attention.layer_kernels import PackedKernels
+from engine.checkpoint.quantized import PackedForm, PackedPart
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.packed import PackedProduct
+from engine.models.load import read_supported
+from engine.run.check_up import check_up, loaded_bytes
+from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, quantize_checkpoint
+
+CPU = torch.device("cpu")
+#: Of a product against its terms' magnitudes: rounding of the result, and of float32 sums.
+CLOSE = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
+
+
+def packed_kernels() -> PackedKernels:
+    found = CpuBackend(CPU).layer_kernels.packed
+    assert found is not None
+    if found.block("int4", 64) is None:
+        pytest.skip("this processor has no vectors of 64 bytes: weights are unpacked")
+    return found
+
+
+def make_product(
+    kind: str, out_features: int, in_features: int, group: int | None
+) -> tuple[PackedProduct, Tensor]:
+    """A product with random codes, and its weight in float64."""
+    kernels = packed_kernels()
+    size = group or in_features
+    generator = torch.Generator().manual_seed(out_features)
+
+    def draw(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=generator).to(torch.uint8)
+
+    codes = draw(16 if kind == "int4" else 256, out_features, in_features)
+    zeros = None
+    if kind == "fp8":
+        codes[(codes & 127) == 127] = 1  # no NaN
+        values = codes.view(torch.float8_e4m3fn).double()
+    else:
+        zeros = draw(16 if kind == "int4" else 256, out_features, in_features // size)
+        values = codes.double() - zeros.double().repeat_interleave(size, 1)
+    scales = torch.rand(out_features, in_features // size, generator=generator).half()
+    weight = values * scales.double().repeat_interleave(size, 1)
+    block = kernels.block(kind, size)
+    assert block is not None
+    product = PackedProduct(
+        PackedForm(kind, group, torch.float16), in_features, out_features, kernels, block
+    )
+    cut = out_features // 3  # filled from two tensors, as queries and keys are
+    for rows in (slice(0, cut), slice(cut, out_features)):
+        part = PackedPart(codes[rows], scales[rows], None if zeros is None else zeros[rows])
+        product.fill(rows.start, part)
+    product.finish_loading()
+    return product, weight
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "out_features", "in_features", "group"),
+    [("int4", 70, 256, 32), ("int4", 64, 384, None), ("int8", 130, 96, 48), ("fp8", 30, 128, None)],
+)
+def test_a_product_is_that_of_the_unpacked_weight(
+    kind: str, out_features: int, in_features: int, group: int | None, dtype: torch.dtype
+) -> None:
+    """For rows that meet codes, rows that meet an unpacked block, and a second task; with a bias, or none."""
+    product, weight = make_product(kind, out_features, in_features, group)
+    x = torch.randn(200, in_features + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = x[:, 8:]  # rows with gaps between them
+    bias = torch.randn(out_features).to(dtype)
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 12, 29, 200):
+        for added in (None, bias):
+            found = product(x[:rows], added)
+            assert found.dtype == dtype
+            expected = x[:rows].double() @ weight.t()
+            terms = x[:rows].double().abs() @ weight.abs().t()
+            if added is not None:
+                expected += added.double()
+                terms += added.double().abs()
+            allowed = CLOSE[dtype] * expected.abs() + 1e-5 * terms
+            assert ((found.double() - expected).abs() <= allowed).all(), rows
+
+
+def test_a_product_takes_the_memory_of_its_codes_and_scales() -> None:
+    """Of bfloat16's: at most 0.35, with a scale and a zero point for 32 columns."""
+    product, weight = make_product("int4", 256, 512, 32)
+    taken = sum(each.nbytes for each in product.parameters())
+    assert taken <= 0.35 * 2 * weight.numel()
+
+
+@pytest.fixture(scope="module")
+def awq(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoint:
+    target = tmp_path_factory.mktemp("awq")
+    return quantize_checkpoint(folders["gqa1_untied"], target, FORMATS["awq"])
+
+
+def config(folder: Path, **changes: object) -> EngineConfig:
+    values = {"dtype": "float32", "kv_cache_bytes": 1 << 22, "max_model_len": 128, **changes}
+    return EngineConfig(str(folder), **values)  # type: ignore[arg-type]
+
+
+def packed_layers(engine: Engine) -> set[bool]:
+    model = engine._open_runner().model
+    linears = [each for each in model.modules() if isinstance(each, ReplicatedLinear)]
+    return {isinstance(each.instead, PackedProduct) for each in linears}
+
+
+def test_every_linear_layer_keeps_its_weight_packed(awq: QuantizedCheckpoint) -> None:
+    packed_kernels()
+    with Engine(config(awq.folder)) as engine:
+        assert packed_layers(engine) == {True}
+        names = dict(engine._open_runner().model.named_parameters())
+    assert not any(name.endswith("_proj.weight") for name in names)
+
+
+@pytest.mark.parametrize("changes", [{"attention_backend": "torch"}, {"deterministic": True}])
+def test_weights_are_unpacked_where_nothing_multiplies_with_packed_ones(
+    awq: QuantizedCheckpoint, caplog: pytest.LogCaptureFixture, changes: dict[str, object]
+) -> None:
+    with caplog.at_level(logging.INFO, "engine"), Engine(config(awq.folder, **changes)) as engine:
+        assert packed_layers(engine) == {False}
+    assert "8 layers are unpacked when they are read" in caplog.text
+
+
+def test_a_layer_of_which_a_part_is_quantized_is_unpacked(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed_kernels()
+    names = ("q_proj", "v_proj", "up_proj", "o_proj")
+    made = quantize_checkpoint(folders["gqa1_untied"], tmp_path, FORMATS["awq"], names)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    tokens = []
+    for folder in (made.folder, made.unpacked):
+        with caplog.at_level(logging.INFO, "engine"), Engine(config(folder)) as engine:
+            (completion,) = engine.generate([[5, 9, 300]], greedy)
+            tokens.append(completion.token_ids)
+    assert tokens[0] == tokens[1]
+    assert "2 linear layers stay packed" in caplog.text
+    assert "model.layers.0.self_attn.qkv_proj" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_backend": "torch"}])
+def test_doctor_counts_weights_as_a_start_takes_them(
+    awq: QuantizedCheckpoint, changes: dict[str, object]
+) -> None:
+    """Packed ones, and those that are unpacked."""
+    asked = config(awq.folder, **changes)
+    model, path = read_supported(awq.folder, "native")
+    assert path.decoder is not None
+    counted = loaded_bytes(asked, model, path.decoder, awq.folder, "float32")
+    with Engine(asked) as engine:
+        parameters = list(engine._open_runner().model.parameters())
+    taken = sum(
+        each.numel() * each.element_size() if each.is_mkldnn else each.nbytes for each in parameters
+    )
+    assert counted == taken
+    (found,) = [each for each in check_up(asked) if each.subject == "memory"]
+    assert f"weights {counted / 2**30:.2f} GiB" in found.text
