@@ -25,7 +25,7 @@ def checks() -> list[Examination]:
 
 
 def _check_settings() -> Iterator[Finding]:
-    """Yield whether the worker's settings can be used."""
+    """Yield the finding about the worker's settings: what is wrong with them, or that they can be used."""
     try:
         settings = WorkerSettings.load()
         settings.engine_config()

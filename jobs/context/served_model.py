@@ -101,17 +101,18 @@ def clock_text(formats: Sequence[str] | None, now: float) -> str:
     return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
 
 
-_UNNAMED = "?"
+#: Stands for formats that are not known.
+_UNKNOWN = "?"
 
 
 def joined_formats(formats: Sequence[str] | None) -> str:
-    """Return the formats of a model's clock as one text."""
-    return _UNNAMED if formats is None else "\n".join(formats)
+    """Return ServedModel.clock_formats as one text, which Redis can hold."""
+    return _UNKNOWN if formats is None else "\n".join(formats)
 
 
 def split_formats(text: str) -> tuple[str, ...] | None:
     """Return the formats from the text that `joined_formats` made."""
-    if text == _UNNAMED:
+    if text == _UNKNOWN:
         return None
     return tuple(text.split("\n")) if text else ()
 

@@ -76,6 +76,7 @@ def submit_run(
     }
 
     def enter(pipe: Pipeline) -> None:
+        """Write the submission, and the planning job unless a worker holds it already."""
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:

@@ -140,6 +140,7 @@ class JobEnds:
         """
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Go on, also if no notice could be sent."""
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
@@ -200,6 +201,7 @@ class JobEnds:
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
+            """Have the end written, as the callback has left it."""
             if failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(reply, Raised):
@@ -257,6 +259,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_page() -> int:
+            """Queue one page of dependents. After the last page, close the job. Returns the next page, or 0."""
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
@@ -273,6 +276,7 @@ class JobEnds:
             return next_cursor
 
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
+            """Queue the next page, or let the job go."""
             if failure is not None:
                 raise failure
             if next_cursor:

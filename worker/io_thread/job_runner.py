@@ -161,6 +161,7 @@ class JobRunner:
             self._packer.function_started(job)
 
         def hand_over() -> None:
+            """Give the function to a thread."""
             if job.is_ours:
                 function = self._bound_function(job, call)
                 pool_call = PoolCall(

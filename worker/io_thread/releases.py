@@ -91,6 +91,7 @@ class Releases:
         """
 
         def end(job: HeldJob) -> None:
+            """End a job that no worker runs any more."""
             if job.claimed.has_ended:
                 self._ends.queue_dependents(job, None)
                 return

@@ -76,6 +76,8 @@ def _counted(
     """Return a class of connections like this one that calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
+        """A connection that tells what is sent over it."""
+
         sent_at: float | None = None
 
         def send_packed_command(self, *args: Any, **options: Any) -> Any:

@@ -61,6 +61,7 @@ class ObjectFolder:
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
+            """Get a range of bytes, of the file as it was when it was opened."""
             options: Any = {"range": (start, end), **same_state}
             return self._make(
                 name,

@@ -275,7 +275,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Near a run's end, a shard holds this fraction of the remaining rows, so that all workers end together.
+#: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
 #: The fewest rows of such a shard: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
