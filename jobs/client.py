@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from redis import Redis
 
 from jobs.common.display import brief
+from jobs.context.adapters import ADAPTER
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling, json_schema_of
 from jobs.prompts.arguments import SAMPLING_NAMES
@@ -286,6 +287,14 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
         arguments["sampling"] = {**sampling, **values}
+
+    adapter_column = arguments.pop("adapter_column", None)
+    if adapter_column is not None:
+        name = "column" if "column" in arguments else "sampling_columns"
+        columns = arguments.get(name, {})
+        if not isinstance(columns, dict) or ADAPTER in columns:
+            raise unlike(name, columns, "a mapping without adapter, which adapter_column gives")
+        arguments[name] = {**columns, ADAPTER: adapter_column}
 
     checks = {}
     for name, kind in _CHECK_KINDS.items():

@@ -121,6 +121,11 @@ class ModelNotServed(InvalidJob):
     queue whose workers serve {model!r}"""
 
 
+class UnknownAdapter(InvalidJob):
+    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put its folder into the
+    worker's TOKENMILL_ADAPTERS"""
+
+
 class AnswerMissing(JobsError):
     """no answer of job {job}, on which this one depends: {found}"""
 

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.common.plain_log import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES, JobContext
+from jobs.context.adapters import Adapters, LiveAdapters
 from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
 from jobs.context.checks import DEFAULT_LIMIT_S, Checks
 from jobs.context.served_model import PromptMeter, ServedModel
@@ -79,6 +80,8 @@ class WorkerSettings(BaseSettings):
     seed: int = 0
     chat_template: str | None = None
     pooling: str | None = None
+    adapters: str | None = None
+    max_adapters: int = 16
     kernel_check: str = "warn"
     deterministic: bool = False
 
@@ -296,7 +299,22 @@ class WorkerSettings(BaseSettings):
             checks=Checks(self.allowed_functions, self.check_timeout_s),
             webhook_hosts=frozenset(self.allowed_webhook_hosts),
             allowed_functions=frozenset(self.allowed_functions),
+            adapters=self._adapters(),
         )
+
+    def _adapters(self) -> Adapters:
+        """Return the adapters that jobs may name."""
+        from engine import AdapterFolder
+
+        if self.adapters is None:
+            return Adapters()
+        folder = AdapterFolder(self.adapters)
+
+        def look() -> tuple[list[str], dict[str, str]]:
+            found, problems = folder.look()
+            return [adapter.pinned for adapter in found], problems
+
+        return LiveAdapters(look)
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's part of the settings. Raises engine.ConfigError for a bad combination."""

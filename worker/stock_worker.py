@@ -147,8 +147,10 @@ def _current_job() -> Job:
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     """Return what a job may use."""
+    lent = _lent(job.connection, attention_backend)
+    lent.adapters.refresh()
     return replace(
-        _lent(job.connection, attention_backend),
+        lent,
         # These are new for each job, because an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.adapter_rows import AdapterRows
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -196,7 +197,7 @@ class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
-    states: of a model that keeps states.  pictures: of a step with any.
+    states: of a model that keeps states.  pictures, adapters: of a step with any.
     """
 
     token_ids: Tensor
@@ -206,3 +207,4 @@ class ForwardBatch:
     attention: AttentionMetadata
     states: StateParts | None = None
     pictures: PictureRows | None = None
+    adapters: AdapterRows | None = None

@@ -75,6 +75,9 @@ class EngineConfig:
         compared with transformers' own code at each start instead.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...). None goes by the checkpoint's modules.json; without that file there are no embeddings.
+    adapters: a folder with a sub-folder for each LoRA adapter, as PEFT saves it. Requests name them by their
+        sub-folders, new ones too. Not built for models through transformers and with deterministic.
+    max_adapters: how many of them are in memory at a time. Those that no request uses make room for others.
     """
 
     model: str
@@ -100,6 +103,8 @@ class EngineConfig:
     adapt_cpu_threads: bool = False
     kernel_check: str = "warn"
     pooling: str | None = None
+    adapters: str | None = None
+    max_adapters: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -109,6 +114,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "block_size",
             "tensor_parallel_size",
+            "max_adapters",
         ):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_bytes"):
@@ -158,6 +164,11 @@ class EngineConfig:
             raise ConfigError(
                 "adapt_cpu_threads=True changes the number of threads, by which sums may be divided, and "
                 "deterministic=True keeps it; leave one of them out"
+            )
+        if self.deterministic and self.adapters is not None:
+            raise ConfigError(
+                "adapters are not built for deterministic=True: rows of one adapter are multiplied together, and "
+                "their sums may depend on how many there are; leave one of them out"
             )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(

@@ -66,7 +66,7 @@ class StepStats:
     """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
 
     def __init__(self) -> None:
-        self.num_steps = self.num_scheduled = 0
+        self.num_steps = self.num_scheduled = self.num_adapter_steps = 0
         self.batch_sizes = [0] * _NUM_SIZES
         self.schedule, self.prepare, self.launch = Stopwatch(), Stopwatch(), Stopwatch()
         self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
@@ -139,6 +139,7 @@ class Stepper:
             step_seconds=steps.seconds,
             num_scheduled=steps.num_scheduled,
             batch_sizes=tuple(steps.batch_sizes),
+            adapter_steps=steps.num_adapter_steps,
         )
 
     def take(self, launches: bool = True) -> list[Sequence]:
@@ -229,6 +230,7 @@ class Stepper:
         slots = self._scheduler.slots
         with self.stats.prepare:
             step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
+        self.stats.num_adapter_steps += len(step.adapters) > 0
         with self.stats.launch:
             return self._runner.launch(step.repeatable() if repeatable else step, sampling)
 

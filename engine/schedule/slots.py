@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import neutral_rows, sampling_row
 from engine.schedule.logprobs import NOT_WANTED
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import NO_ADAPTER, Sequence
 
 NO_TOKEN = -1
 
@@ -33,9 +33,10 @@ class SlotTable:
     with new ones behind them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top: as in Sequence.
+    adapter: as in Sequence.
     shift: how much higher the positions of tokens behind the prompt are than their places, of PromptPictures.
-    num_edited, num_constrained, num_wanting, num_with_pictures: sequences with a slot that have edits, follow a
-    grammar, want log probabilities of sampled tokens, have pictures.
+    num_edited, num_constrained, num_wanting, num_with_pictures, num_adapted: sequences with a slot that have edits,
+    follow a grammar, want log probabilities of sampled tokens, have pictures, have an adapter.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -59,6 +60,8 @@ class SlotTable:
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
         self.num_edited = self.num_constrained = self.num_wanting = self.num_with_pictures = 0
+        self.num_adapted = 0
+        self.adapter: NDArray[np.int64] = np.full(max_num_seqs, NO_ADAPTER)
         self.shift: NDArray[np.int64] = zeros()
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -77,6 +80,8 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_with_pictures += seq.pictures is not None
+        self.num_adapted += seq.adapter != NO_ADAPTER
+        self.adapter[slot] = seq.adapter
         self.shift[slot] = 0 if seq.pictures is None else seq.pictures.shift
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_prompt[slot] = seq.num_prompt_tokens
@@ -140,6 +145,7 @@ class SlotTable:
         self.is_edited[seq.slot] = False
         self.num_constrained -= seq.matcher is not None
         self.num_with_pictures -= seq.pictures is not None
+        self.num_adapted -= seq.adapter != NO_ADAPTER
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1

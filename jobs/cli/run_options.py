@@ -392,6 +392,8 @@ _PROMPT = (
         metavar="NAME=COLUMN",
         **_NAMED,
     ),
+    _option("--adapter", "LoRA adapter that answers, by its name in the workers' folder."),
+    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's one."),
     _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 

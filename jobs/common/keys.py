@@ -75,8 +75,8 @@ FORMAT = 10
 FORMAT_FIELD = "tokenmill_format"
 #: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Other workers leave the
-#: job queued.
+#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Further lines name
+#: adapters. Workers that do not serve each line leave the job queued.
 MODEL_FIELD = "tokenmill_model"
 #: A field in RQ's job hash: FUNCTION for a job that calls a function, FILE for a shard. Each kind has places of its
 #: own.

@@ -159,7 +159,8 @@ class WorkerSample(Point):
     silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
-    models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
+    models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
+    fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
     model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
@@ -173,6 +174,7 @@ class WorkerSample(Point):
     model: str = ""
     model_source: str = ""
     models: Sequence[str] = ()
+    adapters: Sequence[str] = ()
     fingerprint: str = ""
     max_model_len: int = 0
     clock_formats: str = ""

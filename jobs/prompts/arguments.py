@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.values import some_text, truth
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
@@ -67,7 +68,7 @@ WHITESPACE = "allow_whitespace"
 CHAT_ONLY = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
 
 #: Sampling values that a run takes as arguments of their own, like the command line.
-SAMPLING_NAMES = NOT_TEXT | {"stop"}
+SAMPLING_NAMES = NOT_TEXT | {"stop", ADAPTER}
 
 MAX_MODEL_CHARS = 4096
 

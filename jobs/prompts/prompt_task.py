@@ -7,14 +7,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER, digest_of, name_of
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
-from jobs.errors import RequestFailed, ResultTooLarge
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
-from jobs.prompts.arguments import Unusable
+from jobs.prompts.arguments import MAX_MODEL_CHARS, Unusable
 from jobs.prompts.generated import PromptAnswer, failed, generated
 from jobs.prompts.pictures import with_pictures
 from jobs.prompts.responses import Answers
@@ -35,7 +37,7 @@ ID_PREFIXES = {
 }
 
 #: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
-#: changes its answers.
+#: changes its answers. Behind it stands that of an adapter's files.
 _WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
@@ -60,10 +62,32 @@ class PromptTask(Task):
     values_are_text: bool = True
     way: Way | None = None
 
+    def made(self, context: JobContext) -> "PromptTask":
+        """Return the task with its adapter pinned. `model` may name one too. Raises UnknownAdapter."""
+        name = self.sampling.get(ADAPTER)
+        model = self.model
+        if model is not None and model not in context.model.names:
+            if model not in context.adapters.names:
+                context.model.check_asked_for(model)
+            if name not in (None, model):
+                raise InvalidJob("model and adapter each name an adapter: give one of them")
+            name = model
+            model = None
+        if name is None:
+            return self
+        changed = {ADAPTER: context.adapters.pin(some_text(ADAPTER, name, MAX_MODEL_CHARS))}
+        prompts: list[Request | Unusable] = []
+        for prompt in self.prompts:
+            if isinstance(prompt, Request):
+                prompt = replace(prompt, sampling={**prompt.sampling, **changed})
+            prompts.append(prompt)
+        return replace(self, prompts=prompts, model=model, sampling={**self.sampling, **changed})
+
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job and get ready. Raises the errors of `check`."""
-        self.check(context)
-        return OpenPrompts(context, self)
+        """Check the job and get ready. Raises the errors of `made` and `check`."""
+        task = self.made(context)
+        task.check(context)
+        return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
         """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
@@ -115,8 +139,13 @@ class PromptTask(Task):
         if id_prefix is not None:
             head = {"id": f"{id_prefix}-{context.job_id}", "created": int(self.clock())}
         head["model"] = context.model.name
+        fingerprint = context.model.fingerprint
+        adapter = self.sampling.get(ADAPTER)
+        if adapter is not None:
+            head["model"] = name_of(adapter)
+            fingerprint += f"/{digest_of(adapter)}"
         if kind in _WITH_FINGERPRINT:
-            head["system_fingerprint"] = context.model.fingerprint
+            head["system_fingerprint"] = fingerprint
         return {**head, **content}
 
     def _whole(self, answer: PromptAnswer) -> PromptAnswer:

@@ -89,6 +89,7 @@ class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
+    more_models: returns names that may change: of adapters.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
     answer. The call may then be made again, because no method doubles an effect.
@@ -103,12 +104,15 @@ class JobStore:
         models: Sequence[str] = (),
         keeping: Keeping = Keeping(),  # it is frozen
         clock: Callable[[], float] = time.time,
+        *,
+        more_models: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._client = client
         self._worker_name = worker_name
         self._lease_s = lease_s
         self._clock = clock
         self._models = list(models)
+        self._more_models = more_models
         bounds = {
             "max_hash_bytes": max_hash_bytes(max_job_bytes),
             "max_hash_fields": MAX_HASH_FIELDS,
@@ -150,7 +154,7 @@ class JobStore:
         common = {
             **self._holder(),
             "suspect_deaths": suspect_deaths,
-            "models": self._models,
+            "models": [*self._models, *self._more_models()],
             "format": FORMAT,
             "done_tokens": list(self._answered_tokens),
             "epoch": self._epoch,

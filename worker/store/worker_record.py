@@ -165,8 +165,14 @@ class WorkerRecord:
         beat: Callable[[Redis, str, str | None], None],
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
+        *,
+        changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock."""
+        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock.
+
+        changing: returns facts that may change.
+        """
+        self._changing = changing
         self._clock = clock
         self._client = client
         self._beat = beat
@@ -205,15 +211,16 @@ class WorkerRecord:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
+        facts = {**self._facts, **self._changing()}
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.zadd(fleet_key(name), {self._name: moment})
                 pipe.zremrangebyscore(fleet_key(name), "-inf", moment - WORKER_STATS_TTL_S)
                 pipe.expire(fleet_key(name), WORKER_STATS_TTL_S)
-            pipe.set(served_key(self._name), served_text(self._facts), ex=SILENT_S)
+            pipe.set(served_key(self._name), served_text(facts), ex=SILENT_S)
             pipe.execute()
         stats = {
-            **self._facts,
+            **facts,
             "state": state,
             **point.to_object(),
             **counters,

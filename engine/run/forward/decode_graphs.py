@@ -120,6 +120,7 @@ class DecodeGraphs:
             and not len(step.scored_rows)
             and not len(step.pooled_rows)
             and step.pictures is None
+            and not len(step.adapters)
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 

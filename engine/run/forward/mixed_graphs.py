@@ -127,7 +127,8 @@ class MixedGraphs:
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Return whether `run` can take this step."""
-        return batch.pictures is None and 0 < len(batch.token_ids) <= self._sizes[-1]
+        is_plain = batch.pictures is None and batch.adapters is None
+        return is_plain and 0 < len(batch.token_ids) <= self._sizes[-1]
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of all rows, [tokens, hidden_size], which the next call overwrites."""

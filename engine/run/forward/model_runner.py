@@ -8,17 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention import load_backend
 from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.attention.state_pool import StatePool, state_bytes
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
+from engine.layers.lora import LowRank
 from engine.layers.parallel import TensorParallel
+from engine.models.adapters import AdapterLoader
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
@@ -45,7 +48,7 @@ from engine.run.forward.probe import NUM_PLACES, Probe, differ
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import PendingTokens, PoolSize, Sampled, StateRows
-from engine.run.forward.transfers import DeviceTokens, pool, to_device, with_blocks
+from engine.run.forward.transfers import DeviceTokens, adapter_rows, pool, to_device, with_blocks
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
@@ -88,6 +91,7 @@ class ModelRunner:
         self._graphs_failed = False
         self._cpu_threads: CpuThreads | None = None
         self._tower: Tower | None = None
+        self._adapters: dict[int, dict[nn.Module, LowRank]] = {}  # by number
         if self.device.type == "cpu":
             keep_freed_memory()
             if config.adapt_cpu_threads and tp.size == 1:
@@ -167,6 +171,9 @@ class ModelRunner:
         self, step: StepBatch, sampling: SamplingBatch | None = None
     ) -> tuple[ForwardBatch, SamplingRows | None]:
         batch, rows = to_device(step, self.backend, self._sampled, sampling)
+        if len(step.adapters):
+            groups = adapter_rows(step, self._adapters, self.device)
+            batch = replace(batch, adapters=groups)
         if step.pictures is None:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
@@ -195,6 +202,13 @@ class ModelRunner:
                 dtype=self._kv_dtype,
             )
         return self._tower
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Load an adapter, or this rank's share of it. Raises AdapterRefused."""
+        self._adapters.pop(number, None)  # the memory is free before the next one takes it
+        with on_device(self.device):
+            loader = AdapterLoader(self.model, self.device, self.dtype)
+            self._adapters[number] = loader.load(adapter)
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.

@@ -9,6 +9,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER, Adapters, PlannedAdapters
 from jobs.context.answers import Answer, failed_answer
 from jobs.items.item import Ask, Item
 from jobs.parquet.asks.row_keys import RowKeys
@@ -72,6 +73,7 @@ class RowAsk(Ask[Answer]):
     source: makes the rows.
     keys: makes the rows' keys.
     before: the request that is asked before all rows, if any.
+    adapters: those that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
@@ -79,6 +81,7 @@ class RowAsk(Ask[Answer]):
     keys: RowKeys
     before: Request | None = None
     now: float | None = None
+    adapters: Adapters = PlannedAdapters()
 
     @classmethod
     @abc.abstractmethod
@@ -124,7 +127,12 @@ class RowAsk(Ask[Answer]):
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
-        """Return a request with the run's time, so that its prompt is the same whenever it is asked."""
+        """Return a request with the run's time, so that its prompt is the same whenever it is asked.
+
+        Its adapter has the files that the run has pinned.
+        """
+        if request.sampling.get(ADAPTER) is not None:
+            request = replace(request, sampling=self.adapters.pinned_values(request.sampling))
         if self.now is None or request.messages is None:
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})

@@ -9,6 +9,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import Adapters
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.checks import TOOL, RepairOptions
 from jobs.errors import InvalidJob, JobsError, ResultTooLarge
@@ -32,7 +33,7 @@ class BatchLines(RowAsk):
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan
-        self._context = context
+        self._context = replace(context, adapters=Adapters(plan.model.adapters))
         #: The version of each function that lines name.
         self._versions: dict[str, str] = {}
         self._is_sampling_value = cache(self._look_up_sampling)

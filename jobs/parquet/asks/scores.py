@@ -1,10 +1,12 @@
 """Rows for which nothing is generated. They are scored in one of the ways of jobs/prompts/scoring."""
 
+from dataclasses import replace
 from typing import Any, Self
 
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.items.item import Item, Samples, asked_once
@@ -52,7 +54,10 @@ class Scores(RowAsk):
         assert kind is not None, "a run that generates"
         chat = spec.chat[1] if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
-        return cls(kind.of_run(vars(spec), context.model), chat, prior)
+        scoring = kind.of_run(vars(spec), context.model)
+        if ADAPTER in spec.sampling:
+            scoring = replace(scoring, values={**scoring.values, ADAPTER: spec.sampling[ADAPTER]})
+        return cls(scoring, chat, prior)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:

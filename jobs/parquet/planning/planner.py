@@ -18,6 +18,11 @@ from jobs.parquet.outputs.run_folder import (
     find_plan,
     load_plan,
 )
+from jobs.parquet.planning.adapters import (
+    rows_name_adapters,
+    with_adapters_of_rows,
+    with_named_adapters,
+)
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
@@ -125,10 +130,14 @@ def _agreed_plan(
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue, plan.planned_at))
+        plan = with_named_adapters(context, plan)
+        has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
         chooses_rows = spec.order is not None or bool(submission.reuse)
-        if chooses_rows and begin_folder(storage, spec.output):
+        if (chooses_rows or has_adapters) and begin_folder(storage, spec.output):
             files = {shard.file for shard in plan.shards if shard.rows}
             convert_inputs(storage, plan, files, context.execution_id)
+            if has_adapters:
+                plan = with_adapters_of_rows(context, storage, plan)
             plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan

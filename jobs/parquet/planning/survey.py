@@ -24,6 +24,7 @@ from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
+from jobs.parquet.planning.adapters import with_all_adapters, with_named_adapters
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.planning.own_rows import find_matches, with_seed_of
@@ -85,6 +86,7 @@ class SurveyWork(RowsTask):
         storage = Storage.of(context)
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         plan = read_inputs(context, storage, spec, found_files)
+        plan = with_all_adapters(context, with_named_adapters(context, plan))
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None

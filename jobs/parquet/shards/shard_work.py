@@ -72,7 +72,7 @@ class ShardWork(RowsTask):
         # If the first model's answers are kept, only the second model's job is missing.
         is_asked = self._escalates and has_kept(folder, shard)
         if folder.lacks(shard) and not is_asked:
-            check_model(folder.plan, context.model, self._is_second)
+            check_model(folder.plan, context, self._is_second)
             folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
             context.files.enter(self._file.path)

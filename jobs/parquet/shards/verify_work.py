@@ -101,7 +101,7 @@ class VerifyWork(RowsTask):
         keys: whole keys of rows. A row with another key was answered by another model, and is left out.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
-        check_model(plan, context.model)
+        check_model(plan, context)
         plan.spec.admit(context.checks)
         ask = ask_of(plan, context)
         wanted = set(self._recorded)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard, column_name
 from jobs.errors import InvalidJob, InvalidValue, unlike
@@ -155,8 +156,8 @@ _ANSWER_OPTIONS = (
     "continue_on_length",
     "repair_template",
 )
-#: Sampling values that say only how a prompt is read. They do not change an answer.
-PROMPT_VALUES = (TRUNCATION, *CHAT_NAMES)
+#: Sampling values that say how a prompt is read, and by which model. They do not shape an answer.
+PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
 
 
 def check_read(

@@ -219,7 +219,7 @@ class Plan:
         content["digest"] = self._digest
         # Shards are written one by one: ten thousand at once would leave 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        unclosed = json.dumps(content, default=asdict).removesuffix("}")
+        unclosed = json.dumps(content, default=_as_object).removesuffix("}")
         return f'{unclosed}, "shards": [{shards}]}}'
 
     @classmethod
@@ -234,7 +234,7 @@ class Plan:
             plan = cls(
                 spec=RunSpec.from_json(content["arguments"]),
                 seed=content["seed"],
-                model=PinnedModel(**content["model"]),
+                model=_model(content["model"]),
                 version=content["version"],
                 files=tuple(_planned_file(file) for file in content["files"]),
                 shards=tuple(map(Shard._make, content["shards"])),
@@ -244,7 +244,7 @@ class Plan:
                 as_json=tuple(content.get("as_json", ())),  # earlier plans have none
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
-                second=PinnedModel(**content["second"]) if content.get("second") else None,
+                second=_model(content["second"]) if content.get("second") else None,
                 planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -254,6 +254,20 @@ class Plan:
         if "digest" in content and content["digest"] != plan._digest:  # earlier plans have none
             raise ValueError("numbers of rows are not as they were written")
         return plan
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    """Return a record as a mapping. Older versions know no model with adapters, so none are left out."""
+    content = asdict(value)
+    if isinstance(value, PinnedModel) and not value.adapters:
+        del content["adapters"]
+    return content
+
+
+def _model(content: dict[str, Any]) -> PinnedModel:
+    """Return the model that a plan has written with `_as_object`."""
+    adapters = tuple(content.get("adapters", ()))
+    return PinnedModel(**{**content, "adapters": adapters})
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:

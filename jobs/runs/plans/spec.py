@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
@@ -501,6 +502,11 @@ def _check_escalation(spec: RunSpec) -> None:
         bound,
         spec.labels and not spec.prompts,
         "escalate_below is for labels of one prompt: name labels, no prompts",
+    )
+    _check_used(
+        bound,
+        ADAPTER not in spec.sampling,
+        "escalate_below asks a second model, which does not have this one's adapter: leave one of them out",
     )
     _check_used(
         bound,

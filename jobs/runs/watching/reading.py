@@ -14,6 +14,7 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, are_held, are_suspended, read_workers, served_on
+from jobs.context.served_model import is_served
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
@@ -351,7 +352,7 @@ class RunLook:
         needed, shown: the names of the facts with the model's identity and with its text.
         """
         _, models = served_on(workers, queue)
-        if models is None or needed not in self.facts or self.facts[needed] in models:
+        if models is None or needed not in self.facts or is_served(self.facts[needed], models):
             return None
         return _shown(self.facts, shown)
 

@@ -150,6 +150,7 @@ def test_each_option_of_a_run_has_a_name_a_type_and_a_sentence() -> None:
         *client._ARGUMENT_OF,
         *client._CHECK_KINDS,
     }
+    expected.add("adapter_column")  # which becomes one of sampling_columns
     assert set(RunOptions.__annotations__) == expected
     source = inspect.getsource(RunOptions)
     sentences = re.findall(r'^    (\w+): .+\n    """[^"\n].*\.', source, re.MULTILINE)
