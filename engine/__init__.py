@@ -11,6 +11,7 @@ Importing this package, its configuration, parameters, results and errors loads 
 
 from typing import TYPE_CHECKING
 
+from engine.checkpoint.adapter_folder import AdapterFolder as AdapterFolder
 from engine.checkpoint.fingerprint import ModelIdentity as ModelIdentity
 from engine.errors import *  # noqa: F403 - every name of it is public
 from engine.models.served import model_table as model_table

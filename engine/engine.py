@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from engine.checkpoint.adapter_folder import AdapterFolder
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
@@ -24,10 +25,12 @@ from engine.errors import (
     UnsupportedTask,
 )
 from engine.models.load import generates, read_supported
+from engine.run.adapters import Adapters
 from engine.run.check_machine import check_support
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.adapter_loader import check_takes_adapters
 from engine.run.forward.memory import give_back_memory
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
@@ -50,7 +53,7 @@ from engine.schedule.outputs import (
     RequestProgress,
 )
 from engine.schedule.pictures import PromptPictures
-from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.schedule.prepared_prompt import ROOT, PreparedPrompt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus, request_progress
 from engine.schedule.snapshots import Snapshots
@@ -91,6 +94,8 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
+        if config.adapters is not None:
+            check_takes_adapters(path)
         self._reader: PictureReader | None = None
         if may_read_pictures(config):
             model, path, self._reader = find_reader(folder, model, path)
@@ -112,6 +117,9 @@ class Engine:
             self._live_runner: Runner | None = (start_runner or start_own_runner)(
                 config, model, folder
             )
+        self._adapters = Adapters(
+            AdapterFolder(config.adapters), self._live_runner, config.max_adapters
+        )
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -227,6 +235,7 @@ class Engine:
         params: those that `add` will get. Raises what `add` raises for the prompt.
         """
         kind = self._kinds[type(params)]
+        root = self._adapters.root(self._adapters.find(params.adapter))
         pictures = pictures_in(prompt)
         if pictures:
             reader = self._reader_for(kind, params)
@@ -236,7 +245,10 @@ class Engine:
         prepared = kind.prepare(prompt, params)
         if self._reader is not None and kind.reads_pictures:
             self._reader.check_ids(prepared.token_ids)
-        return prepared
+        if root == ROOT:
+            return prepared
+        block_keys = self._scheduler.blocks.keys_of(prepared.token_ids, root)
+        return replace(prepared, block_keys=block_keys, root=root)
 
     def prepare_chat(
         self, messages: list[dict[str, Any]], params: RequestParams = UNCUT, **options: Any
@@ -286,26 +298,40 @@ class Engine:
         resumed: by sample index, the tokens behind `continued` that another engine had generated. The samples go on
         as they would have there; a whole one ends at once. All begin anew if one of them cannot have had its tokens.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
-        InvalidSampling, DuplicateRequest, UnsupportedTask.
+        InvalidSampling, DuplicateRequest, UnsupportedTask, UnknownAdapter, AdapterRefused. An adapter that turns out
+        not to fit the model ends the request with finish_reason "error".
         """
         self._open_runner()
         _check_new(request_id, lane, self._unfinished)
         kind = self._kinds[type(params)]
         kind.check(params)
-        prepared = self._prepared(kind, prompt, params)
+        adapter = self._adapters.find(params.adapter)
+        prepared = self._prepared(kind, prompt, params, self._adapters.root(adapter))
         request = NewRequest(request_id, prepared, params, lane, continued, resumed)
         seqs = kind.sequences(request)
         for seq in seqs:
-            self._queue(seq)
+            seq.root = prepared.root
+        if adapter is not None:
+            self._adapters.add(adapter, seqs)
+        else:
+            for seq in seqs:
+                self._queue(seq)
         self._unfinished[request_id] = _Unfinished(kind, seqs)
 
     def _prepared(
-        self, kind: RequestKind[Any], prompt: Prompt | PreparedPrompt, params: RequestParams
+        self,
+        kind: RequestKind[Any],
+        prompt: Prompt | PreparedPrompt,
+        params: RequestParams,
+        root: int,
     ) -> PreparedPrompt:
-        """Prepare a prompt, unless it is prepared for these parameters already. Raises what `add` raises."""
+        """Prepare a prompt, unless it is prepared for these parameters already. Raises what `add` raises.
+
+        root: of the request's adapter.
+        """
         if not isinstance(prompt, PreparedPrompt):
             return self.prepare(prompt, params)
-        if kind.is_prepared(prompt, params):
+        if prompt.root == root and kind.is_prepared(prompt, params):
             return prompt
         if prompt.pictures is not None:
             raise InvalidPrompt(
@@ -344,6 +370,9 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
+        if launches:
+            for seq in self._adapters.look():
+                self._queue(seq)
         if self._looking is not None and launches:
             for seq in self._looking.look():
                 if seq.error is not None:
@@ -368,9 +397,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the current state."""
         stats = self._stepper.engine_stats()
-        if self._looking is None:
-            return stats
-        return replace(stats, num_waiting=stats.num_waiting + len(self._looking))
+        return replace(stats, num_waiting=stats.num_waiting + self._num_held)
+
+    @property
+    def _num_held(self) -> int:
+        """The number of requests that wait for pictures or adapters, before they wait for the scheduler."""
+        return len(self._looking or ()) + len(self._adapters)
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -521,7 +553,7 @@ class Engine:
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
-        while self._scheduler.num_waiting + len(self._looking or ()) < self.config.max_num_seqs:
+        while self._scheduler.num_waiting + self._num_held < self.config.max_num_seqs:
             request = next(requests, None)
             if request is None:
                 return True

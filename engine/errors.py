@@ -40,6 +40,14 @@ class AttentionRefused(ConfigError):
     """The attention backend cannot compute a layer of this model, and another might."""
 
 
+class KernelDiffers(ConfigError):
+    """A GPU kernel's result is not what plain torch computes from the same inputs."""
+
+
+class KernelCheckFailed(ConfigError):
+    """A GPU kernel does not work on this machine, and `kernel_check="refuse"` asks for all of them."""
+
+
 class NotDeterministic(ConfigError):
     """`deterministic=True` is asked for, and this model or machine is not known to give equal bits in every batch."""
 
@@ -64,6 +72,21 @@ class InvalidSampling(InvalidRequest):
 
 class InvalidPrompt(InvalidRequest):
     """A prompt is empty, of a wrong type, or holds a token id outside the vocabulary."""
+
+
+class UnknownAdapter(InvalidRequest):
+    """A request names an adapter that is not there, or whose files have changed."""
+
+
+class AdapterRefused(InvalidRequest):
+    """An adapter is damaged, of another model, or of a kind that is not built: (its name, the problem)."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} cannot be used: {self.problem}"
 
 
 class UnsupportedTask(InvalidRequest):
@@ -111,6 +134,8 @@ class SequenceFailed(EngineError):
         self.cause = cause
 
     def __str__(self) -> str:
+        if isinstance(self.cause, InvalidRequest):
+            return str(self.cause)
         return (
             f"the engine cannot go on with this request, and can with others: {type(self.cause).__name__}: "
             f"{str(self.cause)[:200]}; change its prompt or its sampling values, and report the error"

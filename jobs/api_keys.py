@@ -22,6 +22,7 @@ from jobs.common.display import safe_name
 from jobs.common.keys import API_KEYS_KEY, API_LIMITS_KEY, api_rate_key
 from jobs.errors import unlike
 
+#: The beginning of every key.
 PREFIX = "tm-"
 #: Characters of the hash by which a key is named in lists, and revoked.
 ID_CHARS = 12
@@ -121,8 +122,11 @@ class KnownKeys:
     def find(self, secret: str) -> ApiKey | None:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
-        matching = [key for known, key in self.keys.items() if hmac.compare_digest(known, digest)]
-        return matching[0] if matching else None
+        found = None
+        for known, key in self.keys.items():
+            if hmac.compare_digest(known, digest):
+                found = key
+        return found
 
     def limits_of(self, project: str) -> ProjectLimits:
         """Return a project's limits."""
@@ -142,10 +146,12 @@ def known_keys(connection: Redis) -> KnownKeys:
 
 
 def _limits(record: bytes) -> ProjectLimits:
+    """Return the limits in a record. A value that is no count is no limit."""
     values = stored.json_object(record)
-    return ProjectLimits(
-        **{field.name: stored.count(values.get(field.name)) for field in fields(ProjectLimits)}
-    )
+    limits = {}
+    for field in fields(ProjectLimits):
+        limits[field.name] = stored.count(values.get(field.name))
+    return ProjectLimits(**limits)
 
 
 def count_request(connection: Redis, project: str, now: float) -> int:
@@ -159,21 +165,24 @@ def count_request(connection: Redis, project: str, now: float) -> int:
 
 
 def _check_project(project: str) -> None:
+    """Raise InvalidValue for a name that no project may have."""
     if _PROJECT.fullmatch(project) is None:
         raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
 
 
 def _hash(secret: str) -> str:
+    """Return the hash by which Redis knows a key."""
     return sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _key(digest: str, record: Any) -> ApiKey:
-    fields = stored.json_object(record)
-    project = fields.get("project")
-    name = fields.get("name")
+    """Return the key that a record of Redis describes. digest: the key's hash."""
+    values = stored.json_object(record)
+    project = values.get("project")
+    name = values.get("name")
     return ApiKey(
         digest[:ID_CHARS],
         safe_name(project) if isinstance(project, str) else "",
         safe_name(name) if isinstance(name, str) else "",
-        stored.count(fields.get("created_at")) or 0,
+        stored.count(values.get("created_at")) or 0,
     )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from redis import Redis
 
 from jobs.common.display import brief
+from jobs.context.adapters import ADAPTER
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling, json_schema_of
 from jobs.prompts.arguments import SAMPLING_NAMES
@@ -38,15 +39,17 @@ from jobs.runs.watching.snapshot import RunSnapshot
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
+#: Ends the name of the folder into which a given table is written, beside the output.
 INPUT_SUFFIX = ".input"
 #: Options of the command line with another name than the arguments of jobs.score_parquet.
-_OPTIONS = {
+_ARGUMENT_OF = {
     "messages_template": "template",
     "column": "sampling_columns",
     "default": "defaults",
     "output_format": "single_file",
 }
-_CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
+#: Options of the command line that describe a check, and the kind of check of each.
+_CHECK_KINDS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
 
 
 def submit(
@@ -60,10 +63,13 @@ def submit(
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
-    Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. A table
-    is written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
+    Submitting the same again resumes the run. For mistakes that can be seen here, raises InvalidJob or InputError
+    before anything is enqueued.
+
+    input: a table is a DataFrame, or anything with an Arrow stream. It is written into input_folder, and stays there.
+    input_folder: by default `<output>.input`. connection: by default to RQ_REDIS_URL.
     options: the options of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. None leaves
-    an option out. For mistakes that can be seen here, raises InvalidJob or InputError before anything is enqueued.
+    an option out.
     """
     client = _connection(connection)
     _check_names(options)
@@ -71,9 +77,9 @@ def submit(
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
-        folder = (
-            f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
-        )
+        folder = f"{run_path(target)}{INPUT_SUFFIX}"
+        if input_folder is not None:
+            folder = os.fspath(input_folder)
         if is_stored(run_path(folder)):
             raise InvalidJob(
                 "a table is written by this program, which has no keys of the object store: name an "
@@ -134,11 +140,14 @@ class Run:
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
-            left_s = seconds if until is None else until - clock()
-            if left_s <= 0:
-                remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
-            sleep(min(seconds, left_s))
+            """Sleep, but not past the timeout."""
+            if until is not None:
+                left_s = until - clock()
+                if left_s <= 0:
+                    remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
+                seconds = min(seconds, left_s)
+            sleep(seconds)
 
         if progress:
             from jobs.runs.watching.progress_bar import Bar  # tqdm is needed here alone
@@ -150,12 +159,14 @@ class Run:
         problem = followed.problem
         if problem is None:
             return self.status()
+
         reasons = []
         if followed.end is not End.FINISHED:
-            if followed.snapshot.plan_error:
-                reasons.append(followed.snapshot.plan_error)
-            for job_id in followed.snapshot.failed_jobs[:1]:
-                reasons.append(failure_text(self._connection, job_id))
+            snapshot = followed.snapshot
+            if snapshot.plan_error:
+                reasons.append(snapshot.plan_error)
+            if snapshot.failed_jobs:
+                reasons.append(failure_text(self._connection, snapshot.failed_jobs[0]))
         reasons.append(problem)
         raise RunFailed(self.id, "; ".join(filter(None, reasons)))
 
@@ -166,6 +177,7 @@ class Run:
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
+            """Sleep, but end the thread if nobody awaits it any more."""
             if is_cancelled.wait(seconds):
                 raise InterruptedError
 
@@ -198,7 +210,8 @@ class Run:
 
         cut: whether to return rows whose answer was cut at its limit of tokens, too.
         """
-        return self.reader("errors()").errors(limit, cut)[1]
+        _reasons, rows = self.reader("errors()").errors(limit, cut)
+        return rows
 
     def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
         """Submit the run again into another output. Rows without an error keep their answers.
@@ -247,6 +260,7 @@ def check_here(spec: RunSpec) -> None:
 
 
 def _connection(connection: Redis | None) -> Redis:
+    """Return the given connection, or one to RQ_REDIS_URL. Raises InvalidJob."""
     if connection is not None:
         return connection
     try:
@@ -259,19 +273,37 @@ def _connection(connection: Redis | None) -> Redis:
 
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for an option with two names."""
-    arguments = {
-        name: _as_json(name, value) for name, value in options.items() if value is not None
-    }
-    values = {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}
+    arguments = {}
+    for name, value in options.items():
+        if value is not None:
+            arguments[name] = _as_json(name, value)
+
+    values = {}
+    for name in SAMPLING_NAMES:
+        if name in arguments:
+            values[name] = arguments.pop(name)
     if values:
         sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
         arguments["sampling"] = {**sampling, **values}
-    checks = {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}
+
+    adapter_column = arguments.pop("adapter_column", None)
+    if adapter_column is not None:
+        name = "column" if "column" in arguments else "sampling_columns"
+        columns = arguments.get(name, {})
+        if not isinstance(columns, dict) or ADAPTER in columns:
+            raise unlike(name, columns, "a mapping without adapter, which adapter_column gives")
+        arguments[name] = {**columns, ADAPTER: adapter_column}
+
+    checks = {}
+    for name, kind in _CHECK_KINDS.items():
+        if name in arguments:
+            checks[kind] = arguments.pop(name)
     if checks:
         _add(arguments, "check", checks)
-    for name, argument in _OPTIONS.items():
+
+    for name, argument in _ARGUMENT_OF.items():
         if name in arguments:
             _add(arguments, argument, arguments.pop(name))
     return arguments
@@ -302,6 +334,7 @@ def _as_json(name: str, value: Any) -> Any:
 
 
 def _check_names(names: Iterable[str]) -> None:
+    """Raise InvalidValue if an option has a name that `submit` does not know."""
     known = RunOptions.__optional_keys__
     for name in names:
         if name in known:
@@ -333,6 +366,7 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
+    """Add an argument. Raises InvalidJob if it is there already, by another name."""
     # single_file=True may stand beside output_format, which is more exact.
     if arguments.get(argument, True) is not True:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
@@ -340,6 +374,7 @@ def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
 
 
 def _paths(source: Any) -> list[str] | None:
+    """Return the paths that an input names; None for a table. Raises InvalidValue for anything else."""
     sources = source if isinstance(source, list | tuple) else [source]
     if all(isinstance(path, str | os.PathLike) for path in sources):
         return [os.fspath(path) for path in sources]
@@ -350,6 +385,7 @@ def _paths(source: Any) -> list[str] | None:
 
 @contextmanager
 def _needs_pyarrow(purpose: str) -> Iterator[None]:
+    """Say what to install, and for which purpose, if an import fails."""
     try:
         yield
     except ImportError as error:

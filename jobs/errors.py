@@ -24,7 +24,9 @@ def fault_line(fault: Fault) -> str:
 def fault_of(error: str) -> str:
     """Return the `Fault` that the last line of a failed job's error names; "" if it names none."""
     last_line = error.rstrip().rpartition("\n")[2]
-    return last_line.removeprefix(FAULT_PREFIX) if last_line.startswith(FAULT_PREFIX) else ""
+    if not last_line.startswith(FAULT_PREFIX):
+        return ""
+    return last_line.removeprefix(FAULT_PREFIX)
 
 
 class ToldError(Exception):
@@ -34,11 +36,16 @@ class ToldError(Exception):
     fault: ClassVar[Fault] = "client"
 
     def __init_subclass__(cls, fault: Fault | None = None) -> None:
+        """Make the message of the docstring: each name in braces becomes the number of its argument."""
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
+
+        def numbered(match: re.Match[str]) -> str:
+            return "{" + str(names.index(match[1]))
+
         if names:
-            cls.message = re.sub(r"{(\w+)", lambda match: f"{{{names.index(match[1])}", text)
+            cls.message = re.sub(r"{(\w+)", numbered, text)
 
     def __str__(self) -> str:
         try:
@@ -83,10 +90,16 @@ class InvalidValue(InvalidJob):
 
 
 def _filled(text: str, values: Sequence[object]) -> str:
-    """Put a value in the place of each {}, from the right. All other braces stay, such as those of JSON."""
-    pieces = text.rsplit("{}", len(values)) if values else [text]
-    shown = [piece + str(value) for piece, value in zip(pieces, values, strict=False)]
-    return "".join([*shown, *pieces[len(shown) :]])
+    """Put the values in the places of as many {}, the last of the text. All other braces stay, such as JSON's."""
+    if not values:
+        return text
+    left = list(values)
+    filled = ""
+    for piece in text.rsplit("{}", len(values)):
+        filled += piece
+        if left:
+            filled += str(left.pop(0))
+    return filled
 
 
 def unlike(name: str, value: object, expected: str) -> InvalidValue:
@@ -95,16 +108,22 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
 
 
 def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
-    """Raise InvalidJob if a number is above its limit. sentence: names the number as {}."""
+    """Raise InvalidJob if a number is above its limit. sentence: names the number as {}. remedy: what to do."""
     if number > limit:
-        raise InvalidJob(
-            f"{sentence.format(number)}, more than the limit of {limit}{remedy and ': '}{remedy}"
-        )
+        text = f"{sentence.format(number)}, more than the limit of {limit}"
+        if remedy:
+            text += f": {remedy}"
+        raise InvalidJob(text)
 
 
 class ModelNotServed(InvalidJob):
     """the job asks for model {model!r}, and this worker serves {served!r}: name that one, leave `model` out, or use a
     queue whose workers serve {model!r}"""
+
+
+class UnknownAdapter(InvalidJob):
+    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put its folder into the
+    worker's TOKENMILL_ADAPTERS"""
 
 
 class AnswerMissing(JobsError):

@@ -18,7 +18,10 @@ from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
-    blocking = reads_rows = True
+    """A task over files. Its function, of _FILE_JOBS, is called when the task is opened."""
+
+    blocking = True
+    reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
         self._function_name = function_name
@@ -26,6 +29,7 @@ class FileTask(Task):
         self._kwargs = kwargs
 
     def open(self, context: JobContext) -> OpenTask:
+        """Call the function, which opens the files."""
         opened = _call(self._function_name, context, *self._args, **self._kwargs)
         assert isinstance(opened, OpenTask)
         return opened
@@ -38,11 +42,13 @@ _FILE_JOBS: Mapping[str, str] = {
     "jobs.verify_rows": "jobs.parquet.shards.verify_work.VerifyWork",
 }
 
+#: Functions of jobs that need no engine.
 _OWN_FUNCTIONS: Mapping[str, str] = {
     "jobs.score_parquet": "jobs.parquet.planning.planner.score_parquet",
     "jobs.post_run_end": "jobs.runs.end_notices.post_run_end",
 }
 
+#: What makes the task of a job that needs the engine.
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
     "jobs.chat": chat_task,
@@ -77,10 +83,14 @@ def task_of(
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
-    return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
+    """Return the function of a job that needs no engine; None for any other job. It takes the job's context first."""
+    if function_name not in _OWN_FUNCTIONS:
+        return None
+    return partial(_call, function_name)
 
 
 def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
+    """Import and call the function of a job. Raises InvalidJob for arguments that the function does not take."""
     function = resolve_name({**_FILE_JOBS, **_OWN_FUNCTIONS}[name])
     _check_binding(name, function, (context, *args), kwargs)
     return function(context, *args, **kwargs)
@@ -94,12 +104,14 @@ def _check_binding(
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        parameters = [
-            "..." if parameter.kind is parameter.VAR_KEYWORD else parameter.name
-            for parameter in signature.parameters.values()
-            if parameter.name != "context"
-        ]
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(parameters)}") from None
+        shown = []
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                shown.append("...")
+            elif parameter.name != "context":
+                shown.append(parameter.name)
+        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(shown)}") from None
 
 
+#: The functions that a worker runs.
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

@@ -57,7 +57,9 @@ def _hashed(value: Any) -> Any:
     """Return JSON for a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value)
 
 
 class Logprob(Protocol):
@@ -180,6 +182,7 @@ class TimedTask(Task):
 
     @staticmethod
     def _has_begun(context: JobContext) -> bool:
+        """Whether a worker has begun the job before, as the job's journal says."""
         journal = context.journal
         return journal is not None and bool(journal.sent or journal.read())
 
@@ -236,8 +239,8 @@ class OpenTask(abc.ABC):
         """Return a function that writes what another worker needs to go on, in any thread; None if nothing is new.
 
         tokens: the tokens of requests that were sent and not delivered, by request index and sample index, together
-        with the tokens that they continue. If the function raises, the function that the next call returns writes all
-        of that, too.
+        with the tokens that they continue. If the function raises, the next call's function writes what this one would
+        have written, too.
         """
         return None
 

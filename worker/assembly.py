@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis import Redis
 
 from jobs.common.keys import FORMAT
+from jobs.context.adapters import Adapters, name_of
 from jobs.context.served_model import ServedModel, joined_formats
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
@@ -101,6 +102,7 @@ def assemble(
             served.names,
             keeping,
             redis_clock,
+            more_models=lambda: lent.adapters.names,
         ),
         ends_store=JobStore(
             clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock
@@ -129,7 +131,15 @@ def assemble(
     facts = _facts(worker.name, served, settings.model)
     io = IoLoop(
         parts,
-        WorkerRecord(clients.io, worker.name, queue_names, worker.beat, facts, redis_clock),
+        WorkerRecord(
+            clients.io,
+            worker.name,
+            queue_names,
+            worker.beat,
+            facts,
+            redis_clock,
+            changing=partial(_changing_facts, served, lent.adapters),
+        ),
         Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)
@@ -139,6 +149,7 @@ def assemble(
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
+    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
     sent = partial(tally.sent, "worker")
     sent_by_functions = partial(tally.sent, "functions")
     return Clients(
@@ -146,6 +157,14 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
         pool=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
         user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
     )
+
+
+def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
+    """Return the values of the worker's key that change as adapters come and go; none if it has no adapters."""
+    if not adapters.is_live:
+        return {}
+    names = adapters.names
+    return {"models": [*served.names, *names], "adapters": sorted(map(name_of, adapters.pinned))}
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from worker.start import (
 )
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.scheduler import Scheduler
-from worker.store.worker_record import living_namesake, shown_loading
+from worker.store.worker_record import end_leases_of, living_namesake, shown_loading
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -269,6 +269,7 @@ class BatchWorker(BaseWorker):
     def _take_name(self) -> None:
         """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
 
+        What the killed worker held goes on at once, as nobody else will renew its leases.
         Raises StartupError if a living worker has it.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
@@ -278,7 +279,14 @@ class BatchWorker(BaseWorker):
                 "that of a dead one on another machine is free after --worker-ttl and a minute"
             )
         if self.connection.exists(self.key):
+            num_left = end_leases_of(self.connection, self.name, self.queue_names())
             self.register_death()
+            if num_left:
+                self.log.info(
+                    "Worker %s: the last worker of this name died with %d jobs, whose leases are ended",
+                    self.name,
+                    num_left,
+                )
 
     def _serve(
         self,

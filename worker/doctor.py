@@ -25,6 +25,7 @@ def checks() -> list[Examination]:
 
 
 def _check_settings() -> Iterator[Finding]:
+    """Yield the finding about the worker's settings: what is wrong with them, or that they can be used."""
     try:
         settings = WorkerSettings.load()
         settings.engine_config()
@@ -36,6 +37,7 @@ def _check_settings() -> Iterator[Finding]:
 
 
 def _check_model() -> Iterator[Finding]:
+    """Yield what the engine finds about the model, memory and devices."""
     try:
         config = WorkerSettings.load().engine_config()
     except (StartupError, ConfigError):
@@ -53,10 +55,11 @@ def _check_model() -> Iterator[Finding]:
 
 
 def _check_files() -> Iterator[Finding]:
+    """Return what is wrong with the data roots."""
     return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))
 
 
-#: Free bytes below which no run fits on a disk.
+#: A run needs at least this many free bytes on a disk.
 MIN_BYTES = 64 << 20
 
 #: Seconds that the check of an object store may take. Each of its requests may take a quarter of that time.
@@ -69,7 +72,8 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
     A root that only holds inputs need not be writable. So a problem in one root is only a warning if another root is
     fine.
     """
-    findings = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
+    paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
+    findings = [_try_to_write(path) for path in paths]
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:
@@ -78,7 +82,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
             yield finding
 
 
-def _look(root: str) -> Finding:
+def _try_to_write(root: str) -> Finding:
     """Try to write below a root, and say how that went."""
     # This import needs pyarrow. If pyarrow is missing, another finding says so.
     from jobs.parquet.files.storage import Storage, writing

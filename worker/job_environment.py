@@ -58,8 +58,8 @@ class JobEnvironment:
         """Return the job's journal. It belongs to the job, its payload and the model."""
         payload_digest = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
-        # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
-        # and the length at which `truncate_prompt_tokens` cuts.
+        # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
+        # template and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         sent = sent_tokens(claimed.pieces, short_name(owner)) if claimed.pieces else ()
         return JobJournal(
@@ -71,17 +71,18 @@ class JobEnvironment:
         notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
-#: Kinds of requests for which a prompt has the same tokens.
-_OF_TEXTS = ("generate", "score")
+#: Kinds of requests that tokenize a prompt alike, whatever their other sampling values.
+_TEXT_KINDS = ("generate", "score")
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
     def token_ids(request: Request) -> Sequence[int]:
+        """Return the tokens that the engine would read. Raises InvalidJob."""
         try:
             params: RequestParams
-            if request.kind in _OF_TEXTS:
+            if request.kind in _TEXT_KINDS:
                 truncation = request.sampling.get("truncate_prompt_tokens")
                 params = SamplingParams(truncate_prompt_tokens=truncation)
             else:

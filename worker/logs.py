@@ -1,4 +1,4 @@
-"""Sets the form of a worker's log, and logs a trouble that lasts only once.
+"""Sets the form of a worker's log, and logs a lasting trouble once in place of again and again.
 
 The log is RQ's text, or a JSON object for each line.
 """
@@ -73,6 +73,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
+        """Log that the trouble is over, if it was not met for OVER_S."""
         if self._began_at is None or self._clock() - self._last_at < OVER_S:
             return
         lasted_s = self._last_at - self._began_at
@@ -89,10 +90,11 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     of `rq worker` for text. If the program has set up its own logging, this logging stays. Raises SettingsError if JSON
     is wanted but not possible.
     """
-    has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
         setup_loghandlers(level, *formats, name=name)
         logging.getLogger(name).addFilter(PLAIN)
+
+    has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     if wanted == JSON and has_own_text:
         raise SettingsError(
             f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
@@ -100,6 +102,7 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
     if writes_json:
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
+
     level = logging.getLogger("rq.worker").getEffectiveLevel()
     setup_loghandlers(level, *formats, name="engine")  # the engine logs how it computes a model
     return writes_json
@@ -133,5 +136,10 @@ def _is_configured() -> bool:
 
 def _run_fields(job_id: str) -> Mapping[str, Any]:
     """Return the run and the shard of a job, if it has them."""
-    run_shard = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
-    return {name: value for name, value in run_shard if value is not None}
+    run_shard = run_and_shard(job_id)
+    if run_shard is None:
+        return {}
+    run_id, shard = run_shard
+    if shard is None:
+        return {"run": run_id}
+    return {"run": run_id, "shard": shard}

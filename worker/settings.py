@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.common.plain_log import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES, JobContext
+from jobs.context.adapters import Adapters, LiveAdapters
 from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
 from jobs.context.checks import DEFAULT_LIMIT_S, Checks
 from jobs.context.served_model import PromptMeter, ServedModel
@@ -79,6 +80,9 @@ class WorkerSettings(BaseSettings):
     seed: int = 0
     chat_template: str | None = None
     pooling: str | None = None
+    adapters: str | None = None
+    max_adapters: int = 16
+    kernel_check: str = "warn"
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
@@ -109,10 +113,10 @@ class WorkerSettings(BaseSettings):
 
     max_shard_bytes: ByteSize = Field(default=ByteSize(SHARD_BYTES), ge=1 << 24)
     """The most memory for a shard's prompts, and for the pages that are decoded at a time. A shard that needs more
-    fails. While the open shards together hold as much, no further one is opened."""
+    fails. While the open shards together need this much, no further shard is opened."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
-    """The number of workers that may die with a job. After that many the job is failed."""
+    """When this many workers have died with a job, the job is failed."""
 
     lease_s: int | None = Field(default=None, ge=2)
     """Seconds without a sign of life after which a worker's jobs are queued again. The default is
@@ -136,14 +140,14 @@ class WorkerSettings(BaseSettings):
     """Seconds that a check of one answer may take. After that the answer counts as not valid."""
 
     drain_s: float | None = Field(default=None, ge=0)
-    """Seconds after the first signal to stop after which the jobs that still run are given back; by default never."""
+    """Seconds from the first signal to stop until the jobs that still run are given back; by default they never are."""
 
     journal_s: float = Field(default=10, ge=0)
     """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
     Entries are also written when the worker must stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
-    """The most given-up threads that have not ended. With more, the worker gives back its jobs and exits."""
+    """If more threads than this were given up and still run, the worker gives back its jobs and exits."""
 
     metrics_port: Annotated[range, NoDecode] = range(0)
     """The port of /metrics, /livez and /readyz; 0 turns them off. From a range such as 9464-9471 the first free port is
@@ -164,6 +168,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a variable that is set to nothing. Only a list may be empty."""
         if value == "" and info.field_name not in _LISTS:
             raise ValueError("it is empty: give it a value, or unset it")
         return value
@@ -171,12 +176,14 @@ class WorkerSettings(BaseSettings):
     @field_validator("data_roots", mode="before")
     @classmethod
     def _split_roots(cls, value: Any) -> Any:
+        """Split a text into data roots."""
         parts = split_roots(value) if isinstance(value, str) else value
         return tuple(_root(part) for part in parts if part)
 
     @field_validator("data_roots")
     @classmethod
     def _roots_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse data roots that are not there."""
         if not value:
             raise ValueError(
                 "names no folder: list at least one, or unset it for the working directory"
@@ -189,6 +196,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("metrics_port", mode="before")
     @classmethod
     def _ports(cls, value: Any) -> Any:
+        """Read a port, or a range of ports."""
         if not isinstance(value, str):
             return value
         match = _PORTS.fullmatch(value.strip())
@@ -206,12 +214,14 @@ class WorkerSettings(BaseSettings):
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
+        """Split a text at its commas."""
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip())
 
     @field_validator("allowed_functions")
     @classmethod
-    def _names_of_others(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _functions_of_users(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse names that are no function of a module, or that lie in a package of ours."""
         for name in value:
             if "." not in name.strip("."):
                 raise ValueError(f"{name!r} names no function in a module: write module.function")
@@ -289,7 +299,22 @@ class WorkerSettings(BaseSettings):
             checks=Checks(self.allowed_functions, self.check_timeout_s),
             webhook_hosts=frozenset(self.allowed_webhook_hosts),
             allowed_functions=frozenset(self.allowed_functions),
+            adapters=self._adapters(),
         )
+
+    def _adapters(self) -> Adapters:
+        """Return the adapters that jobs may name."""
+        from engine import AdapterFolder
+
+        if self.adapters is None:
+            return Adapters()
+        folder = AdapterFolder(self.adapters)
+
+        def look() -> tuple[list[str], dict[str, str]]:
+            found, problems = folder.look()
+            return [adapter.pinned for adapter in found], problems
+
+        return LiveAdapters(look)
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's part of the settings. Raises engine.ConfigError for a bad combination."""
@@ -322,7 +347,14 @@ def _root(part: str) -> str:
         raise ValueError(str(error)) from None
 
 
-_NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
+def _name_pattern(name: str) -> str:
+    """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
+    if "_" in name:
+        return name
+    return rf"{name}(?==| must\b| out\b)|(?<=\bset ){name}|(?<=\banother ){name}"
+
+
+_NAMES = map(_name_pattern, WorkerSettings.model_fields)
 
 #: Finds a setting's name in a message of the engine, but not a key of a checkpoint's file.
 _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")

@@ -32,9 +32,10 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
 def called_by_rq_command() -> bool:
     """Whether `rq worker` or `rq worker-pool` has called this code. These commands print the traceback of any error."""
     context = click.get_current_context(silent=True)
-    return context is not None and getattr(context.command.callback, "__module__", "").startswith(
-        "rq.cli"
-    )
+    if context is None:
+        return False
+    module: str = getattr(context.command.callback, "__module__", "")
+    return module.startswith("rq.cli")
 
 
 class RedisErrorsInOneLine(logging.Filter):
@@ -57,15 +58,13 @@ def leave_out_working_directory() -> None:
     """
     if not called_by_rq_command():
         return
-    has_no_path = click.get_current_context().get_parameter_source("path") in (
-        None,
-        ParameterSource.DEFAULT,
-    )
-    if "." in sys.path and has_no_path:
+    path_source = click.get_current_context().get_parameter_source("path")
+    has_path_option = path_source not in (None, ParameterSource.DEFAULT)
+    if "." in sys.path and not has_path_option:
         last_place = len(sys.path) - 1 - sys.path[::-1].index(".")
         del sys.path[last_place]
 
-    # `python -m` puts it first.
+    # `python -m` puts the working directory first.
     is_run_as_module = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
     if is_run_as_module and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
@@ -76,7 +75,7 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 _MAPPED_BYTES = 1 << 18
-"""Bytes from which a block, such as a decoded page, is mapped by itself and goes back to the kernel when freed."""
+"""Larger blocks, such as a decoded page, are mapped by themselves. They go back to the kernel when they are freed."""
 
 
 def share_freed_memory() -> None:
@@ -133,7 +132,7 @@ def load_functions(names: Iterable[str]) -> None:
 
 
 def _reason(name: str, error: Exception) -> Exception:
-    """Return why a function cannot be imported. RQ's own error hides which module is missing."""
+    """Return why a function cannot be imported. `error`, which is RQ's, hides which module is missing."""
     try:
         importlib.import_module(name.rpartition(".")[0] or name)
     except Exception as reason:  # noqa: BLE001  # a module may raise what it likes

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.adapter_rows import AdapterRows
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -27,6 +28,21 @@ Lens = NDArray[np.int64]
 
 class AttentionMetadata:
     """A step's sequences as one backend reads them; each backend has its own subclass."""
+
+
+class AttentionBreak(AttentionMetadata, ABC):
+    """Stands in the place of metadata while the rest of a step is recorded: something else computes attention."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        features: AttentionFeatures,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        """Return the attention of a layer, as KernelBackend.forward does."""
 
 
 class KernelBackend(ABC):
@@ -137,6 +153,7 @@ class CapturableBackend(KernelBackend):
 
     While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
     only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    `forward` hands over to an AttentionBreak in the place of metadata.
     """
 
     @abstractmethod
@@ -180,7 +197,7 @@ class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
-    states: of a model that keeps states.  pictures: of a step with any.
+    states: of a model that keeps states.  pictures, adapters: of a step with any.
     """
 
     token_ids: Tensor
@@ -190,3 +207,4 @@ class ForwardBatch:
     attention: AttentionMetadata
     states: StateParts | None = None
     pictures: PictureRows | None = None
+    adapters: AdapterRows | None = None

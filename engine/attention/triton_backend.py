@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionMetadata, CapturableBackend, Lens
+from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableBackend, Lens
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -174,6 +174,8 @@ class TritonBackend(CapturableBackend):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(metadata, AttentionBreak):
+            return metadata.attend(query, cache, features, sinks, slopes)
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill

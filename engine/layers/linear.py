@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from engine.attention.adapter_rows import AdapterRows
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.int8 import Int8Product, QuantizeRows
@@ -34,13 +35,18 @@ class ReplicatedLinear(WeightedModule):
         )
         self.instead: Int8Product | PackedProduct | TiledProduct | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [tokens, in] -> [tokens, out]."""
-        return self.product(x, self.bias)
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Multiply x [tokens, in] -> [tokens, out]. adapters: what they add comes on top."""
+        return self.product(x, self.bias, adapters)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b of this rank. x: [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, bias) if self.instead is None else self.instead(x, bias)
+    def product(
+        self, x: Tensor, bias: Tensor | None, adapters: AdapterRows | None = None
+    ) -> Tensor:
+        """x W^T + b of this rank, and what adapters add. x: [tokens, in] -> [tokens, out]."""
+        y = linear(x, self.weight, bias) if self.instead is None else self.instead(x, bias)
+        if adapters is not None:
+            adapters.add_to(y, self, x)
+        return y
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
         """Return where a matrix of the checkpoint goes that stays packed; none if it has another shape."""
@@ -171,9 +177,10 @@ class RowParallelLinear(ReplicatedLinear):
         self.tp = tp
         self.columns = columns
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Multiply x [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
-        return self.tp.all_reduce(self.product(x, self.bias if self.tp.rank == 0 else None))
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(self.product(x, bias, adapters))
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
         """Return where this rank's columns of a matrix go that stays packed; none if it has another shape."""

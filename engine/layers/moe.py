@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.attention.adapter_rows import AdapterRows
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
@@ -271,8 +272,11 @@ class SparseMLP(nn.Module):
         )
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden]."""
+    def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden].
+
+        adapters: of the shared expert; the others have none.
+        """
         if len(hidden) == 0:  # the last block of a step in which no row samples
             return hidden
         weights, chosen = self.choose(
@@ -280,5 +284,7 @@ class SparseMLP(nn.Module):
         )
         output: Tensor = self.experts(hidden, weights, chosen)
         if self.shared_expert is not None:
-            output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+            output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(
+                hidden, adapters
+            )
         return output

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.attention.adapter_rows import AdapterRows
 from engine.attention.base import ForwardBatch, KernelBackend
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
@@ -95,7 +96,7 @@ class DecoderAttention(WeightedModule):
     ) -> Stream:
         """Return the residual stream after attention, of `rows` alone if given."""
         normed, total = stream.normed(norms.before)
-        query, key, value, gate = self.qkv_proj.split(self.qkv_proj(normed))
+        query, key, value, gate = self.qkv_proj.split(self.qkv_proj(normed, batch.adapters))
         if self.qk_norm == "whole":
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
@@ -109,7 +110,7 @@ class DecoderAttention(WeightedModule):
             gate = gate.flatten(1) if rows is None else gate.flatten(1)[rows]
             fused = None if self.kernels is None else self.kernels.sigmoid_and_mul
             attended = attended * gate.sigmoid() if fused is None else fused(attended, gate)
-        return norms.joined(total, self.o_proj(attended))
+        return norms.joined(total, self.o_proj(attended, batch.adapters))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
@@ -151,9 +152,10 @@ class DecoderMLP(nn.Module):
         self.down_proj = RowParallelLinear(size, sizes.hidden_size, tp, bias=bias, dtype=dtype)
         self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Compute hidden [tokens, hidden] -> [tokens, hidden]."""
-        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        activated = self.activation(self.gate_up_proj(hidden, adapters))
+        output: Tensor = self.down_proj(activated, adapters)
         return output
 
 
@@ -203,7 +205,7 @@ class DecoderLayer(WeightedModule):
         else:
             stream = self.self_attn(stream, self.attention_norms, batch.states, cache, rows)
         normed, total = stream.normed(self.mlp_norms.before)
-        return self.mlp_norms.joined(total, self.mlp(normed))
+        return self.mlp_norms.joined(total, self.mlp(normed, batch.adapters))
 
 
 class DecoderModel(nn.Module):
@@ -268,7 +270,12 @@ class DecoderForCausalLM(CausalModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of `rows`; the last block computes only what they need."""
+        """Return the hidden states of `rows`; the last block computes only what they need.
+
+        With adapters it computes all rows, which are sorted by adapter as a whole.
+        """
+        if batch.adapters is not None:
+            return super().states_of(rows, batch, cache)
         hidden: Tensor = self.model(batch, cache, self._rotations(batch), rows)
         return hidden
 

@@ -14,6 +14,7 @@ from engine.run.dtype import served_dtype
 from engine.text.chat_templates import read_clock, read_template
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+KERNEL_CHECKS = ("warn", "refuse", "off")
 MODEL_PATHS = ("auto", "native", "transformers")
 QUANTIZATIONS = (None, "int8")
 NUM_MEASURED_TOKENS = (
@@ -68,8 +69,15 @@ class EngineConfig:
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
     adapt_cpu_threads: on a CPU use fewer threads while other processes use the processors. This sets torch's
         number of threads for the whole process. Ignored with tensor parallelism.
+    kernel_check: on a GPU each kernel that the model needs is compared with plain torch before the first start of this
+        build there, which takes about a minute. If one is wrong, "warn" logs it and computes with attention_backend
+        "torch", and "refuse" raises KernelCheckFailed. "off" compares nothing. Models through transformers are
+        compared with transformers' own code at each start instead.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...). None goes by the checkpoint's modules.json; without that file there are no embeddings.
+    adapters: a folder with a sub-folder for each LoRA adapter, as PEFT saves it. Requests name them by their
+        sub-folders, new ones too. Not built for models through transformers and with deterministic.
+    max_adapters: how many of them are in memory at a time. Those that no request uses make room for others.
     """
 
     model: str
@@ -93,7 +101,10 @@ class EngineConfig:
     chat_template: str | None = None
     deterministic: bool = False
     adapt_cpu_threads: bool = False
+    kernel_check: str = "warn"
     pooling: str | None = None
+    adapters: str | None = None
+    max_adapters: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -103,6 +114,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "block_size",
             "tensor_parallel_size",
+            "max_adapters",
         ):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_bytes"):
@@ -120,6 +132,10 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not built for tensor_parallel_size="
                 f"{self.tensor_parallel_size}; leave one of them out"
+            )
+        if self.kernel_check not in KERNEL_CHECKS:
+            raise ConfigError(
+                f"kernel_check={self.kernel_check!r} must be 'warn', 'refuse' or 'off'"
             )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
@@ -148,6 +164,11 @@ class EngineConfig:
             raise ConfigError(
                 "adapt_cpu_threads=True changes the number of threads, by which sums may be divided, and "
                 "deterministic=True keeps it; leave one of them out"
+            )
+        if self.deterministic and self.adapters is not None:
+            raise ConfigError(
+                "adapters are not built for deterministic=True: rows of one adapter are multiplied together, and "
+                "their sums may depend on how many there are; leave one of them out"
             )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(

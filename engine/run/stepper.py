@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 NEVER_A_SEQUENCE = (MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks)
 MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
+#: Sequences with a grammar miss every other step if they are at most 1 / CONSTRAINED_SHARE of those that run. Then an
+#: eighth of the tokens of a step are missing. If all waited for them, the host's part would be lost, about a quarter.
+CONSTRAINED_SHARE = 4
+
 CONTROL = SamplingParams(max_tokens=2, top_p=0.5, seed=0)
 
 #: A step's tokens, log probabilities and pooled states.
@@ -62,7 +66,7 @@ class StepStats:
     """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
 
     def __init__(self) -> None:
-        self.num_steps = self.num_scheduled = 0
+        self.num_steps = self.num_scheduled = self.num_adapter_steps = 0
         self.batch_sizes = [0] * _NUM_SIZES
         self.schedule, self.prepare, self.launch = Stopwatch(), Stopwatch(), Stopwatch()
         self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
@@ -135,6 +139,7 @@ class Stepper:
             step_seconds=steps.seconds,
             num_scheduled=steps.num_scheduled,
             batch_sizes=tuple(steps.batch_sizes),
+            adapter_steps=steps.num_adapter_steps,
         )
 
     def take(self, launches: bool = True) -> list[Sequence]:
@@ -162,7 +167,7 @@ class Stepper:
 
     def _take(self) -> None:
         # a grammar must know each token before it can say what may follow
-        if self._pending and self._scheduler.slots.num_constrained and not self._receive_all_but(0):
+        if self._pending and not self._few_are_constrained() and not self._receive_all_but(0):
             return
         with self.stats.schedule:
             drafts = None if self._suspects or self._pending else self.drafts
@@ -174,6 +179,11 @@ class Stepper:
             self._run(batch)
         if drafts is not None and batch.launched and not batch.prefills:
             drafts.timed(batch.num_tokens, time.perf_counter() - began)
+
+    def _few_are_constrained(self) -> bool:
+        """Return whether sequences with a grammar can miss every other step, so that the others need not wait."""
+        num_constrained = self._scheduler.slots.num_constrained
+        return num_constrained * CONSTRAINED_SHARE <= len(self._scheduler.running)
 
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in the results of the steps before it, or of all if steps do not overlap."""
@@ -220,6 +230,7 @@ class Stepper:
         slots = self._scheduler.slots
         with self.stats.prepare:
             step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
+        self.stats.num_adapter_steps += len(step.adapters) > 0
         with self.stats.launch:
             return self._runner.launch(step.repeatable() if repeatable else step, sampling)
 

@@ -53,6 +53,12 @@ def check_switch(name: str, value: object) -> None:
         raise InvalidSampling(f"{name} must be true or false", brief(value))
 
 
+def check_adapter_name(name: object) -> None:
+    """Raise InvalidSampling unless an adapter's name is a text, or None for no adapter."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidSampling("adapter must be the name of an adapter", brief(name))
+
+
 def check_unicode(what: str, text: str) -> None:
     """Raise InvalidSampling for a text that cannot be encoded."""
     try:

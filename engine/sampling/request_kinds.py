@@ -7,7 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from engine.errors import InvalidRequest, InvalidSampling
-from engine.sampling.parameter_values import MAX_COUNT, TOKEN_ID, Range, brief, check_switch
+from engine.sampling.parameter_values import (
+    MAX_COUNT,
+    TOKEN_ID,
+    Range,
+    brief,
+    check_adapter_name,
+    check_switch,
+)
 from engine.sampling.sampling_params import SamplingParams, check_truncation
 
 DIMENSIONS = Range(1, MAX_COUNT, integer=True)
@@ -22,6 +29,7 @@ class PoolingParams:
         dimensions are given.
     prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.
         Not for prompts of token ids.
+    adapter: see SamplingParams.
     truncate_prompt_tokens: read only this many of the first tokens, special ones included; -1 reads as many as the
         model takes.
     """
@@ -31,6 +39,7 @@ class PoolingParams:
     normalize: bool | None = None
     prompt_name: str | None = None
     truncate_prompt_tokens: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if self.dimensions is not None:
@@ -39,6 +48,7 @@ class PoolingParams:
             check_switch("normalize", self.normalize)
         if self.prompt_name is not None and not isinstance(self.prompt_name, str):
             raise InvalidSampling("prompt_name must be a text", brief(self.prompt_name))
+        check_adapter_name(self.adapter)
         check_truncation(self.truncate_prompt_tokens)
 
     @classmethod
@@ -60,12 +70,14 @@ class ScoringParams:
         other. All are then scored from the first token at which any of them differ, as a label may merge with the
         prompt's end. The end is added if one label is the beginning of another. No two may have the same tokens.
     truncate_prompt_tokens: read only this number of the prompt's last tokens; -1 reads as many as fit.
+    adapter: see SamplingParams.
     """
 
     n: ClassVar[int] = 1
     continuations: Sequence[str | Sequence[int]]
     score_end: bool | Literal["auto"] = False
     truncate_prompt_tokens: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.continuations, str) or not isinstance(self.continuations, (list, tuple)):
@@ -79,6 +91,7 @@ class ScoringParams:
         object.__setattr__(self, "continuations", read)
         if self.score_end is not True and self.score_end is not False and self.score_end != "auto":
             raise InvalidSampling('score_end must be true, false or "auto"', brief(self.score_end))
+        check_adapter_name(self.adapter)
         check_truncation(self.truncate_prompt_tokens)
 
     @classmethod
@@ -117,6 +130,7 @@ class ClassParams:
     """
 
     n: ClassVar[int] = 1
+    adapter: ClassVar[None] = None  # models that classify by a head have none
     pair: str | None = None
     truncate_prompt_tokens: int | None = None
 

@@ -16,7 +16,13 @@ from typing import Any
 
 from engine.errors import InvalidSampling
 from engine.sampling import parameter_values
-from engine.sampling.parameter_values import MAX_COUNT, Range, brief, check_switch
+from engine.sampling.parameter_values import (
+    MAX_COUNT,
+    Range,
+    brief,
+    check_adapter_name,
+    check_switch,
+)
 from engine.sampling.structured_params import StructuredOutputsParams, structured_outputs
 
 MAX_NAME_CHARS = 64
@@ -89,6 +95,7 @@ class SamplingParams:
     structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. It ends only
         where the form is complete, or by its length; where nothing can follow it ends, whatever min_tokens and
         ignore_eos say. No reasoning is split from it. With tools the text has this form or is one call of a tool.
+    adapter: the LoRA adapter of this request, by its name in the engine's folder; None for the model alone.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -122,6 +129,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = integer(None, -1, MAX_COUNT)
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | type | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -135,6 +143,7 @@ class SamplingParams:
                 "top_p must be above 0; for the likeliest token alone set temperature=0"
             )
         check_truncation(self.truncate_prompt_tokens)
+        check_adapter_name(self.adapter)
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"

@@ -21,7 +21,7 @@ from struct import Struct
 import xxhash
 
 from engine.errors import OutOfBlocks
-from engine.schedule.prepared_prompt import BlockKey
+from engine.schedule.prepared_prompt import ROOT, BlockKey
 from engine.schedule.sequence import Sequence
 from engine.schedule.snapshots import NO_ROW, Snapshots, StateMoves
 
@@ -70,7 +70,6 @@ def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
     return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
 
 
-ROOT = 0  # parent hash and parent content id of a sequence's first block
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
 NUM_LOOKED_AT = 8  # waiting sequences that are compared
 LEAST_SHARE = (
@@ -169,22 +168,22 @@ class BlockManager:
         """Return the number of blocks for num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
-    def keys_of(self, key_ids: list[int]) -> list[BlockKey]:
-        """Return the keys of a prompt's full blocks. key_ids: of Sequence. For any thread."""
+    def keys_of(self, key_ids: list[int], root: int = ROOT) -> list[BlockKey]:
+        """Return the keys of a prompt's full blocks. key_ids, root: of Sequence. For any thread."""
         keys: list[BlockKey] = []
-        self._extend(keys, key_ids)
+        self._extend(keys, key_ids, root)
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
         """Add the missing keys of a sequence's full blocks, unless it shares none."""
         if seq.shares_blocks:
-            self._extend(seq.block_keys, seq.key_ids)
+            self._extend(seq.block_keys, seq.key_ids, seq.root)
 
-    def _extend(self, keys: list[BlockKey], key_ids: list[int]) -> None:
+    def _extend(self, keys: list[BlockKey], key_ids: list[int], root: int) -> None:
         if not self.enable_prefix_caching:
             return
         size = self.block_size
-        parent_hash = keys[-1].hash if keys else ROOT
+        parent_hash = keys[-1].hash if keys else root
         for start in range(len(keys) * size, len(key_ids) - size + 1, size):
             tokens = self._as_int32(*key_ids[start : start + size])
             parent_hash = self._hash_block(parent_hash, tokens)
@@ -206,7 +205,7 @@ class BlockManager:
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
         found: list[int] = []
-        parent = ROOT
+        parent = seq.root
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
             block = self._by_hash.get(key.hash)
             if block is None or block.parent_content_id != parent or block.tokens != key.tokens:
@@ -270,7 +269,7 @@ class BlockManager:
             return None
         if seq.pictures is not None and len(seq.pictures.blocks):
             return None
-        parent = self._blocks[cached[-1]].content_id if cached else ROOT
+        parent = self._blocks[cached[-1]].content_id if cached else seq.root
         assert parent is not None
         block_id, num_tokens = self._tails.find(
             parent, array("i", seq.key_ids[start:end]).tobytes()
@@ -358,7 +357,7 @@ class BlockManager:
         ):
             return []
         self.extend_keys(seq)
-        first, parent = seq.num_published_blocks, ROOT
+        first, parent = seq.num_published_blocks, seq.root
         if first:
             previous = self._blocks[seq.block_table[first - 1]].content_id
             assert previous is not None
@@ -382,7 +381,7 @@ class BlockManager:
         ):
             return []
         block = self._blocks[seq.block_table[num_full]]
-        parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT
+        parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else seq.root
         assert parent is not None
         tokens = array("i", seq.key_ids[-num_tokens:]).tobytes()
         if self._tails.find(parent, tokens)[1] == num_tokens:

@@ -145,6 +145,7 @@ class EngineStats:
     step_seconds: by part of a step: schedule, prepare, launch (on a CPU all computing), wait (for the
         device), update, detokenize.
     num_scheduled: the sequences of each step, added up.
+    adapter_steps: steps with rows of adapters, which run without CUDA graphs.
     batch_sizes: steps by number of sequences: 1, 2, up to 4, up to 8 and so on; the last count has all larger ones.
     """
 
@@ -163,3 +164,4 @@ class EngineStats:
     step_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     num_scheduled: int = 0
     batch_sizes: tuple[int, ...] = ()
+    adapter_steps: int = 0

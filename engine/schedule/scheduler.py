@@ -257,10 +257,15 @@ class Scheduler:
             self._release(seq)
 
     def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
-        """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
+        """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way.
+
+        A decode whose grammar awaits a token of a step in flight is left out of this one.
+        """
         group = self._grow_all(group)
         in_prefill = self.slots.in_prefill(group.slots)
         decodes = group.select(~in_prefill)
+        if self.slots.num_constrained:
+            decodes = decodes.select(~self.slots.awaits_token(decodes.slots))
         batch.add_decodes(decodes)
         may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
         for i in np.flatnonzero(may_fill).tolist():

@@ -17,10 +17,12 @@ from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.outputs import FinishReason, RequestProgress
 from engine.schedule.pictures import PromptPictures
 from engine.schedule.pooled import PooledStates
-from engine.schedule.prepared_prompt import BlockKey
+from engine.schedule.prepared_prompt import ROOT, BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
+
+NO_ADAPTER = -1
 
 
 class SequenceStatus(Enum):
@@ -89,6 +91,8 @@ class Sequence:
     matcher: follows its grammar, None if the text is free.
     ends_call: says whether it ends with a token, as this ends its only call of a tool; None if it may go on.
     pictures: of the prompt; their features are there once it is scheduled.
+    adapter: the number of its loaded adapter; NO_ADAPTER for none.
+    root: stands before its first block, so that blocks of different adapters are never taken for each other.
     """
 
     request_id: str
@@ -111,6 +115,8 @@ class Sequence:
     tree: ScoreTree | None = None
     pooled: PooledStates | None = None
     pictures: PromptPictures | None = None
+    adapter: int = NO_ADAPTER
+    root: int = ROOT
 
     token_ids: list[int] = field(init=False)
     num_tokens: int = field(init=False)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import neutral_rows, sampling_row
 from engine.schedule.logprobs import NOT_WANTED
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import NO_ADAPTER, Sequence
 
 NO_TOKEN = -1
 
@@ -26,15 +26,17 @@ class SlotTable:
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
     is_edited: [slots] bool, whether the sequence may have edits of its logits, apart from the bans of min_tokens.
+    is_constrained: [slots] bool, whether the sequence follows a grammar, which must know each token before the next.
     is_free: [slots] bool, whether no edits depend on the tokens before, and no pictures shift positions.
     generations: a new number each time that a slot is given or rewritten, -1 in a free slot. While it stays the
     same, so does the sequence: its tokens are those that were sampled, and its blocks are those of before, maybe
     with new ones behind them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top: as in Sequence.
+    adapter: as in Sequence.
     shift: how much higher the positions of tokens behind the prompt are than their places, of PromptPictures.
-    num_edited, num_constrained, num_wanting, num_with_pictures: sequences with a slot that have edits, follow a grammar
-    (whose tokens must be known before the next step), want log probabilities of sampled tokens, have pictures.
+    num_edited, num_constrained, num_wanting, num_with_pictures, num_adapted: sequences with a slot that have edits,
+    follow a grammar, want log probabilities of sampled tokens, have pictures, have an adapter.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -52,11 +54,14 @@ class SlotTable:
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_constrained: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_free: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
         self.num_edited = self.num_constrained = self.num_wanting = self.num_with_pictures = 0
+        self.num_adapted = 0
+        self.adapter: NDArray[np.int64] = np.full(max_num_seqs, NO_ADAPTER)
         self.shift: NDArray[np.int64] = zeros()
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -75,6 +80,8 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_with_pictures += seq.pictures is not None
+        self.num_adapted += seq.adapter != NO_ADAPTER
+        self.adapter[slot] = seq.adapter
         self.shift[slot] = 0 if seq.pictures is None else seq.pictures.shift
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_prompt[slot] = seq.num_prompt_tokens
@@ -96,6 +103,7 @@ class SlotTable:
         self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
         self.is_free[slot] = seq.edits is None and seq.pictures is None
         self.num_edited += int(self.is_edited[slot])
+        self.is_constrained[slot] = seq.matcher is not None
         self.num_constrained += seq.matcher is not None
         self.rewrite(seq)
 
@@ -123,6 +131,13 @@ class SlotTable:
         )
         return in_prefill
 
+    def awaits_token(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return [slots] bool: whether a grammar cannot go on before a launched step's token is known."""
+        awaits: NDArray[np.bool_] = self.is_constrained[slots] & (
+            self.num_known[slots] < self.num_tokens[slots]
+        )
+        return awaits
+
     def release(self, seq: Sequence) -> None:
         """Take the slot of `seq` back."""
         self._free.append(seq.slot)
@@ -130,6 +145,7 @@ class SlotTable:
         self.is_edited[seq.slot] = False
         self.num_constrained -= seq.matcher is not None
         self.num_with_pictures -= seq.pictures is not None
+        self.num_adapted -= seq.adapter != NO_ADAPTER
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1

@@ -12,7 +12,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.pictures import Part, StepPictures
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.sequence import SequenceStatus
+from engine.schedule.sequence import NO_ADAPTER, SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
 from engine.structured.matcher import Matcher, fill_step_masks
 
@@ -156,6 +156,7 @@ class StepBatch:
     state_parts: [parts, 5], of models with states, one part behind another: its first row and end, and three rows of
     the pool of states: read, written, and written as a snapshot; -1 for none.
     kept_states: [rows], rows of that pool that are put back if the step raises.
+    adapters: [seqs], the loaded adapter of each, NO_ADAPTER for none; empty if no sequence has one.
     pictures: None for a step without.
     """
 
@@ -180,6 +181,7 @@ class StepBatch:
     copy_to: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     state_parts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 5), np.int64))
     kept_states: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
+    adapters: NDArray[np.int64] = field(default_factory=lambda: NOTHING)
     pictures: StepPictures | None = None
 
     def repeatable(self) -> "StepBatch":
@@ -231,6 +233,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         sample_tops=_sample_tops(batch, slots),
         copy_from=copy_from,
         copy_to=copy_to,
+        adapters=_adapters_of(rows, slots) if slots.num_adapted else NOTHING,
         **(
             {}
             if moves is None
@@ -239,6 +242,11 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         pictures=_find_pictures(batch, slots, positions) if slots.num_with_pictures else None,
         **_find_wanted(batch),
     )
+
+
+def _adapters_of(rows: NDArray[np.int64], slots: SlotTable) -> NDArray[np.int64]:
+    adapters = slots.adapter[rows]
+    return adapters if (adapters != NO_ADAPTER).any() else NOTHING
 
 
 def _find_pictures(

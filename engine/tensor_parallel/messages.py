@@ -29,7 +29,10 @@ STEP_ARRAYS = [field.name for field in fields(StepBatch) if field.name != "pictu
 
 
 class Kind(IntEnum):
-    """The kinds of messages: START, STEP and STOP from the driver; READY, TOKENS and ERROR from a rank."""
+    """The kinds of messages.
+
+    START, STEP, ADAPTER and STOP come from the driver; READY, TOKENS, LOADED and ERROR from a rank.
+    """
 
     START = auto()
     READY = auto()
@@ -37,10 +40,12 @@ class Kind(IntEnum):
     TOKENS = auto()
     ERROR = auto()
     STOP = auto()
+    ADAPTER = auto()
+    LOADED = auto()
 
 
 class Message(NamedTuple):
-    """A message. facts: of START, READY and ERROR.  arrays: of STEP and TOKENS."""
+    """A message. facts: of START, READY, ADAPTER, LOADED and ERROR.  arrays: of STEP and TOKENS."""
 
     kind: Kind
     facts: Any

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import read_model_config
-from engine.errors import CollectiveFailed, ConfigError
+from engine.errors import AdapterRefused, CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
@@ -62,12 +63,26 @@ def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
         target=_send_all, args=(channel, answers), name="rank-answers", daemon=True
     )
     sender.start()
-    while (message := channel.receive()).kind is Kind.STEP:
+    while (message := channel.receive()).kind is not Kind.STOP:
+        if message.kind is Kind.ADAPTER:
+            channel.send(encode(Kind.LOADED, _load_adapter(runner, *message.facts)))
+            continue
         tokens = runner.launch(*unpack_step(message.arrays))
         if rank == 0:
             answers.put(tokens)
     answers.put(None)
     sender.join()
+
+
+def _load_adapter(
+    runner: ModelRunner, number: int, name: str, fingerprint: str, folder: str
+) -> str | None:
+    """Load an adapter; return why it cannot be used, None if it can."""
+    try:
+        runner.load_adapter(number, Adapter(name, fingerprint, Path(folder)))
+    except AdapterRefused as error:
+        return error.problem
+    return None
 
 
 def _send_all(channel: Channel, answers: SimpleQueue[PendingTokens | None]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -22,12 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine import errors
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
+from engine.errors import AdapterRefused, CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
 from engine.models.load import choose_path
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
+from engine.run.forward.kernel_check import with_checked_kernels
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner, StateRows
 from engine.run.forward.single_pass_runner import SinglePassRunner
@@ -150,6 +153,7 @@ class RankGroup:
         self._failure: EngineError | None = None
         self._num_launched = 0
         self._num_answered = 0
+        self._early_tokens: deque[Message] = deque()  # that came while something else was awaited
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._store: Any = None  # where the ranks meet
@@ -190,6 +194,20 @@ class RankGroup:
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Have each rank load its share of an adapter. Raises AdapterRefused, or RankFailed as `launch` does."""
+        if self._failure is not None:
+            raise self._failure
+        facts = (number, adapter.name, adapter.fingerprint, str(adapter.folder.resolve()))
+        with self._ending_on_failure():
+            for rank in self._ranks:
+                self._send(rank, encode(Kind.ADAPTER, facts))
+            ranks = {rank.rank for rank in self._ranks}
+            answers = self._await(ranks, Kind.LOADED, self._step_timeout_s)
+        for answer in answers.values():
+            if answer.facts is not None:
+                raise AdapterRefused(adapter.name, answer.facts)
+
     def receive_tokens(self, number: int) -> Tokens:
         """Wait for that step's TOKENS; drop those of earlier steps, which were withdrawn.
 
@@ -197,7 +215,10 @@ class RankGroup:
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                message = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                if not self._early_tokens:
+                    found = self._await({0}, Kind.TOKENS, self._step_timeout_s)
+                    self._early_tokens.append(found[0])
+                message = self._early_tokens.popleft()
                 self._num_answered += 1
         return unpack_tokens(message.arrays)
 
@@ -261,6 +282,9 @@ class RankGroup:
                 found = self._read(rank)
                 if isinstance(found, EngineError):
                     raise self._blame(found)
+                if found.kind is Kind.TOKENS and kind is Kind.LOADED:
+                    self._early_tokens.append(found)  # of a step launched before
+                    continue
                 assert found.kind is kind, (
                     f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
                 )
@@ -340,9 +364,11 @@ StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 
 def start_own_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
-    """Load the model here, or start ranks that share it."""
-    if choose_path(model, config.model_path).is_single_pass:
+    """Load the model here, or start ranks that share it, once its GPU kernels are known to work."""
+    path = choose_path(model, config.model_path)
+    if path.is_single_pass:
         return SinglePassRunner(config, model, folder)
+    config = with_checked_kernels(config, model, path, folder)
     if config.tensor_parallel_size > 1:
         runner: Runner = RankGroup(config, model, folder)
     else:

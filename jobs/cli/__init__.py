@@ -24,7 +24,10 @@ from jobs.runs.control import submit_run
 
 
 class _Commands(click.Group):
+    """The commands, whose errors are printed for people."""
+
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was named."""
         with errors_printed():
             return super().invoke(ctx)
 
@@ -89,8 +92,10 @@ def submit(
         click.echo("\n".join(dry_run_lines(survey_result, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-    watch = wait_for_end if wait else await_plan
-    watch(connection, run)
+    if wait:
+        wait_for_end(connection, run)
+    else:
+        await_plan(connection, run)
 
 
 @main.command()

@@ -34,7 +34,9 @@ from jobs.runs.watching.snapshot import ENDED_STATES
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
+#: The most reasons that `errors` lists.
 MAX_REASONS = 100
+#: Seconds between two looks of `tail --follow` for new parts.
 FOLLOW_EVERY_S = 1.0
 
 
@@ -84,6 +86,24 @@ def errors(
     are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
     Otherwise the reasons that Redis keeps are shown.
     """
+    _check_error_options(cut, retry, max_tokens, export, wait)
+    scored = client.run(run, connection=connection)
+    if export is not None:
+        _export_errors(scored, export, cut)
+    elif retry is not None:
+        new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
+        if wait:
+            wait_for_end(connection, new_run)
+        else:
+            await_plan(connection, new_run)
+    else:
+        _list_errors(connection, scored, limit, cut, as_json)
+
+
+def _check_error_options(
+    cut: bool, retry: str | None, max_tokens: int | None, export: str | None, wait: bool
+) -> None:
+    """Raise UsageError if options of `errors` do not go together."""
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     if cut and retry is not None and max_tokens is None:
@@ -96,22 +116,21 @@ def errors(
         )
     if export is not None and retry is not None:
         raise click.UsageError("--export and --retry each do something with the rows: give one")
-    write = _errors_json if as_json else _errors_text
-    scored = client.run(run, connection=connection)
-    if export is not None:
-        reader = reader_of(scored)
-        from jobs.parquet.outputs.failed_file import export_failed
 
-        num_rows = export_failed(reader, export, cut=cut)
-        click.echo(f"{num_rows} rows in {export}" if num_rows else "no row has an error")
-        return
-    if retry is not None:
-        new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
-        if wait:
-            wait_for_end(connection, new_run)
-        else:
-            await_plan(connection, new_run)
-        return
+
+def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
+    """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer, too."""
+    reader = reader_of(scored)
+    from jobs.parquet.outputs.failed_file import export_failed  # pyarrow is known to be here now
+
+    num_rows = export_failed(reader, file, cut=cut)
+    click.echo(f"{num_rows} rows in {file}" if num_rows else "no row has an error")
+
+
+def _list_errors(
+    connection: redis.Redis, scored: client.Run, limit: int, cut: bool, as_json: bool
+) -> None:
+    """Print the rows of a run that have an error, or only the reasons that Redis keeps. For the rest see `errors`."""
     snapshot = None
     with suppress(UnknownRun):
         snapshot = scored.status()
@@ -119,12 +138,17 @@ def errors(
         raise click.ClickException(
             f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
         )
+
+    write = _errors_json if as_json else _errors_text
     try:
         reader = reader_of(scored)
     except RunNotHere as error:
         reasons = recorded_reasons(connection, scored.id)
-        failed_checks = 0 if snapshot is None else snapshot.failed_checks
-        num_cut = 0 if snapshot is None else snapshot.cut
+        failed_checks = 0
+        num_cut = 0
+        if snapshot is not None:
+            failed_checks = snapshot.failed_checks
+            num_cut = snapshot.cut
         click.echo(write(scored.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
@@ -191,6 +215,7 @@ def _follow(
 
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
+    """Whether Redis says that a run has ended. False if Redis does not know or answer."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return read_planned(connection, run).state in ENDED_STATES
     return False
@@ -200,10 +225,12 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
     """Yield the last `most` rows of a run, taken from its newest parts."""
     rows: list[dict[str, Any]] = []
     written_at = reader.parts()
-    for shard in sorted(written_at, key=lambda shard: (-written_at[shard], -shard)):
+    newest_first = sorted(written_at, key=lambda shard: (written_at[shard], shard), reverse=True)
+    for shard in newest_first:
         if len(rows) >= most:
             break
-        rows = [*deque(reader.answers(shard, columns), maxlen=most - len(rows)), *rows]
+        last_of_shard = deque(reader.answers(shard, columns), maxlen=most - len(rows))
+        rows = [*last_of_shard, *rows]
     yield from rows
 
 
@@ -218,13 +245,14 @@ def reader_of(run: client.Run) -> FolderReader:
 
 
 def _errors_json(
-    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
+    """Return what `errors` prints for programs."""
     content = {
         "run": run,
         "errors": reasons.rows - reasons.rows_with(CUT),
         "failed_checks": failed_checks,
-        "cut": cut,
+        "cut": num_cut,
         "reasons": reasons.to_objects(MAX_REASONS),
         "rows": [vars(row) for row in rows],
     }
@@ -232,12 +260,15 @@ def _errors_json(
 
 
 def _errors_text(
-    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
+    """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
     num_errors = reasons.rows - reasons.rows_with(CUT)
-    outcome = outcome_text(num_errors, failed_checks, cut, rows="rows ")
+    outcome = outcome_text(num_errors, failed_checks, num_cut, rows="rows ")
     if not reasons.rows:
-        return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
+        if not failed_checks and not num_cut:
+            outcome = "no row has an error"
+        return f"run {run}: {outcome}"
     by_reason = []
     for reason in reasons.commonest(MAX_REASONS):
         examples = ", ".join(map(str, reason.examples))
@@ -254,6 +285,7 @@ def _errors_text(
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
+    """Return a row as `tail` prints it. prefix: of the columns that the run has added."""
     number = row["row"]
     error = row.get(f"{prefix}error")
     if error is not None:
@@ -309,6 +341,7 @@ def report(
         raise InvalidJob(
             f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )
+
     examples = _examples_of(scored, has_prompts=prompts)
     try:
         page = report_html(json.loads(text), price_per_hour, examples)
@@ -341,6 +374,7 @@ def _text_of(run: client.Run, name: str) -> str:
 DIFFERENT = 1
 NOT_VERIFIED = 2
 
+#: What `verify` prints of its counts.
 _COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
 equal      {rows_equal:,}
 different  {rows_different:,}
@@ -348,9 +382,10 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 
 
 def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
-    """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
+    """Return a finished run's queue, its folder as workers name it, its id, and its model or None.
 
-    If Redis has forgotten the run, all these values are read from its folder.
+    If Redis has forgotten the run, these values are read from its folder, and the queue is the default. Raises
+    InvalidJob or UnknownRun.
     """
     run_id, output = named_run(connection, run)
     try:
@@ -370,6 +405,7 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
 
 
 def _check_finished(run: str, state: str) -> None:
+    """Raise InvalidJob if a run has not finished. An expired run is finished, but its deadline has left rows out."""
     if state not in ("finished", "expired"):
         raise InvalidJob(f"run {run} cannot be verified: it is not finished, but {state}")
 
@@ -416,14 +452,23 @@ def verify(
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)
+
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+    else:
+        click.echo(_comparison_text(result))
+    if result["rows_different"]:
+        sys.exit(DIFFERENT)
+    if result["rows_not_compared"] and not result["rows_checked"]:
+        sys.exit(NOT_VERIFIED)
+
+
+def _comparison_text(result: dict[str, Any]) -> str:
+    """Return what `verify` prints for people. result: of jobs.verify_rows."""
     lines = [_COUNTS.format(**result)]
     for difference in result["differences"]:
         lines.append(f"row {difference['row']}, column {difference['column']}")
         for name in ("recorded", "computed"):
-            lines.append(
-                f"  {name}   {safe_name(json.dumps(difference[name], ensure_ascii=False))}"
-            )
-    click.echo(json.dumps(result, ensure_ascii=False) if as_json else "\n".join(lines))
-    if result["rows_different"]:
-        sys.exit(DIFFERENT)
-    sys.exit(NOT_VERIFIED if result["rows_not_compared"] and not result["rows_checked"] else 0)
+            value = json.dumps(difference[name], ensure_ascii=False)
+            lines.append(f"  {name}   {safe_name(value)}")
+    return "\n".join(lines)

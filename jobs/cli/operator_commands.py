@@ -9,25 +9,35 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import click
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from jobs.cli.status_text import print_troubles, table
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
-from jobs.common.rq_jobs import command_channel
+from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
 from jobs.common.stored import text
-from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
+from jobs.common.workers import (
+    RESTORED_TEXT,
+    SUSPENDED,
+    SUSPENDED_TEXT,
+    are_held,
+    are_suspended,
+    claimed_jobs,
+    read_workers,
+)
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import Role, check_permissions, check_server, not_served, reach
 from jobs.queues import (
     REQUEUE_LIMIT,
     RESUBMIT,
+    count_claimed,
     count_queues,
     head_ages,
     queue_names,
@@ -36,7 +46,9 @@ from jobs.queues import (
 )
 from jobs.queues.flood import RUN, UNNAMED, cancel_waiting, read_producers
 
+#: The most names that a message lists.
 MAX_SHOWN = 5
+#: The most producers that `flood` shows.
 MAX_PRODUCERS = 20
 #: RQ's command that ends a worker.
 _SHUTDOWN = {"command": "shutdown"}
@@ -52,19 +64,30 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """
     print_troubles(connection)
     known_names = queue_names(connection)
+    shown_names = queues or known_names
+    workers = read_workers(connection)
+    # What workers have told may be old, as a full Redis does not take it. But a producer's user may ask nothing else.
+    claimed = claimed_jobs(workers)
+    is_suspended = are_suspended(workers)
+    with suppress(NoPermissionError):
+        claimed = count_claimed(connection, shown_names)
+        is_suspended = bool(connection.exists(SUSPENDED_KEY))
+
     missing = []
-    for queue in count_queues(connection, queues or known_names):
+    for queue in count_queues(connection, shown_names):
         if queue.name not in known_names and not any(queue.counts.values()):
             missing.append(queue.name)
             continue
-        places = ", ".join(f"{count} {place}" for place, count in queue.counts.items())
+        waiting, *others = [f"{count} {place}" for place, count in queue.counts.items()]
+        places = ", ".join([waiting, f"{claimed.get(queue.name, 0)} claimed", *others])
         click.echo(f"queue {safe_name(queue.name)}: {places}")
-    workers = read_workers(connection)
     for worker in workers:
         fields = worker.registered
         if not fields:
             continue
         state = "silent" if worker.is_silent else fields.get("state", "?")
+        if state == SUSPENDED and not is_suspended:
+            state = "was suspended"
         job = f", job {fields['current_job']}" if "current_job" in fields else ""
         click.echo(
             f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
@@ -73,9 +96,11 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         )
     if are_held(workers):
         click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
+    if is_suspended:
+        click.secho(SUSPENDED_TEXT, fg="red")
     if missing:
-        existing = f": there are {_ids(known_names)}" if known_names else ": there is none"
-        raise click.ClickException(f"no queue is named {_ids(missing)}{existing}")
+        existing = f": there are {_names(known_names)}" if known_names else ": there is none"
+        raise click.ClickException(f"no queue is named {_names(missing)}{existing}")
 
 
 @click.command()
@@ -88,28 +113,27 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
     """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
 
     A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
-    In a long queue, 10,000 jobs are read, spread over its length.
+    In a long queue, 10,000 jobs are read, spread over its length. --stop needs the workers' Redis user.
     """
     if who is not None:
         if who.startswith(RUN):
             raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
-        num_cancelled = cancel_waiting(connection, queue, who)
-        waiting = read_producers(connection, queue).num_jobs if not num_cancelled else {}
-        if not num_cancelled and who != UNNAMED and who not in waiting:
-            there = f": there are {_ids(list(waiting))}" if waiting else ": none waits there"
+        try:
+            num_cancelled = cancel_waiting(connection, queue, who)
+        except NoPermissionError as error:
             raise click.ClickException(
-                f"no job of {safe_name(who)} waits on queue {safe_name(queue)}{there}"
-            )
+                f"--stop needs the workers' Redis user: {safe_name(str(error))}"
+            ) from error
+        if not num_cancelled and who != UNNAMED:
+            _check_producer(connection, queue, who)
         click.echo(f"cancelled {num_cancelled} waiting jobs")
         return
 
     producers = read_producers(connection, queue)
     age_s = head_ages(connection, [queue], time.time()).get(queue)
-    since = (
-        ""
-        if age_s is None or not producers.num_waiting
-        else f", the first for {duration_text(age_s)}"
-    )
+    since = ""
+    if producers.num_waiting and age_s is not None:
+        since = f", the first for {duration_text(age_s)}"
     click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
@@ -120,6 +144,16 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         rows.append((str(producers.share(name)), producer, safe_name(mend)))
     if rows:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
+
+
+def _check_producer(connection: redis.Redis, queue: str, who: str) -> None:
+    """Raise ClickException, with the names of those whose jobs wait on a queue, if `who` is not among them."""
+    waiting = list(read_producers(connection, queue).num_jobs)
+    if who not in waiting:
+        there = f": there are {_names(waiting)}" if waiting else ": none waits there"
+        raise click.ClickException(
+            f"no job of {safe_name(who)} waits on queue {safe_name(queue)}{there}"
+        )
 
 
 @click.command("restore-check")
@@ -197,34 +231,38 @@ def requeue_command(
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
     )
+    wrong = requeued.wrong
     cancelled = requeued.cancelled
     missing = requeued.missing
     click.echo(f"requeued {len(requeued.done)} jobs")
+
     problems = []
-    if requeued.wrong:
-        left = len(requeued.wrong)
+    if wrong:
         problems.append(
-            f"{left} left, because what they ask for is wrong and they would fail again: "
-            f"{_ids(requeued.wrong)}: with its id in place of --all, one is put back"
+            f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
+            f"{_names(wrong)}: with its id in place of --all, one is put back"
         )
     if cancelled:
-        problems.append(f"{len(cancelled)} not requeued: {_ids(cancelled)}: {RESUBMIT}")
+        problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
     if missing and is_all:
-        problems.append(f"{len(missing)} are listed as failed but gone: {_ids(missing)}")
+        problems.append(f"{len(missing)} are listed as failed but gone: {_names(missing)}")
     elif missing:
-        problems.append(f"not among the failed jobs of {safe_name(queue)}: {_ids(missing)}")
+        problems.append(f"not among the failed jobs of {safe_name(queue)}: {_names(missing)}")
     if problems and not is_all:
         raise click.ClickException("; ".join(problems))
     for problem in problems:
         click.echo(problem, err=True)
 
 
-def _ids(job_ids: list[str]) -> str:
-    more = f" and {len(job_ids) - MAX_SHOWN} more" if len(job_ids) > MAX_SHOWN else ""
-    return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
+def _names(names: list[str]) -> str:
+    """Return the first of some names or ids as a list for people, and say how many more there are."""
+    shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
+    if len(names) > MAX_SHOWN:
+        return f"{shown} and {len(names) - MAX_SHOWN} more"
+    return shown
 
 
-#: These commands are imported when they are used, because their packages import this one.
+#: The modules with a role's own checks. They are imported when they are used, because their packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 #: Roles with rules of their own in Redis.
@@ -278,10 +316,13 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
+    """Yield all that `doctor` looks at for a role. url: Redis'."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
+    if role not in CHECKS:
+        return
     try:
-        yield from importlib.import_module(CHECKS[role]).checks() if role in CHECKS else ()
+        yield from importlib.import_module(CHECKS[role]).checks()
     except ImportError as error:
         problem = f"the {role} cannot be imported ({error})"
         finding = fault("installation", problem, f"pip install 'tokenmill[{role}]'")
@@ -289,6 +330,7 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
+    """Yield what is wrong with Redis, and with the rights of its user."""
     try:
         server = reach(url)
     except RedisError as error:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import click
@@ -17,7 +18,10 @@ from jobs.runs.plans.option_checks import LOGPROB_TYPES, PROBABILITIES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return the callback of an option whose text is JSON of this kind, `list` or `dict`."""
+
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        """Return the option's value, or None if it was not given."""
         if text is None:
             return None
         try:
@@ -31,12 +35,18 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     return parse
 
 
+#: A template's file with one of these suffixes is written in Jinja.
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
-#: Each of these options says what to ask. A run has exactly one of them.
+#: Each of these options says what to ask. A run has at most one of them.
 PROMPT_OPTIONS = (
-    *("prompt_column", "messages_column", "template", "template_file", "messages_template"),
-    *("prompt", "prompts"),
+    "prompt_column",
+    "messages_column",
+    "template",
+    "template_file",
+    "messages_template",
+    "prompt",
+    "prompts",
 )
 
 
@@ -62,9 +72,8 @@ def column_list(
     if not texts:
         return None
     try:
-        return [
-            name for row in csv.reader(texts, strict=True, skipinitialspace=True) for name in row
-        ]
+        lists = csv.reader(texts, strict=True, skipinitialspace=True)
+        return list(chain.from_iterable(lists))
     except csv.Error as error:
         raise click.BadParameter(
             f"{error}: separate them by commas, those with commas in quotation marks"
@@ -75,10 +84,13 @@ def label_list(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> list[Any] | None:
     """Return the labels in a JSON list, or in a text that separates them by commas."""
-    if text is None or text.lstrip().startswith("["):
-        labels: list[Any] | None = json_value(list)(context, parameter, text)
-        return labels
-    return [label.strip() for label in column_list(context, parameter, (text,)) or ()]
+    if text is None:
+        return None
+    if text.lstrip().startswith("["):
+        return list(json_value(list)(context, parameter, text))
+    labels = column_list(context, parameter, (text,))
+    assert labels is not None
+    return [label.strip() for label in labels]
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +102,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError(
             f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
         )
+
     # An option that was not given is None, or () if it may be repeated. An empty list was given as such.
     arguments: dict[str, Any] = {}
     for name, value in options.items():
@@ -103,6 +116,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         )
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
+
     path = arguments.pop("template_file", None)
     if path is not None:
         # Editors add a line break at the end of a file.
@@ -118,6 +132,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(option: str, path: str) -> str:
+    """Return the text of a file that an option names. Raises UsageError."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return file.read()
@@ -141,14 +156,17 @@ def response_format(context: click.Context, parameter: click.Parameter, text: st
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
 
 
+#: Adds an option or an argument to a command.
 Decorator = Callable[[Any], Any]
 
 
-def _option(flag: str, help: str, **how: Any) -> Decorator:
-    return click.option(flag, help=help, **how)
+def _option(flag: str, help: str, **settings: Any) -> Decorator:
+    """Return an option of a command. settings: those of click.option."""
+    return click.option(flag, help=help, **settings)
 
 
 def _switch(name: str, help: str) -> Decorator:
+    """Return an option that is given as --name or --no-name; None if neither is given."""
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
@@ -374,6 +392,8 @@ _PROMPT = (
         metavar="NAME=COLUMN",
         **_NAMED,
     ),
+    _option("--adapter", "LoRA adapter that answers, by its name in the workers' folder."),
+    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's one."),
     _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 
@@ -497,6 +517,8 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
+    """Return what adds all these options to a command, in this order."""
+
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)

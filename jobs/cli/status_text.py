@@ -72,6 +72,7 @@ def rate(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
+#: Seconds between two lines of progress, if the state stays the same.
 LINE_EVERY_S = 10.0
 
 
@@ -108,11 +109,13 @@ class Lines:
 
 
 def _has_columns(file: TextIO) -> bool:
+    """Whether a file is a terminal of known width, where a bar can be drawn."""
     with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     return False
 
 
+#: The most failed shards whose reasons are printed.
 MAX_SHOWN = 5
 
 
@@ -130,10 +133,8 @@ def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     """Return a run's status in lines. num_gone: how many parts of a finished run are gone."""
-    lines = [
-        f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
-        f"output   {snapshot.output}",
-    ]
+    state = "incomplete" if num_gone else snapshot.state
+    lines = [f"run {snapshot.run}: {state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
         lines.append(f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}")
@@ -179,12 +180,12 @@ def gone_text(num_gone: int, folder: str) -> list[str]:
 
 
 def _rest(snapshot: RunSnapshot) -> str:
+    """Say what became of the shards that are not done and not begun."""
+    num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return (
-            f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
-        )
+        return f"{snapshot.queued + num_failed + snapshot.gone} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
-    return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"
+    return f"{snapshot.queued} queued, {num_failed} failed{gone}"
 
 
 #: How long `submit` waits for planning to accept the run.
@@ -198,15 +199,16 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
     with _ctrl_c_leaves_run_going(run, watch):
-        while (snapshot := watch()).is_planning and time.monotonic() < until:
+        snapshot = watch()
+        while snapshot.is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # no worker will plan the run soon
             time.sleep(PLAN_POLL_S)
+            snapshot = watch()
     if snapshot.plan_status in REFUSED:
         print_failures(connection, snapshot)
-        raise click.ClickException(
-            REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
-        )
+        problem = REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
+        raise click.ClickException(problem)
     click.echo(run)
     for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
@@ -215,6 +217,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+    """Say so if the submit had nothing to do, because the run was finished before it."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)

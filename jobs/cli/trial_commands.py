@@ -22,6 +22,7 @@ from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
+#: The most characters of one prompt or answer that are shown.
 MAX_SHOWN_CHARS = 20_000
 #: Seconds between two looks at the job.
 POLL_S = 0.05
@@ -34,7 +35,6 @@ TIMEOUT_S = 3600
 
 #: The most rows that a dry run looks at. The worker holds the requests of all of them in memory.
 MAX_ROWS_READ = 1_000_000
-
 
 #: A run's time as shares of what the tried rows tell. In 22 of 23 runs it was between these: runs of the demo's model,
 #: of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine it varies less.
@@ -68,32 +68,32 @@ def preview(
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
     """Return what a dry run has found, in lines. price_per_hour: the price of a worker's machine, in any currency."""
-    share = (
-        ""
-        if result["rows_read"] == result["num_rows"]
-        else f", as {result['rows_read']:,} of them show"
-    )
-    reused = (
-        f"; {result['rows_reused']:,.0f} are answered by earlier runs"
-        if result["rows_reused"]
-        else ""
-    )
-    tried = result["num_tried"]
-    failed = result["num_failed"]
-    seconds = result["seconds"]
+    reused = ""
+    if result["rows_reused"]:
+        reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
+    share = ""
+    if result["rows_read"] != result["num_rows"]:
+        share = f", as {result['rows_read']:,} of them show"
     lines = [
-        f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}",
-        *(f"         {line}" for line in _reasons(result)),
+        f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}"
+    ]
+    for reason in _reasons(result):
+        lines.append(f"         {reason}")
+    lines += [
         f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
         f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
         f"{result['cached_tokens']:,.0f}",
     ]
+    tried = result["num_tried"]
+    failed = result["num_failed"]
+    why = f": {safe_name(result['commonest_failure'])}"
     if failed and failed == tried:
         lines.append(
-            f"but      all {tried} rows that were tried failed, so that nothing tells the run's time and cost"
+            f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
         )
         return lines
 
+    seconds = result["seconds"]
     # Embeddings and scores have no tokens of answers.
     if result["completion_tokens"]:
         lines.append(
@@ -109,7 +109,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
             f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
     if failed:
-        lines.append(f"but      {failed} of the {tried} rows that were tried failed")
+        lines.append(f"but      {failed} of the {tried} rows that were tried failed{why}")
     if price_per_hour is not None:
         low, high = (seconds * factor / 3600 * price_per_hour for factor in RANGE)
         lines.append(
@@ -125,15 +125,18 @@ def duration_range(seconds: float) -> str:
 
 
 def survey(
-    connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any
+    connection: redis.Redis, queue: str, options: dict[str, Any], **extent: Any
 ) -> dict[str, Any]:
-    """Have a worker look at a run; return the result of jobs.survey_parquet. options: its further arguments."""
+    """Have a worker look at a run; return the result of jobs.survey_parquet.
+
+    options: of the run. extent: those arguments of jobs.survey_parquet that say how much to look at.
+    """
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})
     )
     survey_arguments = {
         **RunSpec.from_arguments(**arguments).to_json(),
-        **how,
+        **extent,
         "reuse": list(submission.reuse),
         "reuse_from_any_model": submission.reuse_from_any_model,
     }
@@ -151,27 +154,21 @@ def try_job(
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
-            how: dict[str, Any] = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
-            how |= {"kwargs": dict(arguments), "description": function, "job_id": job_id}
-            job_queue(connection, queue).enqueue_call(function, pipeline=pipe, **how)
+            job_queue(connection, queue).enqueue_call(
+                function,
+                kwargs=dict(arguments),
+                timeout=TIMEOUT_S,
+                result_ttl=TIMEOUT_S,
+                failure_ttl=TIMEOUT_S,
+                description=function,
+                job_id=job_id,
+                pipeline=pipe,
+            )
             pipe.hset(job_key(job_id), FORMAT_FIELD, str(FORMAT))
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
-        heard_at = look_at = time.monotonic()
-        while True:
-            status = job_status(connection.hget(job_key(job_id), "status"))
-            if status not in WAITING:
-                break
-            moment = time.monotonic()
-            if moment >= look_at:
-                look_at = moment + WORKERS_EVERY_S
-                listened = {name for worker in read_workers(connection) for name in worker.queues}
-                if queue in listened:
-                    heard_at = moment
-                elif moment - heard_at > PATIENCE_S:
-                    raise TrialFailed(no_worker_text(queue, sorted(listened)))
-            time.sleep(POLL_S)
+        status = _await_end(connection, queue, job_id)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
         return dict[str, Any](json.loads(last_result(connection, job_id)))
@@ -183,7 +180,29 @@ def try_job(
             pipe.execute()
 
 
+def _await_end(connection: redis.Redis, queue: str, job_id: str) -> JobStatus | None:
+    """Wait until a job has ended; return its status. Raises TrialFailed if no worker listens on the queue."""
+    last_heard_at = time.monotonic()
+    next_look_at = last_heard_at
+    while True:
+        status = job_status(connection.hget(job_key(job_id), "status"))
+        if status not in WAITING:
+            return status
+        moment = time.monotonic()
+        if moment >= next_look_at:
+            next_look_at = moment + WORKERS_EVERY_S
+            listened: set[str] = set()
+            for worker in read_workers(connection):
+                listened.update(worker.queues)
+            if queue in listened:
+                last_heard_at = moment
+            elif moment - last_heard_at > PATIENCE_S:
+                raise TrialFailed(no_worker_text(queue, sorted(listened)))
+        time.sleep(POLL_S)
+
+
 def _show(row: dict[str, Any]) -> None:
+    """Print a row of a preview: its prompt, then its error or its answer."""
     click.echo(f"row {row['row']}: {row['prompt_tokens']} tokens")
     if row.get("tools") is not None:
         click.echo(f"  tools: {_text(row['tools'])}")
@@ -207,6 +226,7 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
+    """Return a text, or JSON of any other value, safe for a terminal and cut if it is long. Its lines are indented."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
     if len(text) > MAX_SHOWN_CHARS:
@@ -215,14 +235,13 @@ def _text(value: Any) -> str:
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
+    """Return a line for each reason for which rows would fail."""
     lines = []
     for reason in result["reasons"]:
         first = f"row {reason['examples'][0]}"
-        rows = reason["rows"]
-        failing = (
-            f"{first} would fail"
-            if rows == 1
-            else f"{rows:,} rows read would fail, {first} the first"
-        )
+        num_rows = reason["rows"]
+        failing = f"{first} would fail"
+        if num_rows > 1:
+            failing = f"{num_rows:,} rows read would fail, {first} the first"
         lines.append(f"{failing}: {safe_name(reason['text'])}")
     return lines

@@ -18,13 +18,17 @@ from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
+#: Seconds between two tables of --watch.
 WATCH_EVERY_S = 2.0
+#: The most ended runs that `status` without a run shows.
 MAX_ENDED = 10
+#: Of a longer path, a table shows only the end.
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option(
     "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
+#: Columns of the tables that are aligned to the right. _WORKER_ACTIVITY: those that a silent worker leaves empty.
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
 _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
@@ -49,11 +53,10 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     """
     print_troubles(connection)
     snapshots = list_runs(connection, limit, states)
-    click.echo(
-        json.dumps([snapshot.to_object() for snapshot in snapshots])
-        if as_json
-        else runs_table(snapshots, time.time())
-    )
+    if as_json:
+        click.echo(json.dumps([snapshot.to_object() for snapshot in snapshots]))
+    else:
+        click.echo(runs_table(snapshots, time.time()))
 
 
 @click.command()
@@ -67,21 +70,17 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """
 
     def show() -> str:
+        """Return the table, or the JSON, as it is now."""
         print_troubles(connection)
         workers_known = read_workers(connection)
         samples = [worker.sample for worker in workers_known if worker.sample is not None]
         if not as_json:
             return workers_table(samples)
-        return json.dumps(
-            [
-                {
-                    **sample.to_object(),
-                    "silent": sample.is_silent,
-                    "draining": sample.state == "draining",
-                }
-                for sample in samples
-            ]
-        )
+        objects = []
+        for sample in samples:
+            state = {"silent": sample.is_silent, "draining": sample.state == "draining"}
+            objects.append({**sample.to_object(), **state})
+        return json.dumps(objects)
 
     show_or_watch(show, watch)
 
@@ -116,7 +115,10 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
     output = output or output_here(snapshot.output, snapshot.run)
-    click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
+    num_gone = 0
+    if output is not None and snapshot.finished:
+        num_gone = output.num_gone
+    click.echo(status_text(snapshot, num_gone))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     print_failures(connection, snapshot)
@@ -140,6 +142,7 @@ def output_json(output: RunOutput) -> str:
 
 
 def _output_text(output: RunOutput) -> str:
+    """Return in lines what is known about a run from its output folder, without Redis."""
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
         f"run {output.plan.run}: {output.state}",
@@ -154,12 +157,19 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
+    """Return a table of the open runs and the last ended ones, or JSON of all that are listed."""
     print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
-    ended = [run for run in snapshots if not run.is_active][:MAX_ENDED]
-    return runs_table([run for run in snapshots if run.is_active or run in ended], time.time())
+    shown = []
+    num_ended = 0
+    for run in snapshots:
+        if not run.is_active:
+            num_ended += 1
+        if run.is_active or num_ended <= MAX_ENDED:
+            shown.append(run)
+    return runs_table(shown, time.time())
 
 
 def show_or_watch(
@@ -208,16 +218,31 @@ def workers_table(samples: Sequence[WorkerSample]) -> str:
         return (
             "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
         )
-    heads = (
-        *("WORKER", "STATE", "MODEL", "FINGERPRINT", "VERSION"),
-        *("HOST", "PID", "UP", "MEMORY", "LANES", "HOLDS"),
-        *_WORKER_ACTIVITY,
-        *("SEEN", "PATH"),
-    )
-    return table(heads, list(map(_worker_row, samples)), _WORKER_NUMBERS)
+    rows = [_worker_row(sample) for sample in samples]
+    return table(_WORKER_HEADS, rows, _WORKER_NUMBERS)
+
+
+#: The columns of the table of workers, as _worker_row fills them.
+_WORKER_HEADS = (
+    "WORKER",
+    "STATE",
+    "MODEL",
+    "FINGERPRINT",
+    "VERSION",
+    "HOST",
+    "PID",
+    "UP",
+    "MEMORY",
+    "LANES",
+    "HOLDS",
+    *_WORKER_ACTIVITY,
+    "SEEN",
+    "PATH",
+)
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
+    """Return a worker's cells of the table. "-" stands for nothing."""
     up = duration_text(worker.up_s)
     memory = bytes_text(worker.memory_bytes) if worker.memory_bytes else ""
     held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
@@ -228,8 +253,10 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     )
     if worker.is_silent:
         # The worker's last sample is outdated. Other workers have its jobs, or will have them.
-        up = memory = held_jobs = ""
-        activity = ("",) * len(activity)
+        up = ""
+        memory = ""
+        held_jobs = ""
+        activity = ("", "", "")
 
     cells = (
         safe_name(worker.name),
@@ -252,4 +279,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
 
 def _cut_path(path: str) -> str:
     """Return a path, or its end if it is long."""
-    return path if len(path) <= MAX_PATH_CHARS else f"...{path[3 - MAX_PATH_CHARS :]}"
+    if len(path) <= MAX_PATH_CHARS:
+        return path
+    num_kept = MAX_PATH_CHARS - len("...")
+    return f"...{path[-num_kept:]}"

@@ -112,15 +112,18 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _written(value: Any) -> Any:
+    """Return a value that JSON can write in place of one that it cannot."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):
         number = float(value)
-        return number if math.isfinite(number) and Decimal(repr(number)) == value else str(value)
+        is_exact = math.isfinite(number) and Decimal(repr(number)) == value
+        return number if is_exact else str(value)
     return str(value)
 
 
 def _finite(value: Any) -> Any:
+    """Return a value with null in place of each infinite number."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):

@@ -75,8 +75,8 @@ FORMAT = 10
 FORMAT_FIELD = "tokenmill_format"
 #: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Other workers leave the
-#: job queued.
+#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Further lines name
+#: adapters. Workers that do not serve each line leave the job queued.
 MODEL_FIELD = "tokenmill_model"
 #: A field in RQ's job hash: FUNCTION for a job that calls a function, FILE for a shard. Each kind has places of its
 #: own.
@@ -114,6 +114,8 @@ API_KEYS_KEY = f"{OWN}:api-keys"
 API_LIMITS_KEY = f"{OWN}:api-limits"
 
 WORKER_STATS_TTL_S = 3600
+#: How far ahead the scores of workers' entries in RQ's `started` registry lie, so that no stock cleanup reaches these.
+FAR_S = 10 * 365 * 86_400
 #: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
 JOURNAL_TTL_S = 24 * 3600
 #: A worker writes its sample every two seconds. After this long without a sample, it is frozen, cut off or dead.

@@ -105,7 +105,10 @@ def results_key(job_id: str) -> str:
 
 def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
     """Return how a job ended, as an entry of its results says; None if the entry does not say it."""
-    return next((kind for kind in ResultType if b"%d" % kind.value == entry.get(b"type")), None)
+    for kind in ResultType:
+        if b"%d" % kind.value == entry.get(b"type"):
+            return kind
+    return None
 
 
 def command_channel(worker: str) -> str:
@@ -115,7 +118,10 @@ def command_channel(worker: str) -> str:
 
 def job_status(raw: object) -> JobStatus | None:
     """Return a stored status; None for anything else."""
-    return next((status for status in JobStatus if status.encode() == raw), None)
+    for status in JobStatus:
+        if status.encode() == raw:
+            return status
+    return None
 
 
 def time_text() -> str:
@@ -135,7 +141,8 @@ MAX_ERROR_BYTES = 1 << 20
 
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     """Return the error in an entry of a job's results; "" if there is none."""
-    return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
+    packed = _decoded(entry, b"exc_string")
+    return stored.text(stored.unpacked(packed, MAX_ERROR_BYTES) or b"")
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
@@ -151,10 +158,14 @@ def last_result(connection: Redis, job_id: str) -> bytes:
 def last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
     """Return the last entry of a job's results; {} if there is none."""
     entries: Any = connection.xrevrange(results_key(job_id), count=1)
-    return entries[0][1] if entries else {}
+    if not entries:
+        return {}
+    _, last = entries[0]
+    return last  # type: ignore[no-any-return]
 
 
 def _decoded(entry: Mapping[bytes, bytes], field: bytes) -> bytes:
+    """Return the bytes in a field of an entry; b"" if the field is missing or damaged."""
     try:
         return b64decode(entry.get(field) or b"")
     except ValueError:

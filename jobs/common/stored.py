@@ -21,8 +21,8 @@ def unpacked(packed: bytes, most: int) -> bytes | None:
     content = packed
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
+        # Bytes that are not packed stay as they are, because RQ takes them so.
         if inflater.eof or len(inflated) > most:
-            # Other bytes are not packed, and RQ takes them as they are.
             content = inflated
     return content if len(content) <= most else None
 
@@ -56,8 +56,10 @@ def seconds(text: str | None) -> float | None:
 
 def moment(raw: object) -> float | None:
     """Return a time that RQ wrote, in Unix seconds; None for anything else."""
+    if not isinstance(raw, bytes):
+        return None
     try:
-        value = datetime.fromisoformat(text(raw) if isinstance(raw, bytes) else "").timestamp()
+        value = datetime.fromisoformat(text(raw)).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
     return value if value >= 0 else None

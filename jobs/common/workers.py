@@ -65,6 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
+    """Return a list's texts that are fit to be shown; None for anything but a list, or for a very long one."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -72,6 +73,7 @@ def _texts(value: object) -> list[str] | None:
 
 
 def _counts(value: object) -> dict[str, int] | None:
+    """Return counts by name; None for anything but a mapping, or for a very large one."""
     if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
         return None
     counts: dict[str, int] = {}
@@ -126,7 +128,9 @@ class Point:
     @property
     def batch_fill(self) -> float:
         """Return the share of the batch that is filled, from 0 to 1."""
-        return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
+        if self.max_num_seqs == 0:
+            return 0.0
+        return min(1.0, self.num_requests_running / self.max_num_seqs)
 
     def to_object(self) -> dict[str, Any]:
         """Return the fields as an object of JSON."""
@@ -155,7 +159,8 @@ class WorkerSample(Point):
     silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
-    models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
+    models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
+    fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
     model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
@@ -169,6 +174,7 @@ class WorkerSample(Point):
     model: str = ""
     model_source: str = ""
     models: Sequence[str] = ()
+    adapters: Sequence[str] = ()
     fingerprint: str = ""
     max_model_len: int = 0
     clock_formats: str = ""
@@ -195,7 +201,8 @@ class WorkerSample(Point):
     @property
     def is_silent(self) -> bool:
         """Whether the worker has written nothing for so long that it must be frozen, cut off or dead."""
-        return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
+        limit_s = LOADING_S if self.state == LOADING else SILENT_S
+        return self.silent_s > limit_s
 
 
 def worker_names(connection: Redis) -> list[str]:
@@ -259,8 +266,10 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         if record is None:
             record = loading_record
             left_ms = loading_left_ms
-        values = registration if isinstance(registration, list) else [None] * len(_FIELDS)
-        registered = {key: value for key, value in zip(_FIELDS, values, strict=True) if value}
+        registered: dict[str, bytes] = {}
+        if isinstance(registration, list):
+            fields_and_values = zip(_FIELDS, registration, strict=True)
+            registered = {key: value for key, value in fields_and_values if value}
         sample = _sample(name, record, left_ms)
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []

@@ -8,6 +8,7 @@ from redis import Redis
 
 from jobs.common.keys import executions_key
 from jobs.common.stored import moment
+from jobs.context.adapters import Adapters
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
 from jobs.context.job_journal import JobJournal
@@ -54,6 +55,7 @@ class JobContext:
     trace: W3C's trace context, for the meta of jobs that this job enqueues.
     journal: the journal of a job of prompts; None for other jobs.
     creation: when the job was made, as RQ has stored it.
+    adapters: those that its requests may name.
     """
 
     connection: Redis
@@ -79,6 +81,7 @@ class JobContext:
     trace: Mapping[str, str] = field(default_factory=dict)
     journal: JobJournal | None = None
     creation: bytes = b""
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def created_at(self) -> float | None:

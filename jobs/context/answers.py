@@ -1,4 +1,4 @@
-"""Holds a row's answer, and remembers answers, so that the shards of one process compute each only once."""
+"""Defines a row's answer, and the memory of answers, by which the shards of a process compute equal rows once."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    If a row has several completions, each of their fields is a tuple with a value for each completion.
+    If a row has several completions, fields about a completion are tuples with a value for each.
     tool_calls: JSON. columns: further columns by name; an Arrow array holds one value. attempts, check_error: see
     PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """
@@ -36,7 +36,9 @@ class Answer:
 
     def column(self, name: str) -> Any:
         """Return the value of an output column; None if the answer has no such column."""
-        return self.columns[name] if name in self.columns else getattr(self, name, None)
+        if name in self.columns:
+            return self.columns[name]
+        return getattr(self, name, None)
 
     @property
     def is_cut(self) -> bool:
@@ -68,9 +70,15 @@ def failed_answer(
     reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
 ) -> Answer:
     """Return the answer of a row that failed. n: how many completions the row asked for."""
-    if n == 1:
-        return Answer(None, "error", prompt_tokens, 0, cached_tokens, reason)
-    return Answer((None,) * n, ("error",) * n, prompt_tokens, (0,) * n, cached_tokens, reason)
+    is_single = n == 1
+    return Answer(
+        completion=None if is_single else (None,) * n,
+        finish_reason="error" if is_single else ("error",) * n,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=0 if is_single else (0,) * n,
+        cached_tokens=cached_tokens,
+        error=reason,
+    )
 
 
 #: The most bytes of a worker's answers.
@@ -142,8 +150,9 @@ def _size(answer: Answer) -> int:
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
     num_bytes = ENTRY_BYTES * num_completions
     for column in columns:
-        for value in column if isinstance(column, tuple) else (column,):
-            if isinstance(value, tuple):
+        values = column if isinstance(column, tuple) else (column,)
+        for value in values:
+            if isinstance(value, tuple):  # a label and its probability
                 num_bytes += PAIR_BYTES
             elif isinstance(value, Sized):
                 num_bytes += sys.getsizeof(value)

@@ -32,13 +32,19 @@ def check(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a question.
+
+    The question may have a text to check, or ask for the function's version. It is stale if the function's files have
+    changed since this process imported them.
+    """
     try:
         check = _compiled(question["check"])
     except Unusable as error:
         return {"problem": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
-    ((kind, _),) = json.loads(question["check"]).items()
+
+    kind, _ = _kind_and_rule(question["check"])
     if kind in ("function", "tool") and _version(check) != hash_of(_files(check)):
         return {"is_stale": True}
     if "version" in question:
@@ -48,6 +54,12 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
     if kind in ("agree_on", "tool"):
         return {"reason": check(question["row"], question["text"])}
     return {"reason": _reason(check, question["row"], question["text"])}
+
+
+def _kind_and_rule(text: str) -> tuple[str, Any]:
+    """Return a check's kind, and its schema, pattern or function. text: the check as JSON."""
+    [(kind, rule)] = json.loads(text).items()
+    return kind, rule
 
 
 @lru_cache(maxsize=64)
@@ -69,6 +81,7 @@ def _version(check: Check) -> str:
 
 
 def _reason(check: Check, row: Any, text: str) -> str | None:
+    """Check a text. Returns the reason why it is not valid, or None."""
     try:
         reason = check(row, text)
     except BaseException as error:  # noqa: BLE001  # a function raises what it likes
@@ -83,6 +96,7 @@ def _reason(check: Check, row: Any, text: str) -> str | None:
 
 
 def _cut(text: str) -> str:
+    """Return a reason as valid Unicode, and at most MAX_REASON_CHARS of it."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
@@ -94,14 +108,15 @@ def _compiled(text: str) -> Check:
     """Return a compiled check. The child remembers the checks that it compiled last."""
     check = _known.get(text)
     if check is None:
-        ((kind, argument),) = json.loads(text).items()
-        check = _MAKE[kind](argument)
+        kind, rule = _kind_and_rule(text)
+        check = _MAKE[kind](rule)
         if _known.put(text, check):
             re.purge()  # the cache of `re` would keep hundreds of patterns that nobody uses any more
     return check
 
 
 def _pattern(pattern: str) -> Check:
+    """Make a check of a pattern that a whole text must match. Raises Unusable."""
     try:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -111,10 +126,12 @@ def _pattern(pattern: str) -> Check:
 
 
 def _function(dotted: str) -> Check:
+    """Import a function by its dotted name. Raises Unusable."""
+    module, _, name = dotted.rpartition(".")
     try:
         with unlimited_memory():
             # The colon marks the module's end, because the module may have a submodule with the function's name.
-            function = resolve_name(":".join(dotted.rsplit(".", 1)))
+            function = resolve_name(f"{module}:{name}")
     except BaseException as error:  # a module may raise anything
         raise Unusable(
             f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
@@ -124,11 +141,12 @@ def _function(dotted: str) -> Check:
             f"function of check: {dotted} is a {type(function).__name__}, expected a function"
         )
     check: Check = function
-    _version(check)
+    _version(check)  # notes the hash of the files that were imported now
     return check
 
 
 def _schema(schema: dict[str, Any]) -> Check:
+    """Make a check of a JSON schema. Raises Unusable."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for
@@ -144,6 +162,7 @@ def _schema(schema: dict[str, Any]) -> Check:
     validator = kind(schema, registry=REGISTRY)  # the registry fetches no schema from outside
 
     def check(row: Any, text: str) -> str | None:
+        """Say how a text violates the schema; None if it follows the schema."""
         try:
             value = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -167,18 +186,21 @@ def _agreement(agree_on: str) -> Check:
             raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
 
     def compared(row: Any, text: str) -> str | None:
-        if pattern is not None:
-            match = pattern.search(text)
-            part = None if match is None else match[min(1, pattern.groups)]
-        else:
-            part = _json_part(text, pointer)
-        return (
-            None
-            if part is None
-            else blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
-        )
+        """Return a hash of the compared part."""
+        part = _json_part(text, pointer) if pattern is None else _matched(pattern, text)
+        if part is None:
+            return None
+        return blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
 
     return compared
+
+
+def _matched(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the pattern's first group where it is found, or all of it without a group; None if it is not found."""
+    match = pattern.search(text)
+    if match is None:
+        return None
+    return match[1] if pattern.groups > 0 else match[0]
 
 
 def _json_part(text: str, pointer: str) -> str | None:
@@ -222,6 +244,7 @@ def _tool(dotted: str) -> Check:
 
     @wraps(function)
     def call(row: Any, text: str) -> str:
+        """Call the tool with the arguments that the model wrote. Anything may be wrong with them."""
         try:
             arguments = json.loads(text or "{}")
         except (ValueError, RecursionError) as error:
@@ -241,6 +264,7 @@ def _tool(dotted: str) -> Check:
 
 
 def _no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 
 

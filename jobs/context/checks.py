@@ -24,7 +24,7 @@ MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
 #: The most characters of a repair template. Each prompt that is tried again holds the template's text.
 MAX_REPAIR_CHARS = 1 << 16
-#: How often the reason may stand in a repair template.
+#: The reason may stand this many times in a repair template.
 MAX_REASONS = 8
 #: Stands for the reason in the text that follows a failed answer.
 REASON = "{reason}"
@@ -35,10 +35,11 @@ PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer a
 
 @dataclass(frozen=True)
 class RepairOptions:
-    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
+    """How answers are checked, and when a prompt is asked again.
 
+    check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
     max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
-    with "length" is continued.
+    with "length" is continued. repair_template: the text that asks for another answer; None for a usual one.
     """
 
     check: Mapping[str, Any] | None = None
@@ -63,7 +64,9 @@ class RepairOptions:
         return check.get("function") or check.get(TOOL)
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
-        template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
+        """Return the text that follows an answer that is not valid, and asks for another one."""
+        usual_template = CHAT_REPAIR if is_chat else PROMPT_REPAIR
+        template = self.repair_template or usual_template
         return template.replace(REASON, reason)
 
 
@@ -73,19 +76,19 @@ NO_REPAIRS = RepairOptions()
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
     """Split keyword arguments. Returns the arguments that are not about checks, and the checks. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
-    options = {
-        name: parse(name, values[name])
-        for name, parse in PARSERS.items()
-        if values.get(name) is not None
-    }
+    options = {}
+    for name, parse in PARSERS.items():
+        if values.get(name) is not None:
+            options[name] = parse(name, values[name])
     return remaining, RepairOptions(**options)
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
+    """Return a check in one form. Raises InvalidJob."""
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
         raise unlike(name, value, kinds)
-    ((kind, rule),) = value.items()
+    [(kind, rule)] = value.items()
     if kind == "json":
         return {"json": _schema(rule)}
     text = some_text(f"{kind} of check", rule, MAX_CHARS)
@@ -98,6 +101,7 @@ def _check(name: str, value: Any) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> dict[str, Any]:
+    """Return a JSON schema, which may be given as text. Raises InvalidJob."""
     try:
         if isinstance(value, str):
             value = json.loads(value)
@@ -111,6 +115,7 @@ def _schema(value: Any) -> dict[str, Any]:
 
 
 def _repair_template(name: str, value: Any) -> str:
+    """Return a repair template. Raises InvalidJob."""
     text = some_text(name, value, MAX_REPAIR_CHARS)
     num_reasons = text.count(REASON)
     if num_reasons > MAX_REASONS:
@@ -167,9 +172,10 @@ class Checks:
 
     def version(self, options: RepairOptions) -> str:
         """Return the version of a check's function. It changes with the function's file. Raises InvalidJob."""
-        return (
-            "" if options.function is None else str(self.prepare(options, version=True)["version"])
-        )
+        if options.function is None:
+            return ""
+        reply = self.prepare(options, version=True)
+        return str(reply["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: the row for a check function. Raises InvalidJob.
@@ -184,40 +190,47 @@ class Checks:
             kind = next(iter(options.check or {}))
             if kind == AGREE_ON:
                 return None
-            return json.dumps({"error": f"it {error}"}) if kind == TOOL else f"the check {error}"
+            if kind == TOOL:
+                return json.dumps({"error": f"it {error}"})
+            return f"the check {error}"
         reason: str | None = reply["reason"]
         return reason
 
-    def _ask(self, options: RepairOptions, **answer: Any) -> dict[str, Any]:
+    def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
+        """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = {"is_stale": True}
         while "is_stale" in reply:  # the child imported the function before its file changed
-            reply = self._pool.call(lambda child: self._reply(child, options, answer))
+            reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])
         return reply
 
     def _reply(
-        self, child: Child, options: RepairOptions, answer: Mapping[str, Any]
+        self, child: Child, options: RepairOptions, question: Mapping[str, Any]
     ) -> dict[str, Any]:
-        question = {"check": options.check_text}
+        """Return one child's reply to a question. The check is compiled first, with a time limit of its own."""
+        check = {"check": options.check_text}
         reply: dict[str, Any] = {}
-        if not child.notes.get(options.check_text):
+        has_compiled = child.notes.get(options.check_text)
+        if not has_compiled:
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, question, Limits(limit_s))
+                reply, _ = child.ask(_TASK, check, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
             child.notes.put(options.check_text, True)
-            if answer:
-                reply, _ = child.ask(_TASK, {**question, **answer}, Limits(self._limit_s))
+            if question:
+                reply, _ = child.ask(_TASK, {**check, **question}, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply
 
     def close(self) -> None:
+        """End the child processes."""
         self._pool.close()
 
 
 def _useless(error: ChildFailed) -> InvalidJob:
+    """Return the error for a check that failed before it could look at an answer."""
     return InvalidJob(f"the check {error} before it could check anything")

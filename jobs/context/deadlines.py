@@ -46,6 +46,7 @@ def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
 
 
 def _moment(text: str, now: float) -> float | None:
+    """Return the Unix seconds of a duration from now, or of a time with its offset; None for any other text."""
     duration = _DURATION.fullmatch(text)
     if duration:
         return now + int(duration["count"]) * _UNIT_S[duration["unit"]]

@@ -50,7 +50,7 @@ class JobJournal:
         return short_name(self.owner)
 
     def read(self) -> list[Any]:
-        """Return the prompts' records as they were written; none of a journal that is damaged or of another job."""
+        """Return the prompts' records as they were written; no records if the journal is damaged or of another job."""
         owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
         if owner != self.owner:
             return []
@@ -68,7 +68,8 @@ class JobJournal:
         for sample, num_before, token_ids in self.sent:
             known = merged.setdefault(sample, [])
             end = num_before + len(token_ids)
-            if num_before <= len(known) and known[num_before:end] != token_ids:
+            has_gap = num_before > len(known)
+            if not has_gap and known[num_before:end] != token_ids:
                 merged[sample] = [*known[:num_before], *token_ids]
         return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
 

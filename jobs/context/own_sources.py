@@ -18,10 +18,13 @@ def own_files(module: str, path: Path) -> list[Path]:
     count. Only import statements are followed, at any place in a file.
     """
     *packages, _ = module.split(".")
+    num_folders = len(packages)  # between the file and the root of imports
     if path.name == "__init__.py":
-        packages.append("")
-    root = path.parents[len(packages)]
-    package = module.partition(".")[0] if packages else None
+        num_folders += 1
+    root = path.parents[num_folders]
+    package = None
+    if num_folders > 0:
+        package, _, _ = module.partition(".")
     if package is None and root.name in _INSTALLED:
         return [path]
     counted: set[Path] = set()
@@ -61,8 +64,9 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else ()
-            parts = list(above)
+            parts: list[str] = []
+            if node.level > 0:  # each dot after the first one goes up one package
+                parts += package[: len(package) - (node.level - 1)]
             if node.module:
                 parts += node.module.split(".")
             yield from ([*parts, alias.name] for alias in node.names)

@@ -1,12 +1,13 @@
 """Describes the model that a process serves: its names, its identity, and how it reads prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
+from jobs.context.adapters import digest_of, name_of
 from jobs.errors import InvalidJob, ModelNotServed
 
 
@@ -16,7 +17,8 @@ class PinnedModel:
 
     fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype. max_model_len: the
     most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that the chat template
-    wrote when the run was planned; "" if the template writes none.
+    wrote when the run was planned; "" if the template writes none. adapters: those that the run names, pinned to their
+    files.
     """
 
     name: str
@@ -24,22 +26,35 @@ class PinnedModel:
     dtype: str
     max_model_len: int = field(default=0, kw_only=True)
     clock: str = field(default="", kw_only=True)
+    adapters: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __str__(self) -> str:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
-        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
+        text = f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
+        if self.adapters:
+            shown = [f"{name_of(pinned)} ({digest_of(pinned)[:8]})" for pinned in self.adapters]
+            text += f" with adapters {', '.join(shown)}"
+        return text
 
     @cached_property
     def pin(self) -> str:
-        """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
-        return (
-            f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
-        )
+        """Return a text that names what a worker must serve to answer the run's rows.
+
+        The model stands in its first line, and an adapter in each further one. Other workers leave the run's jobs on
+        the queue.
+        """
+        model = self.fingerprint
+        if self.max_model_len != 0:
+            model = f"{model}/{self.max_model_len}"
+        return "\n".join([model, *self.adapters])
 
     @property
     def identity(self) -> str:
         """Return the parts of the model that decide an answer. The length limit does not."""
-        return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
+        parts = [self.fingerprint]
+        if self.clock:
+            parts.append(self.clock)
+        return " ".join([*parts, *self.adapters])
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,11 @@ class ServedModel(PinnedModel):
             )
 
 
+def is_served(pin: str, names: Collection[str]) -> bool:
+    """Whether a worker serves all parts of a pin. names: all by which jobs may ask for what it serves."""
+    return all(part in names for part in pin.split("\n"))
+
+
 def clock_text(formats: Sequence[str] | None, now: float) -> str:
     """Return the texts that a chat template writes for a Unix time. formats: see ServedModel.clock_formats.
 
@@ -98,17 +118,18 @@ def clock_text(formats: Sequence[str] | None, now: float) -> str:
     return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
 
 
-_UNNAMED = "?"
+#: Stands for formats that are not known.
+_UNKNOWN = "?"
 
 
 def joined_formats(formats: Sequence[str] | None) -> str:
-    """Return the formats of a model's clock as one text."""
-    return _UNNAMED if formats is None else "\n".join(formats)
+    """Return ServedModel.clock_formats as one text, which Redis can hold."""
+    return _UNKNOWN if formats is None else "\n".join(formats)
 
 
 def split_formats(text: str) -> tuple[str, ...] | None:
     """Return the formats from the text that `joined_formats` made."""
-    if text == _UNNAMED:
+    if text == _UNKNOWN:
         return None
     return tuple(text.split("\n")) if text else ()
 

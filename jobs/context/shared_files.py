@@ -4,12 +4,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jobs.context.turns import Caller, Turns, nobody
 from sandbox import Pool
 
 CHILDREN = Pool()
+"""Children that read tables and render templates."""
 DECODERS = Pool()
 """Children that only decode pictures. The decoders are written in C, so these children read nothing else."""
 
@@ -25,12 +26,19 @@ R = TypeVar("R")
 ReaderKey = tuple[Hashable, ...]
 
 
+class _IdleReader(NamedTuple):
+    """A reader that nobody uses."""
+
+    key: ReaderKey
+    reader: Any
+
+
 class NoRoomYet(Exception):
     """Raised if a shard must wait until other shards have released memory. Begin it again later."""
 
 
 class SharedFiles:
-    """Keeps the reader of a file while a shard of the file is open. So an idle worker holds no file. Thread-safe.
+    """Holds plans, and readers of files with an open shard. An idle worker holds no reader. Thread-safe.
 
     current_call: see Turns.
     """
@@ -39,14 +47,16 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
-        self._idle: list[tuple[ReaderKey, Any]] = []  # the reader that was used last comes last
+        self._idle: list[_IdleReader] = []  # the reader that was used last comes last
         self._users = Counter[Hashable]()
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a file's plan, which is loaded once. key: names one state of one file."""
         with self._turns.at(key):  # one thread loads it, other threads wait
-            plan: P = self._plans.get(key) or load()
+            plan: P | None = self._plans.get(key)
+            if plan is None:
+                plan = load()
             with self._lock:
                 self._plans[key] = plan
                 while len(self._plans) > MAX_PLANS:
@@ -70,11 +80,12 @@ class SharedFiles:
         unused = []
         with self._lock:
             still_idle = []
-            for key, reader in self._idle:
-                if key[0] in but:
-                    still_idle.append((key, reader))
+            for idle in self._idle:
+                path = idle.key[0]
+                if path in but:
+                    still_idle.append(idle)
                 else:
-                    unused.append(reader)
+                    unused.append(idle.reader)
             self._idle = still_idle
         for reader in unused:
             self._close(reader)
@@ -88,16 +99,19 @@ class SharedFiles:
         lent.
         """
         with self._turns.at(key):
-            reader = self._nearest(key, shard) or self._opened(open_reader)
+            reader = self._nearest(key, shard)
+            if reader is None:
+                reader = self._opened(open_reader)
             try:
                 yield reader
             except BaseException:  # the reader may have read another file than the planned one
                 self._close(reader)
                 raise
+            path = key[0]
             with self._lock:
-                is_used = key[0] in self._users
+                is_used = path in self._users
                 if is_used:
-                    self._idle.append((key, reader))
+                    self._idle.append(_IdleReader(key, reader))
             if not is_used:
                 self._close(reader)
 
@@ -105,25 +119,26 @@ class SharedFiles:
         """Take the idle reader of a key that is nearest to a shard; None if there is none."""
         with self._lock:
             candidates = [
-                entry for entry in self._idle if entry[0] == key and entry[1].reaches(shard)
+                idle for idle in self._idle if idle.key == key and idle.reader.reaches(shard)
             ]
             if not candidates:
                 return None
-            nearest = max(candidates, key=lambda entry: entry[1].next_row)
+            nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
-            return nearest[1]
+            return nearest.reader
 
     def _opened(self, open_reader: Callable[[], R]) -> R:
+        """Open a reader, after closing an idle one if there are too many. Raises NoRoomYet."""
         with self._lock:
-            if self.num_readers >= MAX_READERS and not self._idle:
-                raise NoRoomYet
-            unused = None
+            replaced = None
             if self.num_readers >= MAX_READERS:
-                _, unused = self._idle.pop(0)
+                if not self._idle:
+                    raise NoRoomYet
+                replaced = self._idle.pop(0)
             self.num_readers += 1
         try:
-            if unused is not None:
-                self._close(unused)
+            if replaced is not None:
+                self._close(replaced.reader)
             return open_reader()
         except BaseException:
             with self._lock:
@@ -131,6 +146,7 @@ class SharedFiles:
             raise
 
     def _close(self, reader: Any) -> None:
+        """Close a reader, and count it no more."""
         with self._lock:
             self.num_readers -= 1
         reader.close()

@@ -57,12 +57,15 @@ def call_webhook(
     own_headers = {
         name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
     }
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    target = parts.path or "/"
+    if parts.query:
+        target += f"?{parts.query}"
+
     until = time.monotonic() + DEADLINE_S
     sock = _connected(_allowed_addresses(parts, hosts, resolve))
     sock.settimeout(DEADLINE_S)  # for one read; the timer ends the whole call
-    end = sock.dup()  # TLS takes over `sock`, and this copy shuts down the same connection
-    timer = threading.Timer(until - time.monotonic(), _shut_down, [end])
+    copy = sock.dup()  # TLS takes over `sock`, and the copy shuts down the same connection
+    timer = threading.Timer(until - time.monotonic(), _shut_down, [copy])
     timer.start()
     try:
         connection = HTTPConnection(str(parts.hostname), parts.port)
@@ -77,7 +80,7 @@ def call_webhook(
             raise
     finally:
         timer.cancel()
-        end.close()
+        copy.close()
         sock.close()
     if time.monotonic() >= until:
         raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
@@ -90,6 +93,7 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 def _parsed(url: Any) -> SplitResult:
+    """Return the parts of a URL of http or https. Raises InvalidJob."""
     if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
         with suppress(ValueError):
             parts = urlsplit(url)
@@ -109,28 +113,33 @@ def _allowed_addresses(
     port = parts.port or (443 if parts.scheme == "https" else 80)
     addresses = []
     for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
-        addresses.append((str(socket_address[0]), port))
-    allowed = [address for address in addresses if _may_call(address[0], hosts)]
+        addresses.append(str(socket_address[0]))
+    allowed = [(address, port) for address in addresses if _may_call(address, hosts)]
     if not allowed:
         raise InvalidJob(
-            f"webhook: the host {brief(parts.hostname)} leads to {addresses[0][0]}, "
+            f"webhook: the host {brief(parts.hostname)} leads to {addresses[0]}, "
             "which is not a public address: add that address to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
     return allowed
 
 
 def _may_call(address: str, hosts: Collection[str]) -> bool:
-    ip = ip_address(address.partition("%")[0])
+    """Whether an address is public, or one that the operator allows."""
+    without_zone, _, _ = address.partition("%")
+    ip = ip_address(without_zone)
     ip = getattr(ip, "ipv4_mapped", None) or ip
-    return str(ip) in hosts or (ip.is_global and not ip.is_multicast)
+    is_public = ip.is_global and not ip.is_multicast
+    return is_public or str(ip) in hosts
 
 
 def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
-    """Connect to the first address that answers; each may take an equal share of the time."""
-    for address in addresses[:-1]:
+    """Connect to the first address that answers. Each may take an equal share of the time. Raises OSError."""
+    *earlier, last = addresses
+    share_s = DEADLINE_S / len(addresses)
+    for address in earlier:
         with suppress(OSError):
-            return socket.create_connection(address, DEADLINE_S / len(addresses))
-    return socket.create_connection(addresses[-1], DEADLINE_S / len(addresses))
+            return socket.create_connection(address, share_s)
+    return socket.create_connection(last, share_s)
 
 
 @cache

@@ -27,7 +27,9 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
-ok, warning, fault = (partial(Finding, level) for level in Level)
+ok = partial(Finding, Level.OK)
+warning = partial(Finding, Level.WARNING)
+fault = partial(Finding, Level.FAULT)
 
 
 def fault_of(subject: str, error: str) -> Finding:
@@ -61,6 +63,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
 
 
 def _examine(examination: Examination, findings: list[Finding]) -> None:
+    """Carry out an examination. Its findings are added one by one, so that those of one that hangs are not lost."""
     try:
         for finding in examination.check():
             findings.append(finding)
@@ -100,11 +103,15 @@ def missing(extra: str) -> Iterator[Finding]:
     """Name the packages of an extra that are not installed."""
     for line in requires("tokenmill") or ():
         requirement, _, condition = line.partition(";")
-        name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]
+        if extra not in condition:
+            continue
+        name = re.split(r"[\[<>=!~ ]", requirement)[0]
+        if "[hiredis]" in requirement:
+            name = "hiredis"
         try:
-            version(name if extra in condition else "rq")
+            version(name)
         except PackageNotFoundError:
-            weigh = warning if name in OPTIONAL else fault
-            yield weigh(
+            finding = warning if name in OPTIONAL else fault
+            yield finding(
                 "installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'"
             )

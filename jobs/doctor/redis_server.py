@@ -27,7 +27,8 @@ from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
 #: Errors that mean that a client is not served at all.
-NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
+_NO_ANSWER = (RedisConnectionError, RedisTimeoutError)
+NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,17 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    ahead_s = info.get("server_time_usec", sent_at * 1e6) / 1e6 - sent_at
-    return Server(client, *_user_and_address(url), info, min(took_s), ahead_s, config)
+    server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
+    user, address = _user_and_address(url)
+    return Server(
+        client=client,
+        user=user,
+        address=address,
+        info=info,
+        latency_s=min(took_s),
+        ahead_s=server_time - sent_at,
+        config=config,
+    )
 
 
 def not_served(url: str, error: RedisError) -> Finding:
@@ -68,7 +78,7 @@ def not_served(url: str, error: RedisError) -> Finding:
     if isinstance(error, BusyLoadingError):
         problem = "does not serve yet"
         mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-    elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
+    elif isinstance(error, _NO_ANSWER) and not isinstance(error, AuthenticationError):
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if url.startswith("rediss:"):
@@ -96,8 +106,11 @@ def _mend_of_tls(error: str) -> str:
 def _user_and_address(url: str) -> tuple[str, str]:
     """Return a URL's user, and the URL without user, password and options."""
     parts = urlsplit(url)
-    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if url else "Redis"
-    return unquote(parts.username or "default"), address
+    user = unquote(parts.username or "default")
+    if not url:
+        return user, "Redis"
+    _, _, host = parts.netloc.rpartition("@")
+    return user, f"{parts.scheme}://{host}{parts.path}"
 
 
 #: A round trip that takes longer is slow. A worker's claims wait for round trips.
@@ -139,11 +152,7 @@ def troubles(connection: Redis) -> list[str]:
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    health = redis_health(info)
-    failed = ", ".join(health.failed_writes)
-    policy = info.get("maxmemory_policy", "noeviction")
-    used_bytes = health.used_bytes
-    max_bytes = health.limit_bytes
+    """Say what is wrong with a server, as INFO shows it."""
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -158,13 +167,20 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
             "this is a Redis cluster, which RQ cannot use",
             "use a Redis that is not a cluster",
         )
-    if failed:
-        yield fault(
-            "durability", f"Redis could not write to its disk the last time ({failed})", _LOG
+
+    health = redis_health(info)
+    if health.failed_writes:
+        problem = (
+            f"Redis could not write to its disk the last time ({', '.join(health.failed_writes)})"
         )
+        yield fault("durability", problem, _LOG)
+
+    policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
+    used_bytes = health.used_bytes
+    max_bytes = health.limit_bytes
     if max_bytes and used_bytes > FULL * max_bytes:
         when = "no job can" if used_bytes >= max_bytes else "soon no job can"
         problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
@@ -173,6 +189,7 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _durability(server: Server) -> Iterator[Finding]:
+    """Say what a crash or restart of the server would lose."""
     save = server.config.get("save")
     fsync = server.config.get("appendfsync")
     if not server.info.get("aof_enabled") and save == "":
@@ -189,6 +206,7 @@ def _durability(server: Server) -> Iterator[Finding]:
             "durability",
             f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
         )
+
     # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
@@ -207,6 +225,7 @@ def _durability(server: Server) -> Iterator[Finding]:
 
 
 def _set(name: str, value: object) -> str:
+    """Return the advice to change a setting of Redis."""
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
 
@@ -268,7 +287,8 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
             has_subcommand = words[0] in ("script", "memory")
-            rules[f"+{words[0]}|{words[1]}" if has_subcommand else f"+{words[0]}"] = None
+            command = f"{words[0]}|{words[1]}" if has_subcommand else words[0]
+            rules[f"+{command}"] = None
     if not rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
@@ -280,7 +300,7 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield for each command how the server refuses it to this user; "" if it does not. No command is carried out."""
+    """Yield each command, and why the server refuses it to this user; "" if it does not. No command is carried out."""
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")

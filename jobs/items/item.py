@@ -1,4 +1,4 @@
-"""Defines items, generators that yield what they need and return an answer, and what a job asks of each item."""
+"""Defines items: generators that yield what they need and return an answer. Ask says what a job asks of each item."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -67,8 +67,8 @@ class Ask(Generic[T]):
 def asked_once(request: Request) -> Item[Samples]:
     """Ask one request; return its completions."""
     requests = [request]
-    del request
-    (samples,) = yield requests
+    del request  # the runner takes it out of the list, so that nothing holds its prompt
+    [samples] = yield requests
     return samples  # type: ignore[no-any-return]
 
 
@@ -81,6 +81,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
     steps: dict[int, Step] = {}
 
     def advance(number: int, reply: Any) -> None:
+        """Give an item a reply, and note its next step or its answer."""
         try:
             steps[number] = items[number].send(reply)
         except StopIteration as end:
@@ -98,17 +99,20 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
                 advance(number, reason)
                 step = steps.get(number)
 
-        waiting = sorted(steps)
-        if not waiting:
+        requests: list[Request] = []
+        num_requests: dict[int, int] = {}  # by item
+        for number in sorted(steps):
+            step = steps[number]
+            assert isinstance(step, list)
+            num_requests[number] = len(step)
+            requests += step
+            step.clear()
+        if not num_requests:
             break
-        counts = [len(steps[number]) for number in waiting]  # type: ignore[arg-type]
-        requests = [request for number in waiting for request in steps[number]]  # type: ignore[union-attr]
-        for number in waiting:
-            steps[number].clear()  # type: ignore[union-attr]
         replies = yield requests
 
         start = 0
-        for number, count in zip(waiting, counts, strict=True):
+        for number, count in num_requests.items():
             advance(number, replies[start : start + count])
             start += count
     return [answers[number] for number in range(len(items))]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from jobs.items.item import Samples
 
 Reply = str | None | Sequence[Samples]
-"""What an item was given for a step: the completions of its requests, or the reason from a check."""
+"""What an item was given for a step: the completions of its requests, or a check's reason, which may be None."""
 
 Tokens = Mapping[int, Sequence[int]]
 """The tokens that the samples of one request have so far, by their index."""
@@ -102,12 +102,12 @@ class Progress:
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
+        received = [[place, _samples_json(samples)] for place, samples in self.received.items()]
+        tokens = [[place, _tokens_json(samples)] for place, samples in self.tokens.items()]
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
-            "received": [
-                [place, _samples_json(samples)] for place, samples in self.received.items()
-            ],
-            "tokens": [[place, _tokens_json(samples)] for place, samples in self.tokens.items()],
+            "received": received,
+            "tokens": tokens,
             "num_tokens": self.num_tokens,
         }
 
@@ -127,34 +127,41 @@ NOTHING = Progress()
 
 
 def _reply_json(reply: Reply) -> Any:
+    """Return the reply to a step as JSON."""
     if reply is None or isinstance(reply, str):
         return reply
     return [_samples_json(samples) for samples in reply]
 
 
 def _reply(value: Any) -> Reply:
+    """Read what `_reply_json` returned."""
     if value is None or isinstance(value, str):
         return value
     return [_samples(samples) for samples in value]
 
 
 def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+    """Return the token ids of a request's samples as JSON. A pair keeps the index a number."""
     return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
 
 
 def _tokens(value: Any) -> dict[int, list[int]]:
+    """Read what `_tokens_json` returned."""
     return {int(index): _unpacked(packed) for index, packed in value}
 
 
 def _samples_json(samples: Samples) -> list[Any]:
+    """Return a request's completions as JSON."""
     return [_completion_json(completion) for completion in samples]
 
 
 def _samples(value: Any) -> list[PlainCompletion]:
+    """Read what `_samples_json` returned."""
     return [_completion(completion) for completion in value]
 
 
 def _completion_json(completion: Any) -> dict[str, Any]:
+    """Return a completion as JSON, without values at their defaults."""
     values: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(completion, name)
@@ -169,6 +176,7 @@ def _completion_json(completion: Any) -> dict[str, Any]:
 
 
 def _completion(values: Mapping[str, Any]) -> PlainCompletion:
+    """Read what `_completion_json` returned."""
     known = dict(values)
     known["token_ids"] = _unpacked(known.get("token_ids", ""))
     for name in ("logprobs", "prompt_logprobs"):
@@ -178,36 +186,44 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
-    return [row and _row_json(row) for row in rows]
+    """Return log probabilities as JSON. A prompt's first token has none."""
+    return [None if row is None else _row_json(row) for row in rows]
 
 
 def _row_json(row: Mapping[int, Any]) -> list[Any]:
+    """Return the log probabilities at one position as JSON."""
     return [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
 
 
 def _logprob_json(entry: Any) -> list[Any]:
+    """Return the log probability of one token as JSON."""
     partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
     return [entry.logprob, entry.rank, entry.decoded_token, partial_hex]
 
 
 def _logprobs(rows: Any) -> list[Any]:
-    return [row and _row(row) for row in rows]
+    """Read what `_logprobs_json` returned."""
+    return [None if row is None else _row(row) for row in rows]
 
 
 def _row(value: Any) -> dict[int, PlainLogprob]:
+    """Read what `_row_json` returned."""
     return {token_id: _logprob(*entry) for token_id, *entry in value}
 
 
 def _logprob(
     logprob: float, rank: int, decoded_token: str, partial_hex: str | None
 ) -> PlainLogprob:
+    """Read what `_logprob_json` returned."""
     partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
     return PlainLogprob(logprob, rank, decoded_token, partial_bytes)
 
 
 def _packed(token_ids: Sequence[int]) -> str:
+    """Return token ids as a short text: base64 of four bytes for each."""
     return b64encode(array("i", token_ids).tobytes()).decode()
 
 
 def _unpacked(text: str) -> list[int]:
+    """Read what `_packed` returned."""
     return array("i", b64decode(text)).tolist()

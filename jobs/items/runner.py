@@ -35,13 +35,13 @@ class Counts:
 class ItemRunner(Generic[T]):
     """Drives the items of one job. All methods must be called in one thread, except `inspect` and the constructor.
 
-    Items are begun in their order, so that shared prefixes meet in the cache. The next requests of an item come before
-    other items. An item that another job of the process computes too comes last. If there is no answer by then, the
-    item is computed here too, so that no job waits for another.
+    Items are begun in their order, so that shared prefixes meet in the cache. The later requests of an item come before
+    items that are not begun. An item that another job of the process computes too comes last. If there is no answer by
+    then, the item is computed here too, so that no job waits for another.
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
-    expired: returns the answer for items once none is begun any more; None before that.
+    expired: returns None while items may be begun. After the deadline it returns the answer of those that are not.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class ItemRunner(Generic[T]):
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
         self._sent: list[Sent[T] | None] = []
+        # Requests of items under way that wait to be sent.
         self._following: deque[tuple[Sent[T], Request]] = deque()
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
@@ -143,8 +144,8 @@ class ItemRunner(Generic[T]):
 
         item.receive(sent.step, sent.place, samples)
         entry.num_awaited -= 1
-        if entry.num_awaited:
-            entry.received = {**(entry.received or {}), sent.place: samples}
+        if entry.num_awaited > 0:
+            entry.received = {**entry.received, sent.place: samples}
         else:
             self._go_on(entry)
 
@@ -182,7 +183,7 @@ class ItemRunner(Generic[T]):
         progress_of: dict[int, Progress] = {}
         for place, entry in self._open.items():
             progress = Progress(
-                entry.replies, entry.received or {}, tokens.get(place, {}), entry.num_tokens
+                entry.replies, entry.received, tokens.get(place, {}), entry.num_tokens
             )
             if progress.can_be_written:
                 progress_of[place] = progress
@@ -202,6 +203,7 @@ class ItemRunner(Generic[T]):
     # One item
 
     def _begin(self, entry: Entry[T]) -> None:
+        """Begin an item, or replay what another execution has done of it."""
         assert entry.make is not None, "begun twice"
         make = entry.make
         entry.make = None
@@ -219,7 +221,7 @@ class ItemRunner(Generic[T]):
         item = entry.item
         assert item is not None
         entry.replies = tuple(item.replies)
-        entry.received = None
+        entry.received = {}
         if item.is_done:
             self._end(entry)
             return
@@ -233,7 +235,7 @@ class ItemRunner(Generic[T]):
             sent = Sent(entry, step, place, len(request.continued))
             if place in resumed.received:
                 samples = resumed.received[place]
-                entry.received = {**(entry.received or {}), place: samples}
+                entry.received = {**entry.received, place: samples}
                 entry.num_awaited -= 1
                 item.receive(step, place, samples)
                 continue
@@ -241,14 +243,16 @@ class ItemRunner(Generic[T]):
                 request = replace(request, resumed=resumed.tokens[place])
             self._following.append((sent, request))
         requests.clear()
-        if not entry.num_awaited:
+        if entry.num_awaited == 0:  # another execution has received all of this step
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
+        """Note that a request is sent; return it as it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 
     def _count(self, sent: Sent[T], samples: Samples) -> None:
+        """Count the tokens of a request's completions."""
         if not sent.entry.places:
             return
         counts = self.counts
@@ -259,6 +263,7 @@ class ItemRunner(Generic[T]):
             sent.entry.num_tokens += max(0, len(sample.token_ids) - sent.num_continued)
 
     def _end(self, entry: Entry[T]) -> None:
+        """Take the answer of an item that has returned, and remember it for other jobs."""
         item = entry.item
         entry.item = None
         assert item is not None
@@ -277,6 +282,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
+        """Put an answer into an item's places, and into `answered`. Its tokens count for the first place alone."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -323,6 +329,7 @@ class ItemRunner(Generic[T]):
         return True
 
     def _release(self, memo_key: bytes) -> None:
+        """Give up the claim to an item, if this job has one. Other jobs may then work on the item."""
         if memo_key in self._claimed_keys:
             self._claimed_keys.discard(memo_key)
             self._memo.end(memo_key)

@@ -1,8 +1,8 @@
 """One item of a runner: its place, the step that it waits for, and its answer."""
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple
 
 from jobs.context.checks import Checks
@@ -71,6 +71,7 @@ class ItemUnderWay(Generic[T]):
             self._make_checks(self._next(reply))
 
     def _make_checks(self, step: Step | None) -> None:
+        """Have answers checked until the item wants requests or has returned."""
         while isinstance(step, Check):
             try:
                 reason = self._checks.reason(step.options, step.row, step.text)
@@ -84,9 +85,8 @@ class ItemUnderWay(Generic[T]):
         """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
         self._received = {}
         try:
-            step = (
-                self._item.throw(reply) if isinstance(reply, JobsError) else self._item.send(reply)
-            )
+            give = self._item.throw if isinstance(reply, JobsError) else self._item.send
+            step = give(reply)
         except StopIteration as end:
             self.answer = end.value
             self.is_done = True
@@ -109,7 +109,7 @@ class Entry(Generic[T]):
     num_awaited: requests of the present step that are not delivered yet.
     resumed: the progress at which another execution left the item; None once the item has come that far.
     replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
-    Progress.
+    Progress. It is replaced and never changed, because a journal may be reading it.
     """
 
     places: list[int]
@@ -119,7 +119,7 @@ class Entry(Generic[T]):
     num_awaited: int = 0
     resumed: Progress = NOTHING
     replies: tuple[Reply, ...] = ()
-    received: dict[int, Samples] | None = None
+    received: Mapping[int, Samples] = field(default_factory=dict)
     num_tokens: int = 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.values import some_text, truth
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
@@ -22,45 +23,52 @@ MAX_CHOICES = 10_000
 #: Sampling values that are never text. If such a value is text, `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
     {
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-    }
-    | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
-    | {"prompt_logprobs", "top_logprobs", "echo", "thinking_token_budget", "separate_reasoning"}
-    | {
-        "repetition_penalty",
-        "logit_bias",
+        "allow_whitespace",
         "allowed_token_ids",
         "bad_words",
-        "truncate_prompt_tokens",
-    }
-    | {"parallel_tool_calls", "split_special_tokens"}
-    | {
+        "echo",
+        "frequency_penalty",
+        "ignore_eos",
         "include_stop_str_in_output",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "n",
+        "parallel_tool_calls",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "response_format",
+        "seed",
+        "separate_reasoning",
         "skip_special_tokens",
         "spaces_between_special_tokens",
+        "split_special_tokens",
+        "stop_token_ids",
         "structured_outputs",
+        "temperature",
+        "thinking_token_budget",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "truncate_prompt_tokens",
     }
-    | {"response_format", "allow_whitespace"}
 )
 
 #: An option of chats and of prompts from templates: whether control tokens in their values are text.
-OF_VALUES = "split_special_tokens"
+SPLIT_TOKENS = "split_special_tokens"
 #: A variable of chat templates that OpenAI's clients send as an argument of its own.
 EFFORT = "reasoning_effort"
 #: Whether answers that are JSON may have blanks and line breaks between their parts.
 WHITESPACE = "allow_whitespace"
 #: Options that only chats have.
-OF_CHATS = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
+CHAT_ONLY = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
 
 #: Sampling values that a run takes as arguments of their own, like the command line.
-SAMPLING_NAMES = NOT_TEXT | {"stop"}
+SAMPLING_NAMES = NOT_TEXT | {"stop", ADAPTER}
 
 MAX_MODEL_CHARS = 4096
 
@@ -75,7 +83,7 @@ class Unusable:
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob if the argument cannot be a name."""
+    """Return the model that a job's argument asks for, or None. Raises InvalidJob if the argument cannot be a name."""
     return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
@@ -161,7 +169,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an option that only chats have."""
-    for name in OF_CHATS:
+    for name in CHAT_ONLY:
         if values.get(name) is not None:
             raise InvalidJob(
                 f"{name} belongs to a chat, and a prompt that is a text passes no template"
@@ -170,9 +178,9 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 def splits_control_tokens(values: Mapping[str, Any]) -> bool:
     """Say whether control tokens in the values of a template are text. Raises InvalidJob."""
-    splits = values.get(OF_VALUES)
+    splits = values.get(SPLIT_TOKENS)
     if splits is not None and not isinstance(splits, bool):
-        raise unlike(OF_VALUES, splits, "true or false")
+        raise unlike(SPLIT_TOKENS, splits, "true or false")
     return splits is not False
 
 
@@ -185,8 +193,8 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    # A truth value has another type. A loop would take longer than all the rest.
-    return set(map(type, items)) == {int}
+    """Whether all items are integers. Truth values are not."""
+    return set(map(type, items)) == {int}  # a loop would take longer than all other checks together
 
 
 #: Arguments that are not built, each with the values that change nothing. Null is always such a value.
@@ -218,13 +226,12 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in NEUTRAL and name not in FOR_OPERATORS:
             used[name] = value
         elif name in NEUTRAL and value is not None and not is_neutral(name, value, values):
-            neutral = (
-                " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
-                .replace("{", "{{")
-                .replace("}", "}}")
-            )
+            neutral_values = " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
+            # The message is a format, in which braces are doubled.
+            neutral_values = neutral_values.replace("{", "{{").replace("}", "}}")
             raise InvalidValue(
-                f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
+                f"{name} is {{}}, not built yet: leave it out, or send {neutral_values}",
+                brief(value),
             )
     if used.get("parallel_tool_calls") is True:
         # The default is left out, so that equal requests look alike.
@@ -243,15 +250,16 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     """Say whether an argument of NEUTRAL has a value that changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
-    # In Python 1 and true are equal, but here they mean different things.
-    return any(
-        value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
-        for neutral in NEUTRAL[name]
-    )
+    for neutral in NEUTRAL[name]:
+        # In Python 1 and true are equal, but here they mean different things.
+        are_alike = isinstance(value, bool) is isinstance(neutral, bool)
+        if are_alike and value == neutral:
+            return True
+    return False
 
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with all that is asked of a text's form in `structured_outputs`. Raises InvalidJob.
+    """Return values in which `structured_outputs` alone says what form a text must have. Raises InvalidJob.
 
     The values of `response_format` and `allow_whitespace` are moved into it.
     """
@@ -271,7 +279,9 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{WHITESPACE} is for answers that are JSON: give response_format or structured_outputs too"
             )
         form = {**form, WHITESPACE: True}
-    return remaining if form is None else {**remaining, "structured_outputs": form}
+    if form is not None:
+        remaining["structured_outputs"] = form
+    return remaining
 
 
 def _form_of(response_format: Any) -> dict[str, Any] | None:

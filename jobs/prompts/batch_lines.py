@@ -14,7 +14,7 @@ from jobs.context.checks import REPAIR_OPTIONS
 from jobs.context.deadlines import EXPIRED
 from jobs.errors import InvalidJob, JobsError, ModelNotServed, RequestFailed, unlike
 from jobs.prompts import openai_responses
-from jobs.prompts.arguments import FOR_OPERATORS, NEUTRAL, OF_CHATS, OF_VALUES, is_neutral
+from jobs.prompts.arguments import CHAT_ONLY, FOR_OPERATORS, NEUTRAL, SPLIT_TOKENS, is_neutral
 from jobs.prompts.messages import MESSAGE_KEYS
 from jobs.prompts.openai_responses import PATH as RESPONSES
 from jobs.prompts.openai_responses import chat_of, response_object
@@ -85,7 +85,10 @@ def line_task(
     if not isinstance(body, dict):
         raise unlike("body", body, "an object")
     refuse_template(body)
-    if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
+
+    model = body.get("model")
+    is_alias = isinstance(model, str) and ("*" in aliases or model in aliases)
+    if is_alias:
         body = {name: value for name, value in body.items() if name != "model"}
     if drops is not None:
         body, left_out = without_unsupported(url, body, drops.is_sampling_value)
@@ -93,17 +96,29 @@ def line_task(
     make_task, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
-    if make_task is embed_task:
-        return make_task(**body)
-    has_seed = body.get("seed") is not None
-    return make_task(**{**body, "seed": body["seed"] if has_seed else seed})
+    if make_task is not embed_task and body.get("seed") is None:
+        body = {**body, "seed": seed}
+    return make_task(**body)
 
 
-#: Arguments that become others before the engine sees them.
-_TEXTS = {"model", "max_completion_tokens", "response_format", "allow_whitespace", OF_VALUES}
+#: Arguments of prompts and chats that become others before the engine sees them.
+_TEXT_ARGUMENTS = {
+    "model",
+    "max_completion_tokens",
+    "response_format",
+    "allow_whitespace",
+    SPLIT_TOKENS,
+}
 _KNOWN: Mapping[str, set[str]] = {
-    COMPLETIONS: {"prompt", "echo", *_TEXTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
-    CHATS: {"messages", "top_logprobs", *OF_CHATS, *_TEXTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
+    COMPLETIONS: {"prompt", "echo", *_TEXT_ARGUMENTS, *REPAIR_OPTIONS, *WAY_OPTIONS},
+    CHATS: {
+        "messages",
+        "top_logprobs",
+        *CHAT_ONLY,
+        *_TEXT_ARGUMENTS,
+        *REPAIR_OPTIONS,
+        *WAY_OPTIONS,
+    },
     EMBEDDINGS: set(EMBEDDING_ARGUMENTS),
 }
 
@@ -133,6 +148,7 @@ def without_unsupported(
 def _is_supported(
     url: str, name: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> bool:
+    """Whether an argument of a body is served with its value."""
     value = body[name]
     if name in NEUTRAL:
         return is_neutral(name, value, body)
@@ -140,8 +156,9 @@ def _is_supported(
         return openai_responses.is_served(name, value)
     if name in FOR_OPERATORS or name in _KNOWN[url]:
         return True
-    is_for_others = url == EMBEDDINGS or name in OF_CHATS
-    return not is_for_others and is_sampling_value(name)
+    if url == EMBEDDINGS or name in CHAT_ONLY:
+        return False
+    return is_sampling_value(name)
 
 
 def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
@@ -167,14 +184,14 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     body = {name: value for name, value in line["body"].items() if name != "input"}
 
     def response(answer: dict[str, Any]) -> dict[str, Any]:
-        name = answer["id"].partition("-")[2]
+        _, _, name = answer["id"].partition("-")
         return response_object(answer, body, name, answer["created"])
 
     return response
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, as its answer says it: without the request's number."""
+    """Return why a line failed, as its answer says it. The number of the request is left out."""
     if isinstance(error, ModelNotServed):
         name = str(error.args[0])
         return (

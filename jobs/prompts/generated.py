@@ -19,15 +19,15 @@ NO_REASON = "the engine gave no reason"
 #: The engine's limit of tokens for a request without max_tokens.
 DEFAULT_MAX_TOKENS = 256
 #: Sampling values that only a prompt's first request has.
-_OF_PROMPT = ("echo", "prompt_logprobs")
+_FIRST_ONLY = ("echo", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAnswer:
     """The completions of one prompt.
 
-    samples: the samples by index; a prompt that failed has an error in each. After several attempts there is one
-    sample, which counts the prompt tokens of all attempts.
+    samples: the samples by index. If the prompt failed, each has an error. After several attempts there is one sample,
+    which counts the prompt tokens of all attempts.
     num_generated: tokens generated for each sample, in all attempts.
     attempts: how often the prompt was asked; 0 if it can only be asked once.
     check_error: why the answer is not valid; None if it is, or nothing checks it.
@@ -107,6 +107,7 @@ def generated(
 
 
 def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
+    """Ask once, and return the answer."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
@@ -120,13 +121,14 @@ def _tried(
     turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
-        ((completion,),) = yield [turn]
+        [[completion]] = yield [turn]  # one request with one sample
         if problem is not None and not turn.continued and _is_refused(completion):
             # The earlier answers leave no room in the model's length: ask without them, in this attempt.
             del completion
             request = _without_answers(first, repairs, problem, attempt, control_tokens)
             turn = request
-            ((completion,),) = yield [turn]
+            [[completion]] = yield [turn]
+
         tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
             if turn.continued and tally.answer is not None and repairs.check is not None:
@@ -134,7 +136,8 @@ def _tried(
             break
 
         has_attempts = attempt < repairs.max_attempts
-        if repairs.continue_on_length and completion.finish_reason == "length" and has_attempts:
+        was_cut = completion.finish_reason == "length"
+        if repairs.continue_on_length and was_cut and has_attempts:
             turn = replace(
                 request, continued=completion.token_ids, sampling=_later_sampling(request)
             )
@@ -175,7 +178,7 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. It was refused, unless it was only cut.
+            # The previous answer stays. Unless it was only cut, it was not valid, so the row has an error now.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -241,7 +244,7 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request followed by the reason, without the answers that took up the room."""
+    """Return the first request followed by the reason, without the answers in between, which left no room."""
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
         return _repaired(request, repairs, "", reason, control_tokens)
@@ -272,7 +275,8 @@ def _repaired_prompt(request: Request, text_behind: str) -> Request:
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:
-    return {name: value for name, value in request.sampling.items() if name not in _OF_PROMPT}
+    """Return the sampling values for requests after a prompt's first one."""
+    return {name: value for name, value in request.sampling.items() if name not in _FIRST_ONLY}
 
 
 def check_repairs(
@@ -326,5 +330,5 @@ def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def hashed_seed(text: str) -> int:
-    """Return a seed that follows from a text; 0 to 2**63 - 1."""
+    """Return a seed that follows from a text, from 0 to 2**63 - 1."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -17,6 +17,7 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
+#: The types whose values a template may write.
 _WRITTEN = (
     str,
     int,
@@ -36,6 +37,7 @@ _RANDOM_GLOBAL = "lipsum"
 
 
 def _written(value: Any) -> str:
+    """Return a value as a template writes it. Raises TemplateProblem."""
     if value is None:
         raise TemplateProblem(
             "a value that the template writes is null: give it a default, such as {{ name or 'none' }}"
@@ -48,6 +50,8 @@ def _written(value: Any) -> str:
 
 
 class _Generator(CodeGenerator):
+    """Jinja's generator of code, with another operator `~`."""
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         """Write code for `~` that gives each value the same text as `{{ value }}` does."""
         self.write("environment.joined('', (")
@@ -58,6 +62,8 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a template writes JSON, gives the same text each time, and reads no other template."""
+
     code_generator_class = _Generator
 
     def __init__(self) -> None:
@@ -75,6 +81,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return separator.join(map(_written, items))
 
     def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        """The filter `join`. Its parameters have Jinja's names, because templates may name them."""
         if attribute is not None:
             value = [self.getitem(item, attribute) for item in value]
         return self.joined(d, value)
@@ -83,7 +90,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Return a template, and the names that the template takes from outside. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
-            for node in tree.find_all(_UNSERVED):
+            for node in tree.find_all(_UNSERVED):  # the first one is refused
                 kind = type(node).__name__.lower()
                 raise TemplateProblem(
                     f"the template, line {node.lineno}: {kind} reads other templates, and there are none"
@@ -107,6 +114,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """Return a compiled template. The last ones are remembered."""
     return _environment.compiled(text)
 
 

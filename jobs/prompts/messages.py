@@ -7,17 +7,18 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import (
+    CHAT_ONLY,
     EFFORT,
     MAX_PROMPT_BYTES,
-    OF_CHATS,
-    OF_VALUES,
+    SPLIT_TOKENS,
     checked_text,
     splits_control_tokens,
 )
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
-#: What a message may hold beside its role and content. The order is fixed, so that equal chats are equal texts.
+#: The texts that a message may hold beside its role and content. The order is fixed, so that equal chats are equal
+#: texts.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 
@@ -32,25 +33,30 @@ def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
     check_limit(len(messages), MAX_MESSAGES, "a chat has {} messages", "shorten it")
     normal = [_message(message, number, drops_keys) for number, message in enumerate(messages)]
-    contents = [message["content"] for message in normal]
-    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    num_parts = 0
+    num_bytes = 0
+    for message in normal:
+        if isinstance(message["content"], list):
+            num_parts += len(message["content"])
+        num_bytes += sum(map(_num_bytes, message.values()))
     check_limit(num_parts, MAX_MESSAGES, "the contents of a chat have {} parts", "shorten it")
-    total = sum(_num_bytes(value) for message in normal for value in message.values())
-    check_limit(total, MAX_PROMPT_BYTES, "messages have {} bytes", "shorten them")
+    check_limit(num_bytes, MAX_PROMPT_BYTES, "messages have {} bytes", "shorten them")
     return normal
 
 
 def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
+    """Return one message of `normal_messages`. number: its place, for errors."""
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
     present = {key: value for key, value in message.items() if value is not None and value != []}
     for key in present:
         if key not in MESSAGE_KEYS and not drops_keys:
-            known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
+            known = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
                 f"message {number} holds {brief(key)}, which is not built: {known}; in runs drop_unsupported "
                 "(--drop-unsupported) leaves others out"
             )
+
     calls = present.get("tool_calls")
     content = message.get("content")
     if content is None and calls is not None:
@@ -59,6 +65,7 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
         content = [_part(part, number) for part in content]
     else:
         content = checked_text(content, f"content of message {number}")
+
     normal: dict[str, Any] = {
         "role": checked_text(message["role"], f"role of message {number}"),
         "content": content,
@@ -76,6 +83,7 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
+    """Return a part of a message's content: a text or a picture. Raises InvalidJob."""
     values: dict[str, Any] = {}
     if isinstance(part, dict):
         values = {key: value for key, value in part.items() if value is not None}
@@ -109,17 +117,17 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(function, dict)
-        or "name" not in function
-        or call.get("type", "function") != "function"
-    ):
+    """Return a call of a tool in a message. Raises InvalidJob."""
+    is_call = isinstance(call, dict) and call.get("type", "function") == "function"
+    function = call.get("function") if is_call else None
+    if not isinstance(function, dict) or "name" not in function:
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
     name = f"tool call of message {number}"
-    arguments = {} if function.get("arguments") is None else function["arguments"]
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         arguments = checked_text(arguments, f"the arguments of a {name}")
     normal = {
@@ -132,9 +140,11 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
+    """Return the bytes of a message's text, or of the texts in its parts, or of its calls of tools."""
     if isinstance(value, str):
         return len(value.encode())
-    if value and "function" not in value[0]:
+    are_parts = bool(value) and "function" not in value[0]
+    if are_parts:
         return sum(len(part.get("text", "").encode()) for part in value)
     try:
         return len(json.dumps(value))
@@ -142,8 +152,8 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-NAMES = (*OF_CHATS, OF_VALUES)
-
+#: The options of a chat, which are no sampling values.
+NAMES = (*CHAT_ONLY, SPLIT_TOKENS)
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools`, answers are searched for calls of these tools.
 ChatOptions = Mapping[str, Any]
@@ -161,10 +171,14 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     choice = values.get("tool_choice")
     if forces_call(values):
         sampling["tool_choice"] = _forced(choice, tools)
-    template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
-    options: dict[str, Any] = {name: value for name, value in template.items() if value}
+
+    options: dict[str, Any] = {}
+    if variables:
+        options["chat_template_kwargs"] = variables
+    if tools and choice != "none":
+        options["tools"] = tools
     if not splits_control_tokens(values):
-        options[OF_VALUES] = False
+        options[SPLIT_TOKENS] = False
     return sampling, options
 
 
@@ -181,12 +195,8 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
         )
     if choice == "required":
         return choice
-    function = (
-        choice.get("function")
-        if isinstance(choice, dict) and choice.get("type") == "function"
-        else None
-    )
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = _function_in(choice)
+    if not isinstance(function.get("name"), str):
         known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise unlike("tool_choice", choice, known)
     if all(tool["function"]["name"] != function["name"] for tool in tools):
@@ -196,20 +206,21 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
     return {"type": "function", "function": {"name": function["name"]}}
 
 
+def _function_in(value: object) -> dict[str, Any]:
+    """Return the function in an object {'type': 'function', 'function': {...}}; {} if there is none."""
+    if not isinstance(value, dict) or value.get("type") != "function":
+        return {}
+    function = value.get("function")
+    return function if isinstance(function, dict) else {}
+
+
 def _tools(tools: object) -> list[dict[str, Any]]:
+    """Return tools that a chat may call. Raises InvalidJob."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
     for number, tool in enumerate(tools):
-        function = (
-            tool.get("function")
-            if isinstance(tool, dict) and tool.get("type") == "function"
-            else None
-        )
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
+        name = _function_in(tool).get("name")
+        if not isinstance(name, str) or not name:
             raise unlike(
                 f"tool {number}",
                 tool,

@@ -12,7 +12,7 @@ from jobs.errors import InvalidJob, InvalidValue, NotBuilt
 
 PATH = "/v1/responses"
 
-#: Arguments that are not built, with those values that change nothing.
+#: Arguments that are not built, each with the values that change nothing.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
@@ -73,6 +73,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
     chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat["messages"] = _messages(body)
+
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     reasoning = body.get("reasoning")
@@ -81,6 +82,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
         if not isinstance(body.get(name), kind | None):
             raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+
     response_format = _format(body.get("text"))
     if response_format is not None:
         chat["response_format"] = response_format
@@ -95,6 +97,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a chat's messages for a body's instructions and input. Raises InvalidJob."""
     messages: list[dict[str, Any]] = []
     if body.get("instructions") is not None:
         messages.append({"role": "system", "content": body["instructions"]})
@@ -138,6 +141,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: i
 
 
 def _content(content: Any, number: int) -> Any:
+    """Return the content of the message that an item of the input becomes. Raises InvalidValue.
+
+    content, number: the item's.
+    """
     if not isinstance(content, list):
         return content
     parts = []
@@ -178,6 +185,7 @@ def _format(text: Any) -> dict[str, Any] | None:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
+    """Return a chat's tool for a body's tool. Raises InvalidValue."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         raise InvalidValue("tools has a {}, which is not built: functions alone are", brief(kind))
@@ -238,24 +246,27 @@ def response_with(
 ) -> dict[str, Any]:
     """Return a response object with these items. answer: the chat's answer; None while there is no answer."""
     status = "in_progress"
-    reason = None
+    model = body.get("model") or ""
+    incomplete_details = None
     usage = None
     if answer is not None:
-        is_cut = answer["choices"][0]["finish_reason"] == "length"
-        status = "incomplete" if is_cut else "completed"
-        reason = {"reason": "max_output_tokens"} if is_cut else None
+        status = "completed"
+        model = answer["model"]
         usage = _usage(answer["usage"])
+        if answer["choices"][0]["finish_reason"] == "length":
+            status = "incomplete"
+            incomplete_details = {"reason": "max_output_tokens"}
     return {
         "id": f"resp_{name}",
         "object": "response",
         "created_at": created_at,
         "status": status,
         "error": None,
-        "incomplete_details": reason,
+        "incomplete_details": incomplete_details,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
-        "model": body.get("model") or "" if answer is None else answer["model"],
+        "model": model,
         "output": list(output),
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "previous_response_id": None,
@@ -273,6 +284,7 @@ def response_with(
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat's usage as a response has it."""
     cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],

@@ -13,12 +13,15 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 Image.init()  # imports all formats' readers, within no task's limits
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
-# What readers say of odd files is nothing for the worker's log.
+# Readers complain about odd files on stderr. The worker's log does not need that.
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
-    """Reply with the size and pixels of a picture, as RGB, or with its problem. most: the pixels that it may have."""
+    """Reply with the size of a picture and its pixels as RGB, or with its problem.
+
+    The question's `most` says how many pixels it may have.
+    """
     try:
         decoded = _decoded(worker.body, worker.question["most"])
     except MemoryError:
@@ -32,6 +35,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
 
 
 def _decoded(file: bytearray, most: int) -> Image.Image | str:
+    """Return a picture as RGB, or its problem."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:

@@ -22,6 +22,7 @@ _DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
 Picture = bytes | str
 """The bytes of a picture's file, or the path where it lies."""
 
+#: Returns the bytes of a path's file.
 ReadFile = Callable[[str], bytes]
 
 
@@ -31,7 +32,7 @@ def is_url(text: str) -> bool:
 
 
 def picture_of(url: str, name: str) -> Picture:
-    """Return the bytes in a data: URL. Return any other text, as a path. Raises InvalidJob for a URL of the web."""
+    """Return the bytes in a data: URL, or the text itself if it is a path. Raises InvalidJob for a URL of the web."""
     data = _DATA_URL.match(url)
     if data is not None:
         try:
@@ -49,14 +50,14 @@ def picture_of(url: str, name: str) -> Picture:
     return url
 
 
-def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
-    """Return a copy of messages or parts in which `of(picture)` replaces each picture, in order."""
+def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
+    """Return a copy of messages or parts in which `replacement(picture)` stands for each picture, in order."""
     changed = []
     for part in value:
         if part.get("type") == "image":
-            part = {**part, "image": of(part["image"])}
+            part = {**part, "image": replacement(part["image"])}
         elif isinstance(part.get("content"), list):
-            part = {**part, "content": with_pictures(part["content"], of)}
+            part = {**part, "content": with_pictures(part["content"], replacement)}
         changed.append(part)
     return changed
 
@@ -69,7 +70,7 @@ def pictures_in(value: Parts) -> list[Any]:
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    """Return messages or parts in which other pictures replace their pictures, in order."""
+    """Return messages or parts with these pictures in place of their own, in order."""
     replacements = iter(pictures)
     return with_pictures(value, lambda _: next(replacements))
 
@@ -95,7 +96,10 @@ LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 
 
 def decode(file: bytes, name: str, most: int) -> tuple[int, int, bytearray]:
-    """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
+    """Have a child decode a picture. Returns its height, width and RGB. Raises InvalidJob.
+
+    name: the picture's, for errors. most: the most pixels that it may have.
+    """
     try:
         reply, pixels = DECODERS.call(
             lambda child: child.ask(
@@ -110,7 +114,10 @@ def decode(file: bytes, name: str, most: int) -> tuple[int, int, bytearray]:
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
-    """Return the task that `make` makes of messages once their pictures are loaded. Raises InvalidJob."""
+    """Return a task for messages with pictures. Pictures in files are loaded when the task is opened.
+
+    make: makes the task from messages with loaded pictures. Raises InvalidJob.
+    """
     pictures = pictures_in(messages)
 
     def read(context: JobContext) -> Task:
@@ -120,5 +127,5 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     has_paths = any(isinstance(picture, str) for picture in pictures)
     if has_paths:
         return LateTask(read, blocking=True)
-    loaded(pictures, str.encode)
+    loaded(pictures, str.encode)  # checks the limits; none of these pictures is a path
     return make(messages)

@@ -8,7 +8,7 @@ from typing import Any
 from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob
 from jobs.prompts.arguments import (
-    OF_VALUES,
+    SPLIT_TOKENS,
     Unusable,
     check_choices,
     parse_model,
@@ -36,7 +36,7 @@ from jobs.tasks import Parts, Request, Task
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """Give each request of a list its own seed, so that they do not all draw the same random numbers.
 
-    The first request keeps the seed that was sent. Each other seed follows from it and the request's place.
+    The first request keeps the seed that was sent. Every other request gets a seed made of that seed and its place.
     """
     seeded: list[Request | Unusable] = []
     for place, request in enumerate(requests):
@@ -49,15 +49,15 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 def _split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
-    """Split keyword arguments into the checks of answers, the options of ways, and the rest. Raises InvalidJob."""
-    rest = dict(options)
+    """Split keyword arguments into sampling values, checks of answers, and options of ways. Raises InvalidJob."""
+    sampling = dict(options)
     repairs = NO_REPAIRS
     way_options: dict[str, Any] = {}
-    if not REPAIR_OPTIONS.isdisjoint(rest):
-        rest, repairs = split_repair_options(rest)
-    if not WAY_OPTIONS.keys().isdisjoint(rest):
-        rest, way_options = split_way(rest)
-    return parse_sampling(rest), repairs, way_options
+    if not REPAIR_OPTIONS.isdisjoint(sampling):
+        sampling, repairs = split_repair_options(sampling)
+    if not WAY_OPTIONS.keys().isdisjoint(sampling):
+        sampling, way_options = split_way(sampling)
+    return parse_sampling(sampling), repairs, way_options
 
 
 def _checked_way(
@@ -88,9 +88,10 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
         )
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
-    (name,) = names
+    [name] = names
     kind = name.removesuffix("_template")
-    if name == kind:
+    is_template = name != kind
+    if not is_template:
         return make(kind, sources[name])
     return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
 
@@ -103,12 +104,13 @@ def complete_task(
     arguments, repairs, way_options = _split_options(sampling)
     refuse_chat_options(arguments)
     values_are_text = splits_control_tokens(arguments)
-    arguments.pop(OF_VALUES, None)
+    arguments.pop(SPLIT_TOKENS, None)
     values, response = completion_options(arguments)
     check_repairs(repairs, values, prompt_only=response.prompt_only)
     way = _checked_way(way_options, values, repairs, tools=[])
 
     def task(_: str, value: object) -> PromptTask:
+        """Return the task for these prompts, which the job names or a template has made."""
         prompts = parse_prompts(value)
         check_choices(len(prompts), values)
         has_token_ids = any(isinstance(prompt, list) for prompt in prompts)

@@ -7,14 +7,16 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER, digest_of, name_of
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
-from jobs.errors import RequestFailed, ResultTooLarge
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
-from jobs.prompts.arguments import Unusable
+from jobs.prompts.arguments import MAX_MODEL_CHARS, Unusable
 from jobs.prompts.generated import PromptAnswer, failed, generated
 from jobs.prompts.pictures import with_pictures
 from jobs.prompts.responses import Answers
@@ -35,8 +37,8 @@ ID_PREFIXES = {
 }
 
 #: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
-#: changes its answers.
-_OF_COMPLETIONS = ("text_completion", "chat.completion")
+#: changes its answers. Behind it stands that of an adapter's files.
+_WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -60,10 +62,32 @@ class PromptTask(Task):
     values_are_text: bool = True
     way: Way | None = None
 
+    def made(self, context: JobContext) -> "PromptTask":
+        """Return the task with its adapter pinned. `model` may name one too. Raises UnknownAdapter."""
+        name = self.sampling.get(ADAPTER)
+        model = self.model
+        if model is not None and model not in context.model.names:
+            if model not in context.adapters.names:
+                context.model.check_asked_for(model)
+            if name not in (None, model):
+                raise InvalidJob("model and adapter each name an adapter: give one of them")
+            name = model
+            model = None
+        if name is None:
+            return self
+        changed = {ADAPTER: context.adapters.pin(some_text(ADAPTER, name, MAX_MODEL_CHARS))}
+        prompts: list[Request | Unusable] = []
+        for prompt in self.prompts:
+            if isinstance(prompt, Request):
+                prompt = replace(prompt, sampling={**prompt.sampling, **changed})
+            prompts.append(prompt)
+        return replace(self, prompts=prompts, model=model, sampling={**self.sampling, **changed})
+
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job and get ready. Raises the errors of `check`."""
-        self.check(context)
-        return OpenPrompts(context, self)
+        """Check the job and get ready. Raises the errors of `made` and `check`."""
+        task = self.made(context)
+        task.check(context)
+        return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
         """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
@@ -104,20 +128,27 @@ class PromptTask(Task):
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
-        answers = [self._failed_whole(answer) for answer in answers]
+        answers = [self._whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
+
         head: dict[str, Any] = {}
-        prefix = ID_PREFIXES.get(content["object"], content["object"])
-        if prefix is not None:
-            head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
+        kind = content["object"]
+        id_prefix = ID_PREFIXES.get(kind, kind)
+        if id_prefix is not None:
+            head = {"id": f"{id_prefix}-{context.job_id}", "created": int(self.clock())}
         head["model"] = context.model.name
-        if content["object"] in _OF_COMPLETIONS:
-            head["system_fingerprint"] = context.model.fingerprint
+        fingerprint = context.model.fingerprint
+        adapter = self.sampling.get(ADAPTER)
+        if adapter is not None:
+            head["model"] = name_of(adapter)
+            fingerprint += f"/{digest_of(adapter)}"
+        if kind in _WITH_FINGERPRINT:
+            head["system_fingerprint"] = fingerprint
         return {**head, **content}
 
-    def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
+    def _whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return an answer, made to fail in all its samples if one of them has failed.
 
         An answer with repairs is returned as it is: each of its samples says by itself whether it is valid.
@@ -129,7 +160,7 @@ class PromptTask(Task):
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
-    """Return an item that asks nothing."""
+    """Return an item that asks nothing and returns this answer."""
     yield from ()
     return answer
 
@@ -183,14 +214,13 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return the name of each prompt's request in the journal. Most jobs are over before they need these names."""
+        """Return each prompt's name in the journal, by its place. Most jobs are over before they need these names."""
         clock = self._context.model.pinned(self._opened_at).clock
-        requests = enumerate(self._task.prompts)
-        return {
-            place: request.digest(clock)
-            for place, request in requests
-            if isinstance(request, Request)
-        }
+        digests = {}
+        for place, prompt in enumerate(self._task.prompts):
+            if isinstance(prompt, Request):
+                digests[place] = prompt.digest(clock)
+        return digests
 
     def _read_journal(self) -> dict[int, Progress]:
         """Return how far an earlier execution came, for each prompt that still asks the same."""
@@ -207,7 +237,10 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Have the prompt of a followed job continue the text that was sent. So its answer begins with that text."""
+        """Return the progress with the text that was sent of a followed job, so that its answer goes on from there.
+
+        progress_of: how far an earlier execution came, by prompt.
+        """
         journal = self._context.journal
         task = self._task
         if journal is None or not journal.sent or len(task.prompts) != 1:
@@ -223,7 +256,10 @@ class OpenPrompts(ItemsTask):
         return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the progress of all prompts, because the whole journal is written each time."""
+        """Return a function that writes the whole journal anew, with the progress of all prompts. See OpenTask.
+
+        Returns None if there is nothing to write.
+        """
         if self._context.journal is None:
             return None
         progress_of = dict(self._earlier_progress)  # some of these may still wait for the engine
@@ -238,7 +274,9 @@ class OpenPrompts(ItemsTask):
             for place, progress in progress_of.items()
             if progress.can_be_written
         ]
-        return partial(self._context.journal.write, records) if records else None
+        if not records:
+            return None
+        return partial(self._context.journal.write, records)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests. The job's age counts from the first request."""
@@ -252,6 +290,7 @@ class OpenPrompts(ItemsTask):
         self._look_at_answers()
 
     def _look_at_answers(self) -> None:
+        """Count the new answers. Raises ResultTooLarge."""
         for answered in self.runner.answered[self._num_looked_at :]:
             self._num_looked_at += 1
             self._num_chars += answered.answer.num_chars

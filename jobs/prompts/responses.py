@@ -55,10 +55,9 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
         sampling["prompt_logprobs"] = num_top
     prompt_only = type(values.get("max_tokens")) is int and values["max_tokens"] == 0
     if prompt_only:
-        sampling["max_tokens"] = (
-            1  # the engine generates at least one token, which the response leaves out
-        )
-    return sampling, ResponseOptions(True, prompt_only, num_top)
+        # The engine generates at least one token, which the response leaves out.
+        sampling["max_tokens"] = 1
+    return sampling, ResponseOptions(echo=True, prompt_only=prompt_only, num_top=num_top)
 
 
 def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
@@ -110,25 +109,39 @@ def text_logprobs(
     first token has no log probability. prompt_only: whether no other tokens follow. A part of a character has OpenAI's
     form: "bytes:\\xe2\\x80".
     """
-    tokens: list[str] = []
-    places: list[tuple[str, bytes | None]] = []
-    rows: list[TokenLogprobs | None] = []
+    prompt_tokens: Sequence[str] = ()
+    prompt_rows: Sequence[TokenLogprobs | None] = ()
     if echo:
-        prompt_rows = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
-        for token, row in zip(sample.prompt_tokens or (), prompt_rows, strict=True):
-            places.append((token, None if row is None else _of_token(row).partial_bytes))
-            tokens.append(token if row is None else text_token(_of_token(row)))
-            rows.append(row)
+        prompt_tokens = sample.prompt_tokens or ()
+        prompt_rows = sample.prompt_logprobs or [None] * len(prompt_tokens)
+    answer_rows: Sequence[TokenLogprobs] = ()
     if not prompt_only:
-        for row in sample.logprobs or ():
-            places.append((_of_token(row).decoded_token, _of_token(row).partial_bytes))
-            tokens.append(text_token(_of_token(row)))
-            rows.append(row)
+        answer_rows = sample.logprobs or ()
+
+    tokens: list[str] = []
+    parts: list[tuple[str, bytes | None]] = []  # see _text_offsets
+    logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
+    for token, row in zip(
+        [*prompt_tokens, *answer_tokens], [*prompt_rows, *answer_rows], strict=True
+    ):
+        if row is None:
+            tokens.append(token)
+            parts.append((token, None))
+            logprobs.append(None)
+            top_logprobs.append(None)
+            continue
+        entry = _token_entry(row)
+        tokens.append(text_token(entry))
+        parts.append((token, entry.partial_bytes))
+        logprobs.append(_shown(entry))
+        top_logprobs.append(_by_text(row))
     return {
         "tokens": tokens,
-        "token_logprobs": [None if row is None else _shown(_of_token(row)) for row in rows],
-        "top_logprobs": [None if row is None else _by_text(row) for row in rows],
-        "text_offset": _text_offsets(text, places),
+        "token_logprobs": logprobs,
+        "top_logprobs": top_logprobs,
+        "text_offset": _text_offsets(text, parts),
     }
 
 
@@ -146,9 +159,8 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)
-        offset = _behind(
-            text, offset, token if partial_bytes is None else decoder.decode(partial_bytes)
-        )
+        characters = token if partial_bytes is None else decoder.decode(partial_bytes)
+        offset = _behind(text, offset, characters)
     return offsets
 
 
@@ -168,7 +180,7 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
     for row in rows:
         by_rank = sorted(row.values(), key=lambda entry: entry.rank)
         top = [_entry(entry) for entry in by_rank if entry.rank <= num_top]
-        content.append({**_entry(_of_token(row)), "top_logprobs": top})
+        content.append({**_entry(_token_entry(row)), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -190,12 +202,13 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
     return shown
 
 
-def _of_token(row: TokenLogprobs) -> Logprob:
-    """Return the entry of the token itself, which comes first."""
+def _token_entry(row: TokenLogprobs) -> Logprob:
+    """Return the entry of the token itself, which comes before the likeliest tokens."""
     return next(iter(row.values()))
 
 
 def _shown(entry: Logprob) -> float:
+    """Return a log probability that JSON can write."""
     return max(entry.logprob, LOWEST)
 
 
@@ -203,8 +216,10 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
     """Return log probabilities by the token's text, likeliest first. If a text is taken, the key is the token's id."""
     by_text: dict[str, float] = {}
     for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
-        token = text_token(entry)
-        by_text[f"token_id:{token_id}" if token in by_text else token] = _shown(entry)
+        key = text_token(entry)
+        if key in by_text:
+            key = f"token_id:{token_id}"
+        by_text[key] = _shown(entry)
     return by_text
 
 
@@ -256,7 +271,9 @@ def text_completion(
     """Return a `text_completion`, with choices in the order of prompts and samples. A failed choice has an `error`."""
     choices = []
     for number, answer, sample in _numbered(answers):
-        text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)
+        text = sample.prompt_text or ""
+        if not options.prompt_only:
+            text += sample.text
         choice = {"index": number, "text": text, **_ending(sample)}
         if sample.error is None and options.num_top is not None:
             choice["logprobs"] = text_logprobs(
@@ -264,7 +281,7 @@ def text_completion(
             )
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
-        choices.append(choice | _of_prompt(answer, sample, options))
+        choices.append({**choice, **_prompt_values(answer, sample, options)})
     used = usage(answers)
     if options.prompt_only:
         used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
@@ -288,7 +305,8 @@ def chat_completion(
             message["tool_calls"] = with_ids(sample.tool_calls, f"{job_id}/{number}")
         if sample.logprobs is not None and options.num_top is not None:
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
-        choices.append({**choice, "message": message} | _of_prompt(answer, sample, options))
+        prompt_values = _prompt_values(answer, sample, options)
+        choices.append({**choice, "message": message, **prompt_values})
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
 
 
@@ -301,9 +319,10 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
             number += 1
 
 
-def _of_prompt(
+def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
+    """Return what a choice says about its prompt: log probabilities, attempts, and what its way adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)
@@ -314,6 +333,7 @@ def _of_prompt(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
+    """Return what a choice says about its end."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     return ending if sample.error is None else {**ending, "error": sample.error}
 

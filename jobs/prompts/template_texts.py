@@ -16,7 +16,10 @@ MAX_TEMPLATE_MESSAGES = 100
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
-    texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
+    texts = [template]
+    roles: tuple[str, ...] = ()
+    if not isinstance(template, str):
+        texts, roles = _messages(template)
     chars = sum(map(len, (*texts, *roles)))
     remedy = "shorten it, or write the long part into a column"
     check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
@@ -24,6 +27,7 @@ def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
 
 
 def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
+    """Return the texts and roles of a chat's template. Raises InvalidJob."""
     if not isinstance(template, list) or not template:
         raise InvalidJob(
             "template must be a text or a non-empty list of {'role': ..., 'content': ...}"
@@ -43,21 +47,24 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return texts, tuple(roles)
 
 
-#: This character goes into a control token that a value spells or begins. Then engine.text.control_tokens reads the
-#: token's characters as text.
+#: These characters are put into a control token that a value spells or begins. Then engine.text.control_tokens reads
+#: the token's characters as text.
 BREAK = "\ufdd0\ufdd1"
 
 
 def as_values(value: Any, control_tokens: Collection[str]) -> Any:
     """Return a template's values with BREAK in each control token that they spell, so that the token stays text."""
-    return _spellings(tuple(control_tokens)).broken(value) if control_tokens else value
+    if not control_tokens:
+        return value
+    return _spellings(tuple(control_tokens)).broken(value)
 
 
 class _Spellings:
     """Finds the tokens that a value spells: whole tokens, and the beginning of a token at the value's end."""
 
     def __init__(self, texts: Collection[str]) -> None:
-        self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
 
@@ -65,7 +72,7 @@ class _Spellings:
         """Return a value with BREAK in each token that its texts spell."""
         if isinstance(value, str):
             while self._pattern.search(value):  # again, because a token may be within another one
-                value = self._pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
+                value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
         if isinstance(value, dict):
             return {self.broken(key): self.broken(item) for key, item in value.items()}
@@ -74,11 +81,18 @@ class _Spellings:
         return value
 
     def _broken_end(self, text: str) -> str:
+        """Return a text with BREAK in each beginning of a token that its end spells."""
         broken = text
-        for start in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+        first_start = max(len(text) - self._longest, 0)
+        for start in reversed(range(first_start, len(text))):  # so that earlier places stay right
             if text[start:] in self._beginnings:
-                broken = broken[: start + 1] + BREAK + broken[start + 1 :]
+                broken = _with_break(broken, start + 1)
         return broken
+
+
+def _with_break(text: str, place: int) -> str:
+    """Return a text with BREAK at this place."""
+    return text[:place] + BREAK + text[place:]
 
 
 @lru_cache(maxsize=4)
@@ -91,12 +105,16 @@ def as_shown(prompt: Any) -> Any:
     return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 
+#: The seconds that a child may take for a template.
 LIMIT_S = 2.0
 _TASK = "jobs.prompts.jinja_environment:fill_in"
 
 
 class TemplateProblem(Exception):
-    """Raised when a template or a row cannot be rendered: (why, the part of the template for the {} in it)."""
+    """Raised when a template or a row cannot be rendered.
+
+    Arguments: why, as a text that may have one {}, and the part of the template that stands for it.
+    """
 
 
 class JinjaTexts:
@@ -116,6 +134,7 @@ class JinjaTexts:
 
 
 def _asked_child(**question: Any) -> dict[str, Any]:
+    """Return a child's reply about a template. Raises TemplateProblem."""
     try:
         reply, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:

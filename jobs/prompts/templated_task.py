@@ -21,7 +21,7 @@ from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, as_values, 
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
-#: The most jobs whose results come in one reply.
+#: The most jobs whose results are read in one round trip.
 TOGETHER = 16
 
 _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDED)
@@ -72,10 +72,13 @@ def answer_of(value: Any) -> Any:
 
 
 def _text_of(choice: Any) -> Any:
+    """Return the text of a choice of a prompt or chat; None for a choice that failed."""
     if not isinstance(choice, dict) or choice.get("finish_reason") == "error":
         return None
     message = choice.get("message")
-    return message.get("content") if isinstance(message, dict) else choice.get("text")
+    if isinstance(message, dict):
+        return message.get("content")
+    return choice.get("text")
 
 
 def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes, bytes], str]]:
@@ -89,7 +92,9 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
     for job_id in ids:
         entries = next(replies)
         status = next(replies)
-        result = entries[0][1] if entries else {}
+        result: dict[bytes, bytes] = {}
+        if entries:
+            _, result = entries[0]
         ends.append((job_id, result, text(status or b"")))
     return ends
 
@@ -109,6 +114,7 @@ def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
 
 
 def _parsed(job_id: str, packed: bytes | None) -> Any:
+    """Return a value as its job returned it. Raises AnswerMissing."""
     if packed is None:
         return None
     try:
@@ -125,6 +131,7 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
     return value
 
 
+#: The names that a template over answers may use.
 NAMES = frozenset({"answers", "results"})
 
 ARGUMENTS = ("prompt_template", "messages_template")
@@ -139,12 +146,15 @@ def templated_task(
     tokens in answers are text.
     """
     sources, roles = template_texts(template)
-    if (roles is None) is not (argument == ARGUMENTS[0]):
+    is_chat = roles is not None
+    wants_chat = argument == "messages_template"
+    if is_chat is not wants_chat:
         raise InvalidJob(
             f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list"
         )
 
     def filled(context: JobContext) -> Task:
+        """Fill the answers into the template, and make the task of the result."""
         jinja_texts = JinjaTexts(sources)
         foreign = sorted(jinja_texts.names - NAMES)
         if foreign:
@@ -162,9 +172,10 @@ def templated_task(
             raise InvalidValue(f"{argument}: {{}}", str(problem)) from None
         if roles is None:
             return make(texts[0])
-        return make(
-            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        )
+        messages = []
+        for role, content in zip(roles, texts, strict=True):
+            messages.append({"role": role, "content": content})
+        return make(messages)
 
     return LateTask(filled, blocking=True)
 

@@ -2,6 +2,7 @@
 
 from jobs.queues.counts import PLACES as PLACES
 from jobs.queues.counts import QueueCounts as QueueCounts
+from jobs.queues.counts import count_claimed as count_claimed
 from jobs.queues.counts import count_queues as count_queues
 from jobs.queues.counts import head_ages as head_ages
 from jobs.queues.counts import queue_names as queue_names

@@ -75,10 +75,13 @@ def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> N
         for job_id in taken:
             reads.hget(rq_jobs.job_key(job_id), "enqueued_at")
             reads.exists(rq_jobs.executions_key(job_id))
-        replies = reads.execute(raise_on_error=False)
+        replies = iter(reads.execute(raise_on_error=False))
+
     pipe.multi()
-    for number, (job_id, enqueued_at) in enumerate(taken.items()):
-        if replies[2 * number] == enqueued_at and not replies[2 * number + 1]:
+    for job_id, enqueued_at in taken.items():
+        enqueued_at_now = next(replies)
+        is_held = next(replies)
+        if enqueued_at_now == enqueued_at and not is_held:
             _delete(pipe, job_id)
 
 
@@ -101,13 +104,13 @@ def _delete_failed(
         for job_id in job_ids:
             reads.zscore(failed, job_id)
             reads.hmget(rq_jobs.job_key(job_id), "status", "group_id")
-        replies = reads.execute(raise_on_error=False)
+        replies = iter(reads.execute(raise_on_error=False))
 
     deleted = []
     pipe.multi()
-    for number, job_id in enumerate(job_ids):
-        score = replies[2 * number]
-        fields = replies[2 * number + 1]
+    for job_id in job_ids:
+        score = next(replies)
+        fields = next(replies)
         if not isinstance(score, float):
             continue
         deleted.append(job_id)
@@ -122,6 +125,7 @@ def _delete_failed(
 
 
 def _delete(pipe: Pipeline, job_id: str) -> None:
+    """Delete a job: its hash, its results, and the lists of its dependents and dependencies."""
     pipe.delete(
         rq_jobs.job_key(job_id), rq_jobs.results_key(job_id), *rq_jobs.relatives_keys(job_id)
     )

@@ -8,7 +8,9 @@ from typing import Any
 from redis import Redis
 
 from jobs.common import rq_jobs, stored
+from jobs.common.keys import FAR_S, held_key
 
+#: Where a job of a queue can be.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 
@@ -40,13 +42,34 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
-        replies = pipe.execute()
-    size = len(PLACES) + 1
+        replies = iter(pipe.execute())
+
     queues = []
-    for number, name in enumerate(names):
-        *counts, num_due = replies[number * size : (number + 1) * size]
-        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
+    for name in names:
+        counts = {place: next(replies) for place in PLACES}
+        num_due = next(replies)
+        queues.append(QueueCounts(name, counts, num_due))
     return queues
+
+
+def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
+    """Count the jobs of each queue that workers have taken and not begun. Needs the workers' Redis user.
+
+    A full Redis does not take that a job has begun. Then this counts all jobs that workers hold.
+    """
+    begun = time.time() + FAR_S / 2
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hlen(held_key(name))
+            pipe.zcount(rq_jobs.QueueKeys(name).started, begun, "+inf")
+        replies = iter(pipe.execute())
+
+    num_claimed = {}
+    for name in names:
+        num_held = next(replies)
+        num_begun = next(replies)
+        num_claimed[name] = max(0, num_held - num_begun)
+    return num_claimed
 
 
 def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:

@@ -7,29 +7,47 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from redis import Redis
-from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import safe_name
-from jobs.common.rq_jobs import JobStatus
 from jobs.runs.plans.names import run_and_shard
-from jobs.runs.redis_state.state import transact
 
 #: The most jobs whose producers are read. In a longer queue, these jobs are spread over its length.
 MAX_READ = 10_000
 _PAGE = 1000
-#: The jobs that one transaction takes out.
-_CHUNK = 100
+#: How long cancelled jobs are kept, for producers who look. RQ would keep them for ever.
+_KEPT_S = 3600
 #: A larger `meta` is not read.
 _MAX_META_BYTES = 4096
 #: Stands for the producer of a job that names none.
 UNNAMED = "-"
 #: The beginning of the name under which a run's jobs are counted.
 RUN = "run "
+
+#: Cancels some of the jobs that wait between two places of a queue, except jobs that a worker has taken. Each one is
+#: first replaced by "", and all of these go at once: LREM walks from the queue's end, which is slow for each job alone.
+_TAKE = """
+local waiting, cancelled = KEYS[1], KEYS[2]
+local first, last, job_prefix, executions_prefix, moment, kept_s = unpack(ARGV, 1, 6)
+local is_meant = {}
+for i = 7, #ARGV do is_meant[ARGV[i]] = true end
+
+local entries, taken = redis.call('LRANGE', waiting, first, last), 0
+for i, id in ipairs(entries) do
+  if is_meant[id] and redis.call('EXISTS', executions_prefix .. id) == 0 then
+    redis.call('LSET', waiting, last - #entries + i, '')
+    redis.call('HSET', job_prefix .. id, 'status', 'canceled')
+    redis.call('EXPIRE', job_prefix .. id, kept_s)
+    redis.call('ZADD', cancelled, moment, id)
+    taken = taken + 1
+  end
+end
+if taken > 0 then redis.call('LREM', waiting, -taken, '') end
+return taken
+"""
 
 
 @dataclass(frozen=True)
@@ -78,58 +96,53 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
     producers = []
     for job_id, reads in zip(job_ids, is_read, strict=True):
-        producer = stored.json_object(next(metas)).get("producer") if reads else None
+        producer = named_producer(stored.json_object(next(metas))) if reads else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
-            producers.append(f"{RUN}{run_shard[0]}")
-        elif isinstance(producer, str) and producer:
-            producers.append(safe_name(producer))
+            run, _shard = run_shard
+            producers.append(f"{RUN}{run}")
         else:
-            producers.append(UNNAMED)
+            producers.append(producer or UNNAMED)
     return producers
+
+
+def named_producer(meta: Mapping[str, Any]) -> str:
+    """Return the producer that a job's `meta` names, safe to show; "" if it names none."""
+    producer = meta.get("producer")
+    return safe_name(producer) if isinstance(producer, str) else ""
 
 
 def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
     """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
 
-    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ.
+    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
+    are deleted an hour later. This needs the workers' Redis user, as it runs a script.
     """
-    key = rq_jobs.QueueKeys(queue).waiting
-    length: Any = connection.llen(key)
+    keys = rq_jobs.QueueKeys(queue)
+    take = connection.register_script(_TAKE)
+    length: Any = connection.llen(keys.waiting)
     num_passed = 0
     num_cancelled = 0
     while num_passed + num_cancelled < length:
-        entries: Any = connection.lrange(key, -num_passed - _CHUNK, -num_passed - 1)
+        first = -num_passed - _PAGE
+        last = -num_passed - 1
+        entries: Any = connection.lrange(keys.waiting, first, last)
         if not entries:
             break
         job_ids = list(map(stored.text, entries))
         producers = _producers(connection, job_ids)
-        matching_ids = [
-            job for job, producer in zip(job_ids, producers, strict=True) if producer == who
+        args: list[Any] = [
+            first,
+            last,
+            rq_jobs.job_key(""),
+            rq_jobs.executions_key(""),
+            time.time(),
+            _KEPT_S,
         ]
-        num_here = _cancel(connection, queue, matching_ids) if matching_ids else 0
-        num_cancelled += num_here
-        num_passed += len(job_ids) - num_here
+        for job_id, producer in zip(job_ids, producers, strict=True):
+            if producer == who:
+                args.append(job_id)
+        num_taken: int = take(keys=[keys.waiting, keys.cancelled], args=args)
+        num_cancelled += num_taken
+        num_passed += len(job_ids) - num_taken
     return num_cancelled
-
-
-def _cancel(connection: Redis, queue: str, job_ids: Sequence[str]) -> int:
-    watched = [*map(rq_jobs.job_key, job_ids), *map(rq_jobs.executions_key, job_ids)]
-    return transact(connection, partial(_take, connection, queue, job_ids), *watched)
-
-
-def _take(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Take jobs out of their queue, except jobs that a worker has taken. pipe: watches their keys."""
-    with connection.pipeline(transaction=False) as reads:
-        for job_id in job_ids:
-            reads.exists(rq_jobs.executions_key(job_id))
-        is_held: list[Any] = reads.execute()
-    keys = rq_jobs.QueueKeys(queue)
-    moment = time.time()
-    pipe.multi()
-    waiting = [job_id for job_id, held in zip(job_ids, is_held, strict=True) if not held]
-    for job_id in waiting:
-        pipe.lrem(keys.waiting, -1, job_id)  # from the end, where the job stands
-        pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
-        pipe.zadd(keys.cancelled, {job_id: moment})
-    return len(waiting)

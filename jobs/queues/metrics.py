@@ -58,6 +58,7 @@ def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
 
 
 def _redis_families(redis: RedisHealth) -> Iterator[Metric]:
+    """Yield the metrics of Redis itself."""
     yield GaugeMetricFamily(
         "tokenmill_redis_memory_bytes", "Memory that Redis uses.", value=redis.used_bytes
     )

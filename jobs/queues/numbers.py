@@ -54,6 +54,7 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
 
 
 def _read_health(connection: Redis) -> RedisHealth | None:
+    """Return the state of Redis; None if this user may not ask for it."""
     try:
         info: Any = connection.info()
     except ResponseError:

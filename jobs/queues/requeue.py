@@ -20,6 +20,7 @@ from jobs.errors import fault_of
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
 
+#: Jobs that are put back in one transaction.
 CHUNK = 100
 #: The most jobs that `requeue --all` puts back, by default.
 REQUEUE_LIMIT = 10_000
@@ -69,7 +70,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
         num_left = limit - len(moves.done) - len(moves.missing)
         if num_left <= 0:
             break
-        # These stay in the list.
+        # These stay in Redis' list of failed jobs.
         num_passed = len(moves.cancelled) + len(moves.missing) + len(moves.wrong)
         last = num_passed + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
@@ -92,13 +93,16 @@ def _wrong(connection: Redis, job_ids: Sequence[str]) -> set[str]:
         replies: list[Any] = pipe.execute(raise_on_error=False)
     wrong = set()
     for job_id, entries in zip(job_ids, replies, strict=True):
-        error = rq_jobs.error_text(entries[0][1]) if isinstance(entries, list) and entries else ""
-        if fault_of(error) == "client":
+        if not isinstance(entries, list) or not entries:
+            continue
+        _entry_id, fields = entries[0]
+        if fault_of(rq_jobs.error_text(fields)) == "client":
             wrong.add(job_id)
     return wrong
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
+    """Put some jobs back in one transaction, except jobs of cancelled runs."""
     cancelled = _of_cancelled_runs(connection, job_ids)
     to_requeue = [job_id for job_id in job_ids if job_id not in cancelled]
     done: list[str] = []
@@ -118,12 +122,18 @@ def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     for job_id in job_ids:
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
-            runs[job_id] = run_shard[0]
+            run, _shard = run_shard
+            runs[job_id] = run
     with connection.pipeline(transaction=False) as pipe:
         for run in runs.values():
             pipe.hexists(run_key(run), "cancelled")
-        is_cancelled = pipe.execute()
-    return {job_id for job_id, is_its_run in zip(runs, is_cancelled, strict=True) if is_its_run}
+        replies = pipe.execute()
+
+    cancelled = set()
+    for job_id, is_run_cancelled in zip(runs, replies, strict=True):
+        if is_run_cancelled:
+            cancelled.add(job_id)
+    return cancelled
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:

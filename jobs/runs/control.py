@@ -76,14 +76,15 @@ def submit_run(
     }
 
     def enter(pipe: Pipeline) -> None:
+        """Write the submission, and the planning job unless a worker holds it already."""
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
     # The submission and its planning job are written together, because a submission without a job would wait for ever.
-    popped = QueueKeys(queue_name).popped
-    state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
+    watched_keys = [job_key(plan_job), executions_key(plan_job), QueueKeys(queue_name).popped]
+    state.write(enter, *watched_keys)
     return run
 
 
@@ -97,10 +98,10 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output, which takes the answers of the old output. Return the new run's id.
+    """Submit a run again with another output. The new run takes the answers of the old output. Returns its id.
 
-    max_tokens: a larger limit. Rows that ended with `length` are then asked again. Raises InvalidJob for a limit that
-    would cut the same rows again.
+    max_tokens: a larger limit, with which the rows that ended with `length` are asked again. Raises InvalidJob for a
+    limit that would cut the same rows again.
     """
     if max_tokens is not None:
         _check_raised(plan.spec, max_tokens)
@@ -135,13 +136,15 @@ def _check_raised(spec: RunSpec, max_tokens: int) -> None:
             f"max_tokens comes from the column {column!r}, so that one value would change nothing: raise the column's "
             "values, or give another column, and submit with --reuse"
         )
-    if spec.prompts and all("max_tokens" in each.get("sampling", {}) for each in spec.prompts):
+    prompts = spec.prompts or ()
+    if prompts and all("max_tokens" in prompt.get("sampling", {}) for prompt in prompts):
         raise InvalidJob(
             "max_tokens comes from each of the prompts, so that one value would change nothing: raise the prompts' "
             "values, and submit with --reuse"
         )
-    given = spec.sampling.get("max_tokens")
-    limit = DEFAULT_MAX_TOKENS if given is None else given
+    limit = spec.sampling.get("max_tokens")
+    if limit is None:
+        limit = DEFAULT_MAX_TOKENS
     if type(limit) is int and max_tokens <= limit:
         raise InvalidJob(
             f"max_tokens {max_tokens} is not more than the {limit} that the run had, so that the same rows would be "
@@ -156,11 +159,13 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    # A planner has enqueued its jobs before this, or else it will see the mark.
+    # A planner enqueues its jobs before this, or sees the mark and enqueues none.
     state.cancel(submission)
+
     facts = state.facts()
-    done = state.recorded()
-    shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
+    num_shards = int(facts.get("shards", 0))
+    with_part = state.recorded()
+    shards = [shard for shard in range(num_shards) if shard not in with_part]
     removed = 0
     stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):
@@ -171,9 +176,9 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             ids.append(facts["plan_job"])
         removed += remove_waiting(state, submission, facts[field], ids)
         for start in range(0, len(ids), CHUNK):
-            stopped += state.as_of(
-                submission, partial(stop_held, connection, ids[start : start + CHUNK])
-            )
+            chunk = ids[start : start + CHUNK]
+            stopped += state.as_of(submission, partial(stop_held, connection, chunk))
+
     if removed or stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
@@ -218,6 +223,7 @@ def _enqueue_planning(
     plan_job: str,
     arguments: dict[str, Any],
 ) -> None:
+    """Have `pipe` enqueue a run's planning, in place of an earlier job that planned the run."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     job_queue(connection, submission.queue).enqueue_call(
@@ -246,9 +252,9 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
         return False
 
     model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
-    planned_for = stored.text(model_field) if model_field else model_field
+    planned_for = None if model_field is None else stored.text(model_field)
     if planned_for != model:
-        name = "whichever plans it" if planned_for is None else repr(stored.text(model_field))
+        name = "whichever plans it" if planned_for is None else repr(planned_for)
         raise PlanningUnderWay(run, f"for model {name}")
     return True
 
@@ -256,12 +262,17 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
     """Take jobs from the queue; return those that were still on it. No worker can claim these any more."""
     pipe.multi()
+    count = (
+        -1 if from_end else 1
+    )  # LREM removes one entry, and its sign says from which end LREM searches
     for job_id in job_ids:
-        pipe.lrem(queue_key, -1 if from_end else 1, job_id)
-    return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
+        pipe.lrem(queue_key, count, job_id)
+    replies = pipe.execute()
+    return [job_id for job_id, num_removed in zip(job_ids, replies, strict=True) if num_removed]
 
 
 def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
+    """Delete the hashes of jobs, in a transaction."""
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))

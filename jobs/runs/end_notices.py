@@ -1,12 +1,13 @@
 """Sends notices of a run's end: an HTTP call or a user's function. Each notice is a job on the run's queue.
 
-A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. The
-notices and a mark are written in one transaction, before the end of the last job is written. If a worker is killed in
-between, the shard runs again and enqueues the notices.
+A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. One
+transaction enqueues the notices and notes that they were enqueued. It comes before the end of the last job is written.
+If a worker is killed in between, the shard runs again and enqueues the notices.
 """
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
@@ -60,7 +61,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
                 enqueue_notices(
                     state, state.submission(), "failed", f"its planning failed: {error}"
                 )
-        elif facts.keys() & set(ASKED_FOR):
+        elif _wants_notices(facts):
             count = state.record_failed(shard)
             if not count.is_whole:
                 notify_if_rest_failed(state, count, f", the last one: {error}")
@@ -69,20 +70,23 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
                 enqueue_notices(state, state.submission(), "failed", reason)
 
 
+def _wants_notices(facts: Mapping[str, str]) -> bool:
+    return any(name in facts for name in ASKED_FOR)
+
+
 def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> None:
     """Enqueue a run's notices if shards have failed and nothing is left to run. more: added to the reason."""
-    if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
-        enqueue_notices(
-            state,
-            state.submission(),
-            "failed",
-            f"{count.failed} of {count.total} shards failed{more}",
-        )
+    if count.total is None or count.failed == 0:
+        return
+    if count.done + count.failed >= count.total:
+        reason = f"{count.failed} of {count.total} shards failed{more}"
+        enqueue_notices(state, state.submission(), "failed", reason)
 
 
 def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
     """Enqueue a submission's notices, once, in one transaction. word: how the run ended."""
-    transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
+    enqueue = partial(_enqueue_once, state, submission, word, reason)
+    transact(state.connection, enqueue, run_key(state.run))
 
 
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
@@ -95,30 +99,61 @@ def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
 
 
 def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
+    """Do what `stop_over_limit` says, with a pipe that watches the run."""
     verdict = state.judge(is_whole=is_whole, client=pipe)
     if verdict is None:
         return None
     reason, submission = verdict
-    _tell(state, submission, "stopped", reason, pipe)
+    _enqueue_once(state, submission, "stopped", reason, pipe)
     if not pipe.explicit_transaction:  # no notice was enqueued
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission
 
 
-def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline) -> None:
+def _enqueue_once(
+    state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline
+) -> None:
+    """Have `pipe` enqueue a submission's notices, unless they were enqueued before or a later submission came."""
     fields: Any = pipe.hgetall(run_key(state.run))
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
-    last = facts.get("submission")
-    if "queue" not in facts or str(submission) != last or facts.get(TOLD) == last:
-        return
-    if not facts.keys() & set(ASKED_FOR):
+    last_submission = facts.get("submission")
+    is_last = str(submission) == last_submission and "queue" in facts
+    was_told = facts.get(TOLD) == last_submission
+    if not is_last or was_told or not _wants_notices(facts):
         return
     # A failed run may go on if a person enqueues its jobs again. So a failure has a mark of its own.
     is_end = word != "failed"
-    if not is_end and (facts.get(TOLD_FAILED) == last or "cancelled" in facts):
+    was_told_failed = facts.get(TOLD_FAILED) == last_submission
+    if not is_end and (was_told_failed or "cancelled" in facts):
         return
 
+    content = _notice(state.run, facts, word, reason)
+    notices: list[tuple[str, str, list[Any]]] = []  # kind, function and the function's arguments
+    if WEBHOOK in facts:
+        notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
+    if ON_END in facts:
+        notices.append(("end", facts[ON_END], [content]))
+
+    id_prefix = state.run if is_end else f"{state.run}-failed"
+    pipe.multi()
+    for kind, function, arguments in notices:
+        job_queue(state.connection, facts["queue"]).enqueue_call(
+            function,
+            pipeline=pipe,
+            args=arguments,
+            timeout=TIMEOUT_S,
+            result_ttl=RESULT_TTL_S,
+            failure_ttl=FAILURE_TTL_S,
+            description=f"end of run {state.run}",
+            job_id=f"{id_prefix}-{kind}-{submission}",
+            retry=Retry(max=RETRIES),
+        )
+    pipe.hset(run_key(state.run), TOLD if is_end else TOLD_FAILED, last_submission)
+
+
+def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
+    """Return the content of a notice. facts: the run's hash. A finished run may turn out as failed or expired."""
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
     expired = stored.count(facts.get("total_expired")) or 0
@@ -130,8 +165,8 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
     if word == "finished" and expired:
         reason = f"{expired} rows were not begun before the deadline"
         word = "expired"
-    content = {
-        "run": state.run,
+    return {
+        "run": run,
         "state": word,
         "output": facts.get("output"),
         "rows": stored.count(facts.get("rows")),
@@ -141,28 +176,8 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         "reason": reason,
     }
 
-    notices: list[tuple[str, str, list[Any]]] = []  # kind, function and the function's arguments
-    if WEBHOOK in facts:
-        notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
-    if ON_END in facts:
-        notices.append(("end", facts[ON_END], [content]))
 
-    pipe.multi()
-    for kind, function, arguments in notices:
-        job_queue(state.connection, facts["queue"]).enqueue_call(
-            function,
-            pipeline=pipe,
-            args=arguments,
-            timeout=TIMEOUT_S,
-            result_ttl=RESULT_TTL_S,
-            failure_ttl=FAILURE_TTL_S,
-            description=f"end of run {state.run}",
-            job_id=f"{state.run}{'' if is_end else '-failed'}-{kind}-{submission}",
-            retry=Retry(max=RETRIES),
-        )
-    pipe.hset(run_key(state.run), TOLD if is_end else TOLD_FAILED, last)
-
-
+#: Pauses between the tries of a call.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 MAX_BODY_BYTES = 64 << 10
 #: HTTP statuses below 500 after which another try may succeed.
@@ -181,7 +196,7 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
     if not 0 < len(body) <= MAX_BODY_BYTES:
         raise unlike("content", content, "a small mapping")
-    for pause_s in (*PAUSES_S, None):
+    for pause_s in (*PAUSES_S, None):  # None after the last try
         context.check_interrupted()
         try:
             status = call_webhook(webhook, context.webhook_hosts, headers=_HEADERS, body=body)

@@ -13,14 +13,20 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.state import transact
 
-#: The places of jobs that a person may cancel, by the status in the job's hash.
+#: A person may cancel a job that has one of these statuses in its hash.
 CANCELLABLE = (
-    *(JobStatus.QUEUED, JobStatus.DEFERRED, JobStatus.SCHEDULED, JobStatus.STARTED),
-    *(JobStatus.READY_TO_ENQUEUE, JobStatus.RATE_LIMITED),
+    JobStatus.QUEUED,
+    JobStatus.DEFERRED,
+    JobStatus.SCHEDULED,
+    JobStatus.STARTED,
+    JobStatus.READY_TO_ENQUEUE,
+    JobStatus.RATE_LIMITED,
 )
 
 
 class JobCancel(enum.Enum):
+    """What a cancel has done."""
+
     REMOVED = "removed"  # the job waited, and will not run
     STOPPING = "stopping"  # the job's worker was asked to stop it
     GONE = "gone"  # the job neither waits nor runs
@@ -31,7 +37,7 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
     for _ in range(2):  # look again if a worker took the job between the two looks
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
-        # If a worker claims the job meanwhile, one of these keys changes, and this look is made again.
+        # If a worker claims the job meanwhile, one of these keys changes, and `_take` is called again.
         had_waited = transact(
             connection,
             partial(_take, job_id),
@@ -44,20 +50,23 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
 
 
 def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Return whether the job waited; None if a worker holds the job."""
+    """Cancel a job that waits. Return whether the job waited; None if a worker holds it."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
         return None
-    raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
-    if not raw[0]:
+    fields: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
+    queue_name, rate_limit = fields
+    if not queue_name:
         return False
-    keys = rq_jobs.QueueKeys(stored.text(raw[0]))
+
+    keys = rq_jobs.QueueKeys(stored.text(queue_name))
     registries = [keys.deferred, keys.ready, keys.scheduled]
-    if raw[1]:  # not every user may read the keys of rate limits
-        registries.append(rq_jobs.rate_limited_key(stored.text(raw[1])))
-    on_queue: Any = pipe.lpos(keys.waiting, job_id)
-    waits = [pipe.zscore(key, job_id) is not None for key in registries]
-    if on_queue is None and not any(waits):
+    if rate_limit:  # not every user may read the keys of rate limits
+        registries.append(rq_jobs.rate_limited_key(stored.text(rate_limit)))
+    place_in_queue: Any = pipe.lpos(keys.waiting, job_id)
+    in_registries = [pipe.zscore(key, job_id) is not None for key in registries]
+    if place_in_queue is None and not any(in_registries):
         return False
+
     pipe.multi()
     pipe.lrem(keys.waiting, 0, job_id)
     for key in registries:

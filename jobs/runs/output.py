@@ -21,9 +21,11 @@ from jobs.runs.plans.plan import Plan
 class RunOutput:
     """The output folder of a planned run.
 
-    parts: how many parts there are. state: "finished", "incomplete" if parts of a finished run are gone, or "forgotten"
-    if only Redis could say more. errors: the number of rows with an error; None until the run has ended. expired: how
-    many of these rows were not begun before the run's deadline.
+    parts: how many parts there are.
+    state: "finished"; "incomplete" if parts of a finished run are gone; "forgotten" if the folder does not say that the
+    run has finished. Only Redis may know more then.
+    errors: the number of rows with an error; None until the run has ended. expired: how many of these rows were not
+    begun before the run's deadline.
     """
 
     plan: Plan
@@ -36,13 +38,15 @@ class RunOutput:
     @property
     def num_gone(self) -> int:
         """Return how many parts of a finished run are gone."""
-        return len(self.plan.shards) - self.parts if self.state == "incomplete" else 0
+        if self.state != "incomplete":
+            return 0
+        return len(self.plan.shards) - self.parts
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return the run that an id or a folder names, and the run's output. Raises UnknownRun, PlanDamaged.
+    """Return a run's id and its output, from the run's id or its folder. Raises UnknownRun, PlanDamaged.
 
-    The output is None for an id, and for a folder that this machine cannot read.
+    The output is None if `name` is an id, or a folder that this machine cannot read.
     """
     if is_run_id(name):
         return name, None
@@ -58,7 +62,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 
 def output_here(folder: str, run: str) -> RunOutput | None:
-    """Return a run's output on this machine; None if the folder is elsewhere or belongs to another run."""
+    """Return the output of this run in a folder; None if the folder is on another machine or belongs to another run."""
     with suppress(JobsError):
         # Redis names the folder, and anybody who may write to Redis may name a wrong one.
         output = _read_output(folder)
@@ -68,6 +72,7 @@ def output_here(folder: str, run: str) -> RunOutput | None:
 
 
 def _read_output(name: str) -> RunOutput | None:
+    """Return the output in a folder; None if this machine can find no plan there. Raises PlanDamaged."""
     folder = run_path(name)
     path = os.path.join(folder, PLAN)
     if is_stored(folder) or not os.path.isfile(path):

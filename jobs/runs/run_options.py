@@ -56,6 +56,10 @@ class RunOptions(TypedDict, total=False):
 
     model: str
     """The model that the run needs, by name, path or hub id; by default any."""
+    adapter: str
+    """The LoRA adapter that answers, by its name on the workers; by default none."""
+    adapter_column: str
+    """The column with each row's own adapter. Null stands for the run's one."""
     sampling: Mapping[str, Any]
     """Sampling values by name. Values that are given as options of their own override them."""
     sampling_columns: Mapping[str, str]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import ModelConfig
 from engine.run.forward.runner import PendingTokens, PoolSize, Sampled
 from engine.run.forward.transfers import DeviceTokens
@@ -47,6 +48,9 @@ class NullRunner:
         """One token for each row that samples."""
         num_samples = len(step.sample_rows)
         return DeviceTokens(Sampled(torch.full((num_samples,), TOKEN), np.arange(num_samples)))
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Nothing to load."""
 
     def close(self) -> None:
         """Nothing to free."""

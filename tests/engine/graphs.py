@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import engine.run.forward.model_runner
-from engine.attention.base import AttentionMetadata, CapturableBackend
+from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableBackend
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.upload import upload
 from engine.run.forward.decode_graphs import Replay
+from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces
 
 
 @dataclass
@@ -115,6 +116,8 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
+        if isinstance(metadata, AttentionBreak):
+            return metadata.attend(query, cache, features, sinks, slopes)
         if not isinstance(metadata, StaticDecodes):
             return super().forward(query, cache, metadata, features, sinks, slopes)
         in_order = metadata.context_lens[metadata.order.long()].tolist()
@@ -128,6 +131,39 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
             spans, _ = self.build_metadata(tables, context_lens, context_lens**0)
             out[rows] = super().forward(query[rows], cache, spans, features, sinks, slopes)
         return out
+
+
+@dataclass
+class SimulatedPieces:
+    """Counts captures and replays of steps that are recorded between attention calls."""
+
+    num_captured: int = 0
+    num_calls: int = 0
+    replayed: list[int] = field(default_factory=list)
+
+    def __call__(self, run: Callable[[Attend], None]) -> ReplayPieces:
+        number = self.num_captured
+        self.num_captured += 1
+
+        def count(call: AttentionCall) -> None:
+            self.num_calls += 1
+
+        run(count)
+
+        def replay(attend: Attend) -> None:
+            self.replayed.append(number)
+            run(attend)
+
+        return replay
+
+
+def simulate_mixed_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedPieces:
+    """Beside `simulate_graphs`: steps with prompts are recorded too."""
+    capture = SimulatedPieces()
+    monkeypatch.setattr(
+        engine.run.forward.model_runner, "choose_piece_capture", lambda *args: capture
+    )
+    return capture
 
 
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
@@ -147,4 +183,5 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     monkeypatch.setattr(
         engine.run.forward.model_runner, "choose_capture", lambda *args, **options: capture
     )
+    monkeypatch.setattr(engine.run.forward.model_runner, "choose_piece_capture", lambda *args: None)
     return capture

@@ -174,7 +174,7 @@ def capture_steps(
     """The graphs of such a model, up to nine rows."""
     return DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache),
-        lambda hidden, rows, edits, tokens: choose(
+        lambda hidden, rows, edits, tokens, keep: choose(
             model.logits(hidden), rows, edits, tokens, tokens, backend, TensorParallel()
         ),
         backend,

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
 from engine.run.forward import row_logprobs
+from engine.run.forward.model_runner import ModelRunner
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
+from tests.engine.graphs import simulate_graphs
 
 NAME = "gqa2_tied_hub"
 (SHAPE,) = (shape for shape in SHAPES if shape.name == NAME)
@@ -138,6 +142,29 @@ def test_they_are_those_of_the_models_own_distribution(
         stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
+
+
+def test_decode_steps_with_log_probabilities_are_replayed_from_graphs(
+    folders: dict[str, Path], truth: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the work behind the hidden states is launched for them, and the numbers are the same."""
+    capture = simulate_graphs(monkeypatch)
+    eager_steps: list[StepBatch] = []
+    launch = ModelRunner._launch_with_more
+
+    def record(runner: ModelRunner, step: StepBatch, sampling: SamplingBatch) -> Any:
+        eager_steps.append(step)
+        return launch(runner, step, sampling)
+
+    monkeypatch.setattr(ModelRunner, "_launch_with_more", record)
+    asked = mixed_requests()
+    with Engine(config(folders[NAME], async_scheduling=True)) as engine:
+        num_started = len(capture.replayed)
+        eager_steps.clear()
+        check(with_preemption(engine, asked), asked, truth)
+    assert len(capture.replayed) > num_started
+    for step in eager_steps:
+        assert len(step.scored_rows) or (step.query_lens > 1).any(), "a step of decodes alone"
 
 
 def test_tokens_are_the_same_with_and_without(small: Engine) -> None:

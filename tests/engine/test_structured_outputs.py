@@ -26,8 +26,10 @@ from engine.sampling.logit_edits import EditParts, token_mask
 from engine.structured import matcher
 from engine.structured.matcher import Matcher, Vocabulary
 from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.engine.graphs import simulate_graphs
 from tests.engine.structured_cases import generate, run
 
+SEED = 1  # of an answer that is not long
 OBJECT = {
     "type": "object",
     "properties": {
@@ -226,9 +228,10 @@ def blank_answer(engine: Engine, form: Any, max_tokens: int) -> str:
     """Return what a model writes that prefers blanks and the end of the text to all else."""
     blanks = engine._tokenizer.encode_alone(" ") + engine._tokenizer.encode_alone("\n")
     bias = dict.fromkeys(blanks, 100.0)
-    (answer,) = engine.generate(
-        ["hello"], SamplingParams(structured_outputs=form, logit_bias=bias, max_tokens=max_tokens)
+    params = SamplingParams(
+        structured_outputs=form, logit_bias=bias, max_tokens=max_tokens, seed=SEED
     )
+    (answer,) = engine.generate(["hello"], params)
     assert answer.finish_reason == "stop"
     return answer.text
 
@@ -265,6 +268,35 @@ def test_it_says_the_same_however_it_is_computed(
         assert [each.token_ids for each in other.generate(prompts, rows)] == expected
         assert "a step raised" not in caplog.text
         assert other.stats().num_preemptions > 0 or "block_size" not in options
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_beside_one_with_a_grammar_do_not_wait_for_it(
+    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Each step is scheduled while the one before is under way; the row with the grammar is in every other one."""
+    specs: list[Any] = [{"regex": "[a-z]{20}"}, *[None] * 7]
+    rows = [
+        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, ignore_eos=spec is None)
+        for i, spec in enumerate(specs)
+    ]
+    prompts = [f"this is prompt number {i}, of some length" for i in range(len(rows))]
+    expected = [each.token_ids for each in engine.generate(prompts, rows)]
+    if graphs:
+        simulate_graphs(monkeypatch)
+    with engine_of(folder, async_scheduling=True, max_num_batched_tokens=1000) as other:
+        in_flight: list[int] = []
+        schedule = other._scheduler.schedule
+
+        def record(*arguments: Any) -> Any:
+            in_flight.append(len(other._scheduler.in_flight))
+            return schedule(*arguments)
+
+        monkeypatch.setattr(other._scheduler, "schedule", record)
+        assert [each.token_ids for each in other.generate(prompts, rows)] == expected
+        num_steps = other.stats().num_steps
+    assert in_flight == [0, *[1] * (num_steps - 1), *in_flight[num_steps:]]
+    assert num_steps == 30, "a step for each token of the longest"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

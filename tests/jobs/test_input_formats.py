@@ -306,7 +306,7 @@ def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
     ) as file:
         file.write_batch(pa.record_batch([pa.array(["a", "b"]), column], names=["prompt", "n"]))
     with pytest.raises(
-        SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"
+        SchemaMismatch, match=r"'n' has type run_end_encoded.*which Parquet does not have"
     ):
         score(make_context(), tmp_path / "in.arrow", tmp_path)
     assert not (tmp_path / "out").exists()
@@ -703,26 +703,34 @@ def test_decimal_commas_are_numbers_in_the_output_and_stand_in_templates_as_in_t
     scored: Scored, tmp_path: Path, template_format: str
 ) -> None:
     (tmp_path / "in.csv").write_text(
-        "half;mixed;zeros;point;heat\n0,5;1;1,50;1.5;0,70\n-2,25;2,5;3;2.5;1\n"
+        "half;mixed;zeros;point;heat;sum;long;most\n"
+        "0,5;1;1,50;1.5;0,70;1.234,56;12345678901234567890;1.024\n"
+        "-2,25;2,5;3;2.5;1;7,00;2,5;8\n"
     )
-    names = ("half", "mixed", "zeros", "point")
+    names = ("half", "mixed", "zeros", "point", "sum", "long")
     template = " ".join(
         f"{{{{ {name} }}}}" if template_format == "jinja" else f"{{{name}}}" for name in names
     )
     options = {
         "template": template,
         "template_format": template_format,
-        "sampling_columns": {"temperature": "heat"},
+        "sampling_columns": {"temperature": "heat", "max_tokens": "most"},
     }
     table = scored(tmp_path / "in.csv", delimiter=";", decimal=",", **options)
     assert table["error"].to_pylist() == [None, None]
-    assert table["completion"].to_pylist() == ["0,5 1 1,50 1.5", "-2,25 2,5 3 2.5"]
+    assert table["completion"].to_pylist() == [
+        "0,5 1 1,50 1.5 1.234,56 12345678901234567890",
+        "-2,25 2,5 3 2.5 7,00 2,5",
+    ]
     assert [table[name].to_pylist() for name in names] == [
         [0.5, -2.25],
         [1.0, 2.5],
-        ["1,50", "3"],
+        [1.5, 3.0],
         ["1.5", "2.5"],
+        [1234.56, 7.0],
+        ["12345678901234567890", "2,5"],
     ]
+    assert table["most"].to_pylist() == [1024.0, 8.0]
     assert not any(table.field(name).metadata for name in names)
 
 
@@ -747,10 +755,10 @@ def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path
     write_feather(tmp_path / "in.feather")
     write_jsonl(tmp_path / "in.jsonl")
     with pytest.raises(
-        InvalidJob, match=r"encoding is of csv, .* and the input is arrow: leave it out"
+        InvalidJob, match=r"encoding is for csv, .* and the input is arrow: leave it out"
     ):
         score(make_context(), tmp_path / "in.feather", tmp_path, encoding="cp1252")
     with pytest.raises(
-        InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"
+        InvalidJob, match="delimiter is for csv, tsv files, and the input is jsonl: leave it out"
     ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")

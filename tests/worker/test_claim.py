@@ -44,6 +44,23 @@ def test_jobs_of_another_model_stay_in_the_queue_in_their_order(redis: Redis, bu
     assert ids(take(redis, model="other")) == ["a", "c", "e"]
 
 
+def test_a_job_needs_its_model_and_each_of_its_adapters(redis: Redis, bulk: Queue) -> None:
+    for job_id, needed in (
+        ("a", "ours\nsql@1"),
+        ("b", "ours\nsql@2"),
+        ("c", "ours\nsql@1\nfr@1"),
+        ("d", "sql"),
+        ("e", "other\nsql@1"),
+    ):
+        enqueue(bulk, job_id, needed)
+    names = ["sql", "sql@1"]
+    store = worker_store(redis, models=("ours",), more_models=lambda: names)
+    assert ids(store.claim([wanted()], float("inf"))[0]) == ["a", "d"]
+    names += ["fr", "fr@1"]  # a folder has come
+    assert ids(store.claim([wanted()], float("inf"))[0]) == ["c"]
+    assert bulk.job_ids == ["b", "e"]
+
+
 def test_jobs_of_a_newer_version_stay_in_the_queue_and_shards_of_an_older_one(
     redis: Redis, bulk: Queue
 ) -> None:

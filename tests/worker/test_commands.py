@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from rq import Queue
 from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
-from worker.store.worker_record import living_namesake
+from tests.worker.stores import claim, worker_store
+from worker.store.worker_record import end_leases_of, living_namesake
 
 F = "tests.worker.functions."
 
@@ -68,13 +70,27 @@ def test_a_name_is_free_once_its_worker_is_known_to_be_dead(
     assert living_namesake(redis, "w", socket.gethostname()) == holder
 
 
+def test_only_the_leases_of_the_namesake_end(redis: Redis) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    for name in ("w", "other"):
+        queue.enqueue("jobs.complete", "a", job_id=f"job-of-{name}")
+        claim(worker_store(redis, name))
+    redis.set("rq:execution:job-of-other:text", "no hash", ex=60)
+    redis.hset("tokenmill:held:bulk", "job-of-other:text", "|")
+    assert end_leases_of(redis, "w", ["bulk", "high"]) == 1
+    abandoned = worker_store(redis).abandoned(["bulk"], 1.0)
+    assert [job.job_id for job in abandoned] == ["job-of-w"]
+
+
 def test_a_worker_starts_under_the_name_of_one_that_was_killed_and_not_under_that_of_a_living_one(
     workers: Workers,
 ) -> None:
     workers.redis.hset("rq:worker:w", mapping=NAMESAKE)
     workers.redis.sadd("rq:workers", "rq:worker:w")
     job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    assert "started" in workers.burst("--name", "w")
+    claim(worker_store(workers.redis, "w"))
+    log = workers.burst("--name", "w")
+    assert "the last worker of this name died with 1 jobs, whose leases are ended" in log
     assert text_of(workers.result(job)) == "echo:a"
 
     workers.redis.hset("rq:worker:x", mapping={**NAMESAKE, "hostname": "other"})

@@ -68,15 +68,15 @@ def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
     share = FairShare()
     share.note_left("a", 0.0, 1.0)
     share.note_left("a", 0.5, 1.0)
-    assert share.among(8, 0.0) == (8, False), "the others had no time to look"
+    assert share.divisor(8, 0.0) == (8, False), "the others had no time to look"
     found = []
     for look in range(1, 6):
         share.note_left("a", look, 1.0)
-        found.append(share.among(8, look))
+        found.append(share.divisor(8, look))
     assert found == [(8, True), (4, True), (2, True), (1, True), (1, True)]
     share.note_left("", 6, 1.0)
-    assert share.among(8, 6) == (1, True)
-    assert share.among(8, 6 + FORGET_S) == (8, False)
+    assert share.divisor(8, 6) == (1, True)
+    assert share.divisor(8, 6 + FORGET_S) == (8, False)
 
 
 def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:

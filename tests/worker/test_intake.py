@@ -17,7 +17,7 @@ from tests.picture_files import picture
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import LONG, OVERHEAD, PICTURES_AHEAD, SHORT, TURN, TURNS
+from worker.engine_thread.intake import LONG, OVERHEAD, PICTURES_AHEAD, SHORT, TURN, URGENT_TURNS
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
@@ -279,11 +279,11 @@ def test_a_lane_that_waits_to_be_tokenized_gets_one_turn_in_twenty(loop: Loop) -
     assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
     for name in numbered("bulk", 3):
         loop.send(name, BULK, LONG_CHARS)
-    for name in numbered("high", TURNS + 5):
+    for name in numbered("high", URGENT_TURNS + 5):
         loop.send(name, HIGH, LONG_CHARS)
     loop.let_go()
-    loop.wait_for("begun", *numbered("bulk", 3), *numbered("high", TURNS + 5))
+    loop.wait_for("begun", *numbered("bulk", 3), *numbered("high", URGENT_TURNS + 5))
     order = [name.rstrip("0123456789") for name in loop.engine.tokenized]
     assert order[1:3] in (["bulk", "high"], ["high", "bulk"])
-    assert order[3 : TURNS + 1] == ["high"] * (TURNS - 2)
-    assert order[TURNS + 1 : TURNS + 3].count("bulk") == 1
+    assert order[3 : URGENT_TURNS + 1] == ["high"] * (URGENT_TURNS - 2)
+    assert order[URGENT_TURNS + 1 : URGENT_TURNS + 3].count("bulk") == 1

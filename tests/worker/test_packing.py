@@ -57,13 +57,13 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
             chosen = jobs[number % len(jobs)]
             if chosen.open_requests:
                 index = next(iter(chosen.open_requests))
-                packer.delivered(chosen, chosen.samples.pop(index))
+                packer.delivered(chosen, chosen.num_samples.pop(index))
                 del chosen.open_requests[index]
         elif jobs:
             chosen = jobs[number % len(jobs)]
             packer.forget(chosen)
             chosen.open_requests.clear()
-            chosen.samples.clear()
+            chosen.num_samples.clear()
         for pulled, index, _ in packer.pull(open_guard()):
             same_lane = [j for j in jobs if j.lane == pulled.lane and j.number < pulled.number]
             waiting = [j for j in same_lane if j in packer._streams[pulled.lane]]
@@ -72,10 +72,12 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
 
         in_engine = packer.in_engine
         for lane in range(LANES):
-            held = sum(sum(j.samples.values()) for j in jobs if j.lane == lane)
+            held = sum(sum(j.num_samples.values()) for j in jobs if j.lane == lane)
             assert in_engine[lane] == held
             ahead = sum(in_engine[:lane])
-            assert in_engine[lane] <= 2 * SLOTS + 2  # one request of up to 3 samples may overshoot
+            assert (
+                in_engine[lane] <= 2 * SLOTS + 2
+            )  # one request of up to 3 num_samples may overshoot
             # What waits, waits for its own lane or for more urgent ones, never for those below.
             if packer._streams[lane]:
                 assert ahead + in_engine[lane] >= SLOTS + PREFETCH or in_engine[lane] >= PREFETCH

@@ -130,8 +130,14 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert leftovers(server.admin, "bulk") == []
     assert "requeued 1 jobs" in tokenmill(workers, url, "requeue", "--queue", "bulk", failed.id)
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
-    refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
+    # `tokenmill info` asks for what only workers may read, and does without.
+    expected = ("client", "tokenmill:held:bulk")
+    refused = [entry for entry in server.admin.acl_log() if entry["object"] not in expected]
     assert refused == [], "a user was refused something that it needs"
+    workers.queue("flooded").enqueue("jobs.complete", "a")
+    assert "needs the workers' Redis user" in tokenmill(
+        workers, url, *["flood", "flooded", "--stop", "-"]
+    )
     used = {
         name.removeprefix("cmdstat_").partition("|")[0]
         for name in server.admin.info("commandstats")

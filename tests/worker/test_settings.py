@@ -114,6 +114,9 @@ def test_a_module_in_the_place_of_a_function_is_refused() -> None:
         ),
         ("/m/config.json: dtype must be a text", "/m/config.json: dtype must be a text"),
         ("TOKENMILL_MODEL='x': no model folder", "TOKENMILL_MODEL='x': no model folder"),
+        ("no pooling; add it, or set pooling", "no pooling; add it, or set TOKENMILL_POOLING"),
+        ("or leave deterministic out", "or leave TOKENMILL_DETERMINISTIC out"),
+        ("the model's dtype; try another dtype", "the model's dtype; try another TOKENMILL_DTYPE"),
     ],
 )
 def test_what_the_engine_refuses_is_told_by_its_variable(text: str, told: str) -> None:

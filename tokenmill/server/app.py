@@ -282,6 +282,9 @@ class ApiServer:
     async def _list_models(self, request: Request, project: Project, request_id: str) -> Response:
         serving = {sample.model: sample for sample in await self._models.serving()}
         models = [_model(sample) for _, sample in sorted(serving.items())]
+        for adapter in sorted({name for sample in serving.values() for name in sample.adapters}):
+            sample = next(each for each in serving.values() if adapter in each.adapters)
+            models.append({**_model(sample), "id": adapter, "parent": sample.model})
         return JSONResponse({"object": "list", "data": models})
 
     async def _show_model(self, request: Request, project: Project, request_id: str) -> Response:

@@ -32,7 +32,7 @@ LONG = 65_536
 them."""
 
 TURN = 65_536
-"""Characters of short prompts that one turn tokenizes in about 50 ms. One step computes fewer than that."""
+"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step computes fewer."""
 
 OVERHEAD = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
@@ -41,13 +41,13 @@ PICTURE = 8_192
 """The work for decoding a picture, counted in characters."""
 
 PICTURES_AHEAD = 8
-"""The most waiting requests of a lane whose pictures are decoded. Each such request may hold some hundred megabytes.
-Further requests hold only the bytes of their picture files, and do not delay the prompts behind them."""
+"""The most requests of a lane that wait with decoded pictures. Each may hold some hundred megabytes. Further requests
+hold only the bytes of their picture files, and do not delay the prompts behind them."""
 
 THREADS = 2
 
-TURNS = 20
-"""A less urgent lane that waits gets one turn of tokenizing in 20. The engine's scheduler shares its steps likewise."""
+URGENT_TURNS = 20
+"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler does so with steps."""
 
 LEAVE_S = 1.0
 """Seconds that a leaving worker waits for threads that prepare a prompt."""
@@ -56,8 +56,9 @@ LEAVE_S = 1.0
 class _Waiting:
     """A request that is not in the engine yet.
 
-    number: the request's place among all requests. size: the work to prepare it, counted in characters. form: the
-    future of its grammar.
+    number: the request's place among all requests. size: the work to prepare it, counted in characters.
+    awaits_thread: a thread still has to prepare it. False for a short request, which the engine's thread prepares.
+    grammar: the future of its grammar, once a thread has prepared it; None if it has no grammar.
     """
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
@@ -68,12 +69,11 @@ class _Waiting:
         self.request = add.request
         self.lane = add.lane
         self.size = _size(add.request)
-        has_form = any(
-            add.request.sampling.get(name) for name in ("structured_outputs", "tool_choice")
-        )
-        self.is_prepared = self.size <= SHORT and not has_form
+        sampling = add.request.sampling
+        has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
+        self.awaits_thread = self.size > SHORT or has_grammar
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
-        self.form: Future[Any] | None = None
+        self.grammar: Future[Any] | None = None
         self.error: BaseException | None = None
 
     def prepare(self) -> None:
@@ -83,15 +83,16 @@ class _Waiting:
         try:
             prompt, params = prepared_request(self.engine, self.request)
             self.prepared = prompt, params
-            self.form = self.engine.prepare_grammar(params)
+            self.grammar = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread decides by its type
             self.error = error.with_traceback(None)  # a traceback would keep this request in memory
-        self.is_prepared = True
+        self.awaits_thread = False
 
     @property
     def is_ready(self) -> bool:
         """Whether the request can enter the engine without waiting."""
-        return self.is_prepared and (self.form is None or self.form.done())
+        has_compiled = self.grammar is None or self.grammar.done()
+        return has_compiled and not self.awaits_thread
 
 
 def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
@@ -112,8 +113,8 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    In the order, the requests of a lane are TURNS times as far apart as the requests of the next more urgent lane. This
-    is start-time fair queueing (Goyal et al. 1996).
+    The requests of a lane stand URGENT_TURNS times as far apart as those of the next more urgent lane. This is
+    start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
@@ -125,7 +126,7 @@ class _Preparers(FunctionPool):
     def submit_request(self, waiting: _Waiting) -> None:
         """Prepare a request when its turn has come."""
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
-        self._next_order[waiting.lane] = order + TURNS**waiting.lane
+        self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
             self._virtual_time = max(self._virtual_time, order)
@@ -168,7 +169,9 @@ class Intake:
     @property
     def has_ready(self) -> bool:
         """Whether `admit` has something to do now."""
-        return bool(self._compiled) or any(queue[0].is_prepared for queue in self._lanes.values())
+        if self._compiled:
+            return True
+        return any(not queue[0].awaits_thread for queue in self._lanes.values())
 
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
@@ -177,14 +180,14 @@ class Intake:
         prompt = add.request.prompt if add.request.messages is None else add.request.messages
         if not isinstance(prompt, str) and has_pictures(prompt):
             self._pictured[add.lane].append(waiting)
-            self.begun(())
+            self._prepare_pictured()
         else:
             self._lanes.setdefault(add.lane, deque()).append(waiting)
             self._prepare(waiting)
 
     def _prepare(self, waiting: _Waiting) -> None:
-        """Have a thread prepare a request that is not short."""
-        if waiting.is_prepared:
+        """Have a thread prepare a request, unless the engine's thread will."""
+        if not waiting.awaits_thread:
             return
         preparers = self._long_preparers if waiting.size > LONG else self._preparers
         preparers.submit_request(waiting)
@@ -193,6 +196,10 @@ class Intake:
         """Note which requests run or have ended. Then the next requests with pictures can be prepared."""
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
+        self._prepare_pictured()
+
+    def _prepare_pictured(self) -> None:
+        """Prepare the next requests with pictures, up to PICTURES_AHEAD for each lane."""
         counts = Counter(self._ahead.values())
         for lane, queue in self._pictured.items():
             for _ in range(min(len(queue), PICTURES_AHEAD - counts[lane])):
@@ -243,14 +250,16 @@ class Intake:
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
                 yield waiting
-                work_left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
+                work_left -= OVERHEAD
+                if waiting.prepared is None:
+                    work_left -= waiting.size
                 if work_left <= 0:
                     break
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
         """Yield the first requests of a lane. Stop at a request that a thread still prepares."""
-        while queue and queue[0].is_prepared:
+        while queue and not queue[0].awaits_thread:
             waiting = queue.popleft()
             if waiting.is_ready:
                 yield waiting
@@ -264,9 +273,9 @@ class Intake:
             self._compiled.append(waiting)
             self._report()
 
-        assert waiting.form is not None
+        assert waiting.grammar is not None
         self._compiling.add(waiting)
-        waiting.form.add_done_callback(note_compiled)
+        waiting.grammar.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
         """Put the requests whose grammars are compiled back into their lanes."""
@@ -291,6 +300,7 @@ class Intake:
             pool.close(max(0.0, until - time.monotonic()))
 
     def _forget_if_empty(self, lane: int) -> None:
+        """Forget a lane in which nothing waits any more."""
         if not self._lanes[lane]:
             del self._lanes[lane]
 

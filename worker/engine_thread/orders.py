@@ -32,7 +32,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Order: report the tokens that all requests have by now. stops: take no further step after the report."""
+    """Order: report the tokens that each request has so far. stops: take no further step after the report."""
 
     stops: bool = False
 

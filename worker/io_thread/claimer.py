@@ -13,7 +13,7 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""Seconds after the last look in vain until all workers of the queue count as takers again. FairShare says more."""
+"""After so many seconds without a look in vain, all workers of the queue count again. See FairShare."""
 
 
 class FairShare:
@@ -21,8 +21,8 @@ class FairShare:
 
     Claims divide a queue evenly among its workers (see claim.lua). But other workers may be full or gone, or serve
     another model. Then the first job that was left is still there at the next look. That is a look in vain. After the
-    first look in vain this worker rounds its share up. After each further one it counts half as many workers as takers.
-    FORGET_S seconds after the last one it counts all workers again.
+    first look in vain this worker rounds its share up. Each further one halves the number of workers that it divides
+    the queue by. After FORGET_S seconds without a look in vain it divides by all workers again.
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,17 @@ class FairShare:
         self._left_at = float("-inf")
         self._last_vain_at = float("-inf")
 
-    def among(self, num_workers: int, moment: float) -> tuple[int, bool]:
-        """Return how many workers divide the queue, and whether this one rounds its share up.
+    def divisor(self, num_workers: int, moment: float) -> tuple[int, bool]:
+        """Return the number of workers to divide the queue by, and whether this worker rounds its share up.
 
         num_workers: the workers that serve the queue. moment: monotonic seconds.
         """
         if moment - self._last_vain_at > FORGET_S:
             self._num_vain_looks = 0
         num_halvings = max(0, self._num_vain_looks - 1)
-        return max(1, num_workers >> num_halvings), self._num_vain_looks > 0
+        num_takers = max(1, num_workers >> num_halvings)
+        rounds_up = self._num_vain_looks > 0
+        return num_takers, rounds_up
 
     def note_left(
         self, first: str, moment: float, poll_s: float, claimed_ids: Sequence[str] = ()
@@ -47,13 +49,15 @@ class FairShare:
         """Note which job a claim left to other workers.
 
         first: the id of the first job that was left, "" for none. poll_s: seconds between two looks of a worker.
-        claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has come.
+        claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has taken it.
         """
-        if not self._first_left or self._first_left not in (first, *claimed_ids):
+        was_untouched = self._first_left in (first, *claimed_ids)
+        if self._first_left == "" or not was_untouched:
             self._left_at = moment
         elif first and moment - self._left_at >= poll_s:
             self._num_vain_looks += 1
-            self._left_at = self._last_vain_at = moment
+            self._last_vain_at = moment
+            self._left_at = moment
         self._first_left = first
 
 
@@ -88,8 +92,8 @@ class Claimer:
         self._clock = parts.clock
 
         self._tokens: dict[int, str] = {}
-        # By lane, the jobs held when a claim left others in the queue. When half of the held jobs have ended, the lane
-        # claims.
+        # By lane: the number of jobs held after a claim that left others in the queue; 0 after a claim that left none.
+        # The lane claims again as soon as half of them have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         self._num_foreign = [0] * len(parts.queue_names)
         self._warned_lanes = frozenset[int]()  # lanes that have warned of newer jobs
@@ -112,9 +116,10 @@ class Claimer:
         lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
         # A lane without room does not touch its timer. So it claims in the first turn in which it has room.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
-        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
         if not due or self._has_suspect(moment):
             return
+        # Lanes that are not due share the round trip. Those that may claim no file keep to their slower timer.
+        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane) > 0]
 
         if self._limits.max_jobs is None:
             num_jobs = self._claim_for(lanes)  # in one round trip
@@ -128,7 +133,7 @@ class Claimer:
             self._runner.feed()
 
     def take_up_unanswered(self) -> None:
-        """Ask for the jobs of claims whose replies were lost. Nobody renews their leases yet."""
+        """Ask again for the jobs of claims whose replies were lost. Nobody renews these jobs' leases yet."""
         if self._tokens:
             self._take_up(list(self._tokens), [0] * len(self._tokens))
 
@@ -147,29 +152,36 @@ class Claimer:
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:
-        """Whether the queues hold only jobs for workers with another model."""
+        """Whether the queues hold nothing, or only jobs for workers with another model."""
         return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. A lane that may claim no file looks less often."""
-        timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
-        if 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]:
+        may_claim_files = self._packer.claimable_files(lane) > 0
+        timer = self._polls[lane] if may_claim_files else self._looks[lane]
+        have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
+        if have_half_ended:
             self._num_held_at_claim[lane] = 0
-            timer.postpone(float("-inf"))
+            timer.end_now()
         return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
+        """Claim jobs for lanes that have room; return how many were claimed."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
 
     def _room(self, lane: int) -> int:
-        return self._packer.claim_room(lane) if self._budget.has_room(lane) else 0
+        """Return how many sequences' worth of jobs the lane may claim."""
+        if not self._budget.has_room(lane):
+            return 0
+        return self._packer.claim_room(lane)
 
     def _jobs_left(self) -> int:
-        most = self._limits.max_jobs
-        if most is None:
+        """Return how many more jobs --max-jobs allows."""
+        max_jobs = self._limits.max_jobs
+        if max_jobs is None:
             return _NO_LIMIT
-        return max(0, most - self._num_claimed)
+        return max(0, max_jobs - self._num_claimed)
 
     def _has_suspect(self, moment: float) -> bool:
         """Whether a suspect runs alone now, for ISOLATION_S seconds at most."""
@@ -208,11 +220,14 @@ class Claimer:
         wanted = []
         is_idle = self._runner.num_held == 0
         self._turn += 1
-        suspects_place = self._turn % len(lanes)  # the lanes take turns
+        suspects_place = self._turn % len(
+            lanes
+        )  # only one lane of a call takes suspects; the lanes take turns
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
-            takers, rounds_up = self._shares[lane].among(self._poll_rates.num_workers(lane), moment)
+            num_workers = self._poll_rates.num_workers(lane)
+            num_takers, rounds_up = self._shares[lane].divisor(num_workers, moment)
             wanted.append(
                 Wanted(
                     self._queue_names[lane],
@@ -221,7 +236,7 @@ class Claimer:
                     takes_suspects=is_idle and place == suspects_place,
                     max_functions=self._packer.free_functions,
                     max_files=self._packer.claimable_files(lane),
-                    num_takers=takers,
+                    num_takers=num_takers,
                     num_held=self._runner.jobs.num_of(lane),
                     rounds_up=rounds_up,
                 )
@@ -241,14 +256,17 @@ class Claimer:
         self._polls[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
-        if claim.jobs and not claim.first_left:
-            self._polls[lane].postpone(float("-inf"))
+        if (
+            claim.jobs and not claim.first_left
+        ):  # jobs come, and none was left to others: look again at once
+            self._polls[lane].end_now()
             self._looks[lane].postpone(self._clock() + POLL_S)
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
-        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
+        left_some = claim.first_left != ""
+        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if left_some else 0
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
         """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""
@@ -267,6 +285,7 @@ class Claimer:
             self._warned_lanes -= {lane}
 
     def _note_hold(self, hold: Hold) -> None:
+        """Note why no worker may claim, and log a change."""
         if hold == self.hold:
             return
         self.hold = hold

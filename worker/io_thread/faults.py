@@ -35,10 +35,9 @@ class WorkerFault:
 
 
 class WorkerFaults:
-    """The faults of a worker, by function, since a job of that function last ended well.
+    """Counts this worker's faults by function. A job that ends well clears the faults of its function.
 
-    If several jobs in a row meet faults, the worker is to blame. If the same job meets a second fault, the job is to
-    blame.
+    If several jobs in a row meet faults, the worker is to blame. If one job meets a second fault, the job is to blame.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class WorkerFaults:
 
     @property
     def in_a_row(self) -> int:
-        """The highest number of faults with jobs of one function."""
+        """The most faults that one function's jobs have met since one of them ended well."""
         return max(map(len, self._job_ids.values()), default=0)
 
     def met(
@@ -56,7 +55,8 @@ class WorkerFaults:
     ) -> WorkerFault:
         """Note a fault that this worker met with a job."""
         job_ids = self._job_ids.setdefault(function_name, [])
-        fault = WorkerFault(claimed, error, counts=claimed.job_id not in job_ids)
+        is_first_of_job = claimed.job_id not in job_ids
+        fault = WorkerFault(claimed, error, counts=is_first_of_job)
         job_ids.append(claimed.job_id)
         self.waiting.append(fault)
         return fault

@@ -43,10 +43,10 @@ LAST_BACKOFF_S = 5.0
 """Seconds of the longest pause between two tries."""
 
 LEAVING_S = 1.0
-"""Seconds that a worker that gives back its jobs waits for ends and parts that are being written."""
+"""When a worker gives back its jobs, it waits this many seconds for the ends and parts that are being written."""
 
 CLOSING_S = 0.5
-"""Seconds that a worker waits at its end for threads that close files or were interrupted."""
+"""Before a worker exits, it waits this many seconds for threads that close files or were interrupted."""
 
 
 class Phase(enum.Enum):
@@ -92,7 +92,7 @@ class IoLoop:
             self._settle,
             self._runner.texts.write,
             self._show_record,  # this must come before the first claim, because it counts the other workers
-            self._take_or_give,
+            self._claim_or_give_back,
             self._keep_leases,
             self._show_progress,
             self._take_up_abandoned,
@@ -161,6 +161,7 @@ class IoLoop:
     # The loop
 
     def _guarded_run(self) -> None:
+        """Run the loop. In the end stop the threads and the engine, whatever happened."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
@@ -171,6 +172,7 @@ class IoLoop:
             self._orders.put(Halt())
 
     def _run(self) -> None:
+        """Repeat turns until it is time to leave."""
         while self.turn():
             pass
         self._say_goodbye()
@@ -184,7 +186,7 @@ class IoLoop:
 
         moment = self._clock()
         self.turned_at = moment
-        self._runner.journals.look(moment)
+        self._runner.journals.ask_if_due(moment)
         if self._deadlines.due(moment):
             self._check_deadlines()
         if self._phase is Phase.DRAINING and moment >= self._drain_by:
@@ -206,9 +208,11 @@ class IoLoop:
 
     @property
     def _can_open(self) -> bool:
+        """Whether a claimed job can be opened now."""
         return self._phase is Phase.SERVING and self._budget.can_open
 
     def _check_deadlines(self) -> None:
+        """Stop overdue jobs. Leave if too many threads cannot be interrupted."""
         self._runner.check_deadlines()
         num_stuck = self._runner.threads.num_stuck
         max_stuck = self._limits.max_stuck_threads
@@ -216,12 +220,14 @@ class IoLoop:
             self._leave_because_of(TooManyStuckThreads(num_stuck, max_stuck))
 
     def _leave_because_of(self, failure: WorkerError) -> None:
+        """Give back what runs, then leave. failure: what the main thread raises."""
         if self._phase is not Phase.LEAVING:
             self.failure = failure
             self._log.error("%s", failure)
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
+        """Pass an event on to those whom it concerns."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
@@ -251,6 +257,7 @@ class IoLoop:
         self._start_leaving()
 
     def _start_draining(self) -> None:
+        """Claim nothing more, give back the jobs that have not begun, and finish the others."""
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
@@ -272,11 +279,13 @@ class IoLoop:
         self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
+        """Give back what runs, then leave. why: for the log."""
         if self._phase is not Phase.LEAVING:
             self._log.info("%s: giving back the %d jobs that still run", why, self._runner.num_held)
             self._start_leaving()
 
     def _start_leaving(self) -> None:
+        """Begin to give back what runs."""
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
@@ -311,7 +320,8 @@ class IoLoop:
             return error
         return None
 
-    def _take_or_give(self, moment: float) -> None:
+    def _claim_or_give_back(self, moment: float) -> None:
+        """Claim jobs while the worker serves. Else give back the jobs that this worker will not finish."""
         if self._phase is Phase.LEAVING:
             if not self._runner.journals.is_awaited(moment):
                 held = self._runner.withdraw_everything(self._is_overdue(moment))
@@ -346,6 +356,7 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
+        """Log an error of Redis, and set when to try again. A worker that is overdue leaves instead."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
@@ -367,19 +378,23 @@ class IoLoop:
     # Duties
 
     def _keep_leases(self, moment: float) -> None:
+        """Renew the leases of held jobs."""
         self._renew.period_s = self._poll_rates.renew_s
         if self._renew.due(moment):
             self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
+        """Write the progress of jobs to Redis, and the throughput to the log."""
         if self._progress.due(moment):
             self._runner.show_progress(self._store)
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
+        """Write the worker's own numbers to Redis."""
         self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
 
     def _take_up_abandoned(self, moment: float) -> None:
+        """Give back, or fail, the jobs that dead workers held."""
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
         names = self._queue_names
@@ -392,10 +407,11 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether this worker gives back its jobs and no longer waits for anything."""
+        """Whether this worker gives back its jobs now, even those whose ends or parts are being written."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
+        """Leave if nothing is held and there is a reason to leave."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")
@@ -415,10 +431,12 @@ class IoLoop:
             self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
 
     def _is_idle_for_too_long(self, moment: float) -> bool:
-        most_s = self._limits.max_idle_s
-        return most_s is not None and moment - self._claimer.idle_since >= most_s
+        """Whether --max-idle-time is over."""
+        max_idle_s = self._limits.max_idle_s
+        return max_idle_s is not None and moment - self._claimer.idle_since >= max_idle_s
 
     def _leave(self, why: str) -> None:
+        """End the loop. why: for the log."""
         self._log.info(why)
         self._phase = Phase.GONE
 

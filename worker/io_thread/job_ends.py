@@ -59,10 +59,10 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 
 
 Ended = Callable[[HeldJob, Outcome | None, bool], None]
-"""Called when nothing is left to do for a job, with the job, its outcome, and whether its end was written.
+"""Called with a job, its outcome and whether its end was written, once nothing is left to do for the job.
 
-The outcome is None if another worker has counted the job's end. The end of a job that was cancelled or taken over is
-not written."""
+The outcome is None if another worker has counted the job's end. If the job was cancelled or taken over, its end is not
+written."""
 
 
 class JobEnds:
@@ -76,7 +76,7 @@ class JobEnds:
         self._ended = ended
         self._log = parts.log
         self._clock = parts.clock
-        self._failing = partial(parts.environment.notify_failed, parts.clients.pool)
+        self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
@@ -99,8 +99,10 @@ class JobEnds:
         )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
-            text = None if text is None else f"{text}{fault_line(fault)}\n"
-        text = printable(error) if text is None else text
+            if text is not None:
+                text += f"{fault_line(fault)}\n"
+        if text is None:
+            text = printable(error)
         self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
     def stop(self, job: HeldJob) -> None:
@@ -138,6 +140,7 @@ class JobEnds:
         """
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Go on, also if no notice could be sent."""
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
@@ -148,10 +151,11 @@ class JobEnds:
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
-        failing = partial(self._failing, job.claimed, text)
-        self._calls.submit(self._pool, job, PoolCall(failing, then, is_ours=True))
+        notify = partial(self._notify_failed, job.claimed, text)
+        self._calls.submit(self._pool, job, PoolCall(notify, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+        """Call the job's callback if it has one, pack its value, and have its end written."""
         value = outcome.value
         status = outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
@@ -173,6 +177,7 @@ class JobEnds:
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
+        """Have the end written, now that its value is packed. A value that cannot be packed fails the job."""
         if failure is not None:
             self.fail(job, failure)
         else:
@@ -180,9 +185,9 @@ class JobEnds:
 
     def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Call the user's callback in a thread, then have the end written."""
-        exc_info = (
-            (None, None, None) if error is None else (type(error), error, error.__traceback__)
-        )
+        exc_info: tuple[Any, Any, Any] = (None, None, None)
+        if error is not None:
+            exc_info = (type(error), error, error.__traceback__)
         rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
@@ -196,6 +201,7 @@ class JobEnds:
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
+            """Have the end written, as the callback has left it."""
             if failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(reply, Raised):
@@ -219,7 +225,7 @@ class JobEnds:
             self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
-        """Have the end written, with what the user's code has changed in its copy of the job."""
+        """Have the end written, with the changes that the user's code made to its copy of the job."""
         try:
             outcome = outcome.as_left_by(job.user_job)
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
@@ -253,6 +259,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_page() -> int:
+            """Queue one page of dependents. After the last page, close the job. Returns the next page, or 0."""
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
@@ -269,6 +276,7 @@ class JobEnds:
             return next_cursor
 
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
+            """Queue the next page, or let the job go."""
             if failure is not None:
                 raise failure
             if next_cursor:

@@ -145,17 +145,23 @@ class JobRunner:
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
         """Run a function in a thread, once Redis shows that it has begun."""
-        is_post = job.function_name == POSTING
-        has_free_thread = self._packer.free_functions > 0
-        has_place = self._posts.num_waiting < MAX_POSTS if is_post else has_free_thread
+        is_post = job.function_name == POSTING  # sends the notice of a run's end
+        if is_post:
+            pool = self._posts
+            has_place = self._posts.num_waiting < MAX_POSTS
+        else:
+            pool = self._functions
+            has_place = self._packer.free_functions > 0
         if not has_place:
             self._leave_unopened(job, FUNCTION)
             return
+
         job.run_function()
         if not is_post:
             self._packer.function_started(job)
 
         def hand_over() -> None:
+            """Give the function to a thread."""
             if job.is_ours:
                 function = self._bound_function(job, call)
                 pool_call = PoolCall(
@@ -166,7 +172,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     partial(perform, user_job), self._user_function_returned, self._function_ended
                 )
-            self._calls.submit(self._posts if is_post else self._functions, job, pool_call)
+            self._calls.submit(pool, job, pool_call)
 
         self._beginnings.run(job, hand_over)
 
@@ -197,12 +203,15 @@ class JobRunner:
             self._call_now(lambda: task.open(context), job, self._opened)
 
     def _leave_unopened(self, job: HeldJob, kind: str) -> None:
-        """Give a job back unopened. kind: FUNCTION or FILE. The next claims pass over jobs of a kind without room."""
+        """Let go of a job for which this worker has no thread. `take_surplus` returns it.
+
+        kind: FUNCTION or FILE. The next claims pass over jobs of that kind until there is a thread.
+        """
         self._let_go(job)
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Return the functions and files for which this worker has no thread. The next claims pass them over."""
+        """Return the jobs that were left unopened since the last call. The caller gives them back."""
         surplus = self._surplus
         self._surplus = []
         return surplus
@@ -285,7 +294,7 @@ class JobRunner:
             self._collect(job)
 
     def _drop_payload(self, job: HeldJob) -> None:
-        """Drop what a job's end does not need from memory, as the job may run for long."""
+        """Free the memory of a job's payload, as the job may run for long. Payloads that callbacks may see are kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:
@@ -295,7 +304,7 @@ class JobRunner:
     def _collect(self, job: HeldJob) -> None:
         """Ask the task for the job's value, now that every completion is here."""
         assert job.open_task is not None
-        self._beginnings.began(job, self._clock())  # unless a request has begun the job
+        self._beginnings.began(job, self._clock())  # changes nothing if a request has begun the job
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)
@@ -310,7 +319,11 @@ class JobRunner:
         self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
-        """Forget a job and count its end. outcome: None if another worker has counted it."""
+        """Forget a job and count its end.
+
+        outcome: None if another worker has counted it. written: whether Redis has taken the end. It does not if this
+        worker has lost the job.
+        """
         if job not in self.jobs:
             return
         self._let_go(job)
@@ -332,14 +345,14 @@ class JobRunner:
 
     def _close(self, job: HeldJob) -> None:
         """Close the job's task, if it is open."""
-        opened = job.open_task
+        open_task = job.open_task
         job.open_task = None
-        if opened is None:
+        if open_task is None:
             return
         if job.is_file:
-            self._files.close(job.claimed.job_id, opened)
+            self._files.close(job.claimed.job_id, open_task)
         else:
-            opened.close()
+            open_task.close()
 
     # While they are held
 
@@ -405,15 +418,16 @@ class JobRunner:
             return
         if job.is_ours and job.is_function:
             self._files.interrupt_silent(job)
-        if job.started_at is None or job.limit_s <= 0 or moment - job.started_at <= job.limit_s:
+        if not job.is_over_limit(moment):
             return
+
         reason = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
             if not job.is_overdue:
                 job.interrupt_function(reason)
-            return
-        self._withdraw(job, reason)
-        self._ends.fail(job, reason())
+        else:
+            self._withdraw(job, reason)
+            self._ends.fail(job, reason())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""
@@ -421,6 +435,7 @@ class JobRunner:
         self.guard.for_each(self.jobs.of_executions(execution_ids), self._drop)
 
     def _drop(self, job: HeldJob) -> None:
+        """Forget a job that this worker has lost, unless its end is being written."""
         if job.is_ending:
             return  # finish.lua notices the loss when it writes the end
         self._log.warning(
@@ -491,7 +506,7 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of every job whose end is not being written yet. The caller gives them back.
 
-        parts_too: also let go of jobs whose part is being written, because a store may refuse a part for a long time.
+        parts_too: let go of jobs whose part is being written too. A store may refuse a part for a long time.
         """
 
         def may_go(job: HeldJob) -> bool:

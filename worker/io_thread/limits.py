@@ -50,6 +50,10 @@ class Timer:
         """Let the period end at `moment`, not before."""
         self._next = moment
 
+    def end_now(self) -> None:
+        """Let the period be over at the next look."""
+        self._next = float("-inf")
+
     def due(self, moment: float) -> bool:
         """Whether the period is over at `moment` (monotonic seconds). If so, the next one begins."""
         if moment < self._next:
@@ -78,7 +82,10 @@ RENEWALS_PER_S = 1000.0
 
 
 class PollRates:
-    """The periods of looks and renewals, by the number of workers and begun jobs. Used by the I/O thread only."""
+    """Sets the periods of looks and renewals. The more workers or begun jobs, the longer the periods.
+
+    Used by the I/O thread only.
+    """
 
     def __init__(
         self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None

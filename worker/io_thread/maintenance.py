@@ -15,12 +15,13 @@ from worker.store.scheduler import Scheduler
 _SCHEDULER_PERIOD_S = 1.0
 _LEFT_PERIOD_S = 10.0
 _NUMBERS_PERIOD_S = 15.0
+_ADAPTERS_PERIOD_S = 2.0
 
 
 class Maintenance:
     """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
 
-    It also runs the scheduler if there is one. With a scheduler, it also reads the numbers for the queues' metrics.
+    It also looks for new adapters. With a scheduler, it also runs that, and reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
@@ -37,6 +38,10 @@ class Maintenance:
         self._client = parts.clients.pool
         self._tally = parts.tally
         self._put_in_order = Timer(PERIOD_S)
+        self._adapters = parts.environment.lent.adapters
+        self._look_for_adapters = Timer(_ADAPTERS_PERIOD_S)
+        self._lost_adapters = LastingTrouble(parts.log, "the folder of adapters can be read again")
+        self._is_looking = False
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
@@ -50,15 +55,30 @@ class Maintenance:
             self._pool.submit(
                 lambda: self._queue_order.put_in_order(self._queue_names), self._report
             )
+        if self._adapters.is_live and not self._is_looking and self._look_for_adapters.due(moment):
+            self._is_looking = True
+            self._pool.submit(self._adapters.refresh, self._looked)
         if self._clean.due(moment):
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
+    def _looked(self, _: Any, error: BaseException | None) -> None:
+        """Note that a look for adapters is over, and whether it failed."""
+        self._is_looking = False
+        if error is None:
+            self._lost_adapters.passed()
+        else:
+            self._lost_adapters.met(
+                type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
+            )
+
     def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+        """Show the numbers of the queues to the metrics."""
         # Old numbers would look like new ones, so there are no numbers after an error.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
+        """Log a duty's error, or that duties are done again."""
         if error is None:
             self._trouble.passed()
         else:

@@ -26,7 +26,7 @@ from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import Call, as_class
 
 TRY_AGAIN_S = 0.5
-"""Seconds before a call that found no memory, or was cut off by an outage, is made again."""
+"""Seconds until a call is made again after it found no memory or was cut off by an outage."""
 
 
 class Place(NamedTuple):
@@ -39,6 +39,13 @@ class Place(NamedTuple):
     job_number: int
 
 
+class WaitingCall(NamedTuple):
+    """A call that waits in line. start: makes it. is_awaited: whether its job still waits for it."""
+
+    start: Callable[[], None]
+    is_awaited: Callable[[], bool]
+
+
 class RoomLine:
     """The line of calls that take memory. Once memory is short, only the first call is tried until it succeeds.
 
@@ -49,7 +56,7 @@ class RoomLine:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._again_at = clock()
-        self._waiting: dict[Place, tuple[Callable[[], None], Callable[[], bool]]] = {}
+        self._waiting: dict[Place, WaitingCall] = {}
         self._tried: Place | None = None
 
     def begin(
@@ -62,31 +69,31 @@ class RoomLine:
         """
         waits_behind_a_try = self._tried is not None and self._tried < place
         if waits_behind_a_try or any(waiting < place for waiting in self._waiting):
-            self._waiting[place] = start, is_awaited
+            self._waiting[place] = WaitingCall(start, is_awaited)
         else:
             start()
 
     def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
         """Make a call again, in its turn, after it found no room. Arguments: see `begin`."""
         self.came_back(place)
-        self._waiting[place] = start, is_awaited
+        self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S
 
     def came_back(self, place: Place) -> None:
-        """Note that a call is over."""
+        """Note that the call at this place is over, so that the next one may be tried."""
         if self._tried == place:
             self._tried = None
 
     def try_again(self) -> None:
-        """Make the first waiting call, if its pause is over."""
-        for place, (start, is_awaited) in list(self._waiting.items()):
-            if not is_awaited():
+        """Make the calls that nobody awaits any more, and the first other one if its pause is over."""
+        for place, call in list(self._waiting.items()):
+            if not call.is_awaited():
                 del self._waiting[place]
-                start()
+                call.start()
         if self._waiting and self._tried is None and self._clock() >= self._again_at:
             self._tried = min(self._waiting)
-            start, _ = self._waiting.pop(self._tried)
-            start()
+            call = self._waiting.pop(self._tried)
+            call.start()
 
 
 Then = Callable[[HeldJob, Any, BaseException | None], None]
@@ -145,13 +152,16 @@ class PoolCalls:
         call_key = job.await_call()
 
         def post(value: Any, error: BaseException | None) -> None:
+            """Pass the outcome on to the I/O thread. Called in the pool's thread."""
             self._post(lambda: report(value, error))
 
         def start() -> None:
+            """Give the function to the pool."""
             job.call = pool.submit(call.function, post, not is_ours, call.discard)
             running.append(job.call)
 
         def start_again() -> None:
+            """Start the call that was delayed, unless its job was let go meanwhile."""
             with self._guard.around(job):
                 if job.awaits(call_key):
                     start()
@@ -159,6 +169,7 @@ class PoolCalls:
                     came_back(None, None)
 
         def report(value: Any, error: BaseException | None) -> None:
+            """Free the call's place, then look at its outcome."""
             if job.call in running:
                 job.call = None
             if place is not None:
@@ -167,15 +178,15 @@ class PoolCalls:
                 came_back(value, error)
 
         def came_back(value: Any, error: BaseException | None) -> None:
+            """Hand the outcome to `then`, or let the call wait for another try."""
             if not job.awaits(call_key):
                 call.came_back(job, value)
                 self._unawaited(job)
                 return
+            is_outage = is_ours and isinstance(error, OUTAGES) and not is_fault(error)
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
-            elif isinstance(error, call.again_on) or (
-                is_ours and isinstance(error, OUTAGES) and not is_fault(error)
-            ):
+            elif error is not None and (is_outage or isinstance(error, call.again_on)):
                 reason = shown_error(error)
                 self._delays.met(
                     type(error).__name__,
@@ -223,7 +234,7 @@ class PoolThreads:
 
     @property
     def num_stuck(self) -> int:
-        """The number of given-up threads whose code goes on because it cannot be interrupted."""
+        """The number of threads that were given up and still run, because their code cannot be interrupted."""
         return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
@@ -251,7 +262,7 @@ class PoolThreads:
 
 
 THREADS = 2
-"""Threads that open files. As many others write and close files. More threads are started if calls are slow."""
+"""The number of threads that open files, and of those that write and close files. Slow calls start more threads."""
 
 MAX_OPENING = 6
 """Files that a worker opens at once. Four of them may hang while the other two go on."""
@@ -301,6 +312,7 @@ class TaskFiles:
         self._calls.submit(self._openers, job, call)
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
+        """Note that the file is open, and its task; None if it could not be opened."""
         self._packer.opened(job)
         job.open_task = opened
 
@@ -339,7 +351,7 @@ class TaskFiles:
         self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a planning that gives no sign of life. The job's own timeout does not matter."""
+        """Interrupt a job that plans a run and gives no sign of life. The job's own timeout does not matter."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)

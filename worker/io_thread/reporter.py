@@ -58,7 +58,7 @@ class Reporter:
 
     def show_soon(self) -> None:
         """Let the next `show` write the record, even if it is not due."""
-        self._record_timer.postpone(float("-inf"))
+        self._record_timer.end_now()
 
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
         """Write the worker's record if it is due, or if the worker has become busy or idle."""
@@ -138,12 +138,14 @@ class Reporter:
 
     def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
         """Note the numbers for the metrics. queued: jobs by queue and status."""
-        point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
-        kinds = Counter(
-            (job.claimed.queue_name, "function" if job.is_function else "engine")
-            for job in self._runner.jobs
+        depth = {name: by_status["queued"] for name, by_status in queued.items()}
+        held_by_kind = Counter[tuple[str, str]]()
+        for job in self._runner.jobs:
+            kind = "function" if job.is_function else "engine"
+            held_by_kind[job.claimed.queue_name, kind] += 1
+        self._runner.tally.shown = Shown(
+            state, self._point(depth), queued, held_by_kind, self.engine_stats
         )
-        self._runner.tally.shown = Shown(state, point, queued, kinds, self.engine_stats)
 
     def _point(self, depth: Mapping[str, int]) -> Point:
         """Return the statistics of this moment. depth: the queued jobs by queue."""
@@ -151,7 +153,9 @@ class Reporter:
         counts = self._runner.tally
         cached_tokens = stats.get("cached_tokens", 0)
         num_blocks = stats.get("num_blocks", 0)
-        kv_cache_usage = 1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0
+        kv_cache_usage = 0.0
+        if num_blocks:
+            kv_cache_usage = 1 - stats.get("free_blocks", 0) / num_blocks
         return Point(
             at=time.time(),
             prompt_tokens=stats.get("prefill_tokens", 0) + cached_tokens,
@@ -174,7 +178,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the statistics of a sample that a point does not have."""
+        """Return the statistics that the worker's record has besides those of the point."""
         held = self._runner.held
         return {
             **self.engine_stats,

@@ -43,6 +43,8 @@ class Exporter:
 
 
 class _WorkerCollector(Collector):
+    """Reads a worker's numbers for each exposition."""
+
     def __init__(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
         self._facts = facts
         self._queue_names = queue_names
@@ -66,6 +68,7 @@ class _WorkerCollector(Collector):
             yield from waiting_families(numbers)
 
     def _queue_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics that say what the worker is."""
         facts = self._facts
         shown = self._counts.shown
         name = safe_name(str(facts.get("worker", "")))
@@ -79,8 +82,8 @@ class _WorkerCollector(Collector):
         yield _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served
 
     def _job_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of jobs and of Redis."""
         counts = self._counts
-        labels = ("queue", "outcome", "reason")
         held = []
         for queue in self._queue_names:
             for kind in ("engine", "function"):
@@ -92,6 +95,8 @@ class _WorkerCollector(Collector):
             ("queue", "kind"),
             held,
         )
+
+        labels = ("queue", "outcome", "reason")
         yield _COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, dict(counts.jobs).items()
         yield (
             _COUNTER,
@@ -100,6 +105,7 @@ class _WorkerCollector(Collector):
             labels,
             dict(counts.rows).items(),
         )
+
         lost = [((), counts.claims_lost)]
         yield (
             _COUNTER,
@@ -108,16 +114,19 @@ class _WorkerCollector(Collector):
             (),
             lost,
         )
+
         # Prometheus would not see the first death in a counter that begins at 1.
         takeovers = {(queue, 1): 0 for queue in self._queue_names} | dict(counts.takeovers)
         taken_over = [
             ((queue, str(deaths)), number) for (queue, deaths), number in takeovers.items()
         ]
-        text = "Jobs taken over from dead workers, or after a fault, by how many of these each has had by then."
+        text = "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job."
         yield _COUNTER, "tokenmill_jobs_taken_over", text, ("queue", "deaths"), taken_over
+
         text = "Errors about one job that nobody foresaw: they end that job alone. Each is a bug to report."
         unforeseen = dict(counts.unforeseen_errors).items()
         yield _COUNTER, "tokenmill_unforeseen_errors", text, ("queue", "error"), unforeseen
+
         for name, until, times in (
             ("queue_time", "begin", counts.queue_times),
             ("latency", "end", counts.latencies),
@@ -125,6 +134,7 @@ class _WorkerCollector(Collector):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
             text = f"From a job's enqueueing to its {until}."
             yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
+
         sent = [((client,), number) for client, number in counts.round_trips.items()]
         yield (
             _COUNTER,
@@ -133,10 +143,9 @@ class _WorkerCollector(Collector):
             ("client",),
             sent,
         )
-        errors = [
-            ((error,), number)
-            for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()
-        ]
+
+        redis_errors = {"ConnectionError": 0, **counts.redis_errors}
+        errors = [((error,), number) for error, number in redis_errors.items()]
         yield (
             _COUNTER,
             "tokenmill_redis_errors",
@@ -146,6 +155,7 @@ class _WorkerCollector(Collector):
         )
 
     def _engine_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of the engine."""
         counts = self._counts
         point = self._counts.shown.point
         stats = self._counts.shown.engine_stats
@@ -189,6 +199,7 @@ class _WorkerCollector(Collector):
             ),
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
         ]
+
         sizes = stats.get("batch_sizes", ())
         if sizes:
             batch_sizes = Histogram([1 << i for i in range(len(sizes) - 1)])
@@ -197,6 +208,7 @@ class _WorkerCollector(Collector):
             metrics.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes))
         for kind, name, text, value in metrics:
             yield kind, f"tokenmill_{name}", text, ("model_name",), [((self._model,), value)]
+
         seconds = [
             ((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()
         ]
@@ -207,6 +219,7 @@ class _WorkerCollector(Collector):
             ("model_name", "part"),
             seconds,
         )
+
         done = [((self._model, reason), number) for reason, number in dict(counts.requests).items()]
         labels = ("model_name", "finished_reason")
         yield _COUNTER, "tokenmill_request_success", "Samples by how they ended.", labels, done

@@ -36,17 +36,19 @@ class Health:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._loops: tuple[WatchedEngine, WatchedIo] | None = None
+        self._engine: WatchedEngine | None = None
+        self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
         """Watch these two loops from now on, as the model is loaded."""
-        self._loops = engine, io
+        self._engine = engine
+        self._io = io
 
     def why_dead(self) -> str:
         """Say why only a restart helps; empty if none is needed. A worker that still loads its model lives."""
-        if self._loops is None:
+        if self._engine is None or self._io is None:
             return ""
-        for name, loop in zip(("engine", "I/O"), self._loops, strict=True):
+        for name, loop in (("engine", self._engine), ("I/O", self._io)):
             silent_s = self._clock() - loop.turned_at
             if silent_s > LIVE_S:
                 return f"the {name} thread has not turned for {silent_s:.0f} s"
@@ -54,16 +56,15 @@ class Health:
 
     def why_not_ready(self) -> str:
         """Say why the worker takes no jobs now; empty if it takes jobs."""
-        if self._loops is None:
+        if self._io is None:
             return "the model is not loaded yet"
-        _, io = self._loops
-        if io.redis_at is None:
+        if self._io.redis_at is None:
             return "Redis has not answered yet"
-        silent_s = self._clock() - io.redis_at
+        silent_s = self._clock() - self._io.redis_at
         if silent_s > REACHED_S:
             return f"Redis has taken nothing for {silent_s:.0f} s: it does not answer, or is full"
-        return self.why_dead() or io.why_not_claiming or ""
+        return self.why_dead() or self._io.why_not_claiming or ""
 
     def warning(self) -> str:
         """Say what a person should mend although the worker takes jobs; empty if nothing is wrong."""
-        return "" if self._loops is None else self._loops[1].warning
+        return "" if self._io is None else self._io.warning

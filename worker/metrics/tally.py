@@ -95,6 +95,9 @@ class Shown:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
 
+    jobs: ended jobs by queue, outcome and reason. rows: rows of finished shards by the same.
+    requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
+    queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
     queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
     them.
     """
@@ -154,7 +157,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by their outcome."""
+        """Count the rows of a finished shard by their outcome. A row with an error may never have been asked."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors

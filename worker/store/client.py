@@ -53,11 +53,13 @@ def new_client(
 ) -> Redis:
     """Make a client to the same server, with its own connection pool.
 
-    resend: send a command again if its reply was lost, as redis-py does for user code in a stock worker. Our own
-    callers decide that for each command. sent: called for each command or pipeline that is sent. answered: called with
-    the seconds until its answer began.
+    resend: send each command again if its reply was lost, as redis-py does for user code in a stock worker. Our own
+    code decides that for each command, and passes False.
+    sent: called for each command or pipeline that is sent. answered: called with the seconds until its answer began.
     """
-    retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
+    retry = Retry(NoBackoff(), 0)
+    if resend:
+        retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10)
     kwargs = get_connection_kwargs(connection)
     kwargs.pop("retry", None)
     kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
@@ -74,14 +76,18 @@ def _counted(
     """Return a class of connections like this one that calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
+        """A connection that tells what is sent over it."""
+
         sent_at: float | None = None
 
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
+            """Count the command, then send it."""
             sent()
             self.sent_at = time.monotonic()
             return super().send_packed_command(*args, **options)
 
         def read_response(self, *args: Any, **options: Any) -> Any:
+            """Read a reply. The first one tells how long the answer took to begin."""
             try:
                 return super().read_response(*args, **options)
             finally:

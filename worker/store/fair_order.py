@@ -65,16 +65,16 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
     for run in with_deadline:
         assert run.deadline is not None
         left_s = run.deadline - now
-        would_hold = run.rows_left * MARGIN / fair_rate <= left_s
-        can_hold = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE) <= left_s
-        if not would_hold and can_hold:
+        equal_share_s = run.rows_left * MARGIN / fair_rate
+        if_first_s = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE)
+        if if_first_s <= left_s < equal_share_s:
             urgent.append(run.run)
             rows_before += run.rows_left
     return urgent
 
 
 class PlacedJob(NamedTuple):
-    """A job in its place. end: the rows that its run will have had when the job is done."""
+    """A job in its place. end: the virtual time, in rows of its run, at which it is done if each run gets its share."""
 
     end: float
     number: int
@@ -89,10 +89,10 @@ def fair_order(
 ) -> list[PlacedJob]:
     """Return a queue's jobs in the order in which they are to be claimed.
 
-    in_order: jobs that were put in order before, which keep it. new: the jobs behind them in the queue. urgent: the
-    runs that come first. If these have changed, all jobs are new. waited: the rows that the share of each run should
-    have had while its first job waited. Without these rows, small jobs that come again and again would pass a large one
-    for ever.
+    in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
+    urgent: the runs that come first. When the urgent runs have changed, the caller passes all jobs as new.
+    waited: for each run, the rows that its share came to while its first job waited. They bring the run's jobs forward.
+    Without them, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:
         places = {run: place for place, run in enumerate(urgent)}
@@ -107,9 +107,12 @@ def fair_order(
 
     def end(job: WaitingJob, not_before: float) -> float:
         """Return the virtual time at which a job is done if each run gets its share."""
-        is_urgent = job.run in urgent
-        stream = "urgent" if is_urgent else f"run {job.run}"
-        cost = job.cost / urgent_weight if is_urgent and urgent_weight else job.cost
+        cost = job.cost
+        stream = f"run {job.run}"
+        if job.run in urgent:
+            stream = "urgent"
+            if urgent_weight > 0:
+                cost /= urgent_weight
         ends[stream] = max(not_before, ends[stream] + cost)
         return ends[stream]
 

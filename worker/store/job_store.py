@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief, safe_name
-from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
+from jobs.common.keys import FAR_S, FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
@@ -74,9 +74,6 @@ class Released:
     worker_name: str = ""
 
 
-FAR_S = 10 * 365 * 86_400
-"""Seconds by which our scores in rq:wip lie ahead, so that no stock cleanup reaches our entries."""
-
 _log = logging.getLogger("rq.worker")
 
 _NOT_QUEUED = {
@@ -92,6 +89,7 @@ class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
+    more_models: returns names that may change: of adapters.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
     answer. The call may then be made again, because no method doubles an effect.
@@ -106,12 +104,15 @@ class JobStore:
         models: Sequence[str] = (),
         keeping: Keeping = Keeping(),  # it is frozen
         clock: Callable[[], float] = time.time,
+        *,
+        more_models: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._client = client
         self._worker_name = worker_name
         self._lease_s = lease_s
         self._clock = clock
         self._models = list(models)
+        self._more_models = more_models
         bounds = {
             "max_hash_bytes": max_hash_bytes(max_job_bytes),
             "max_hash_fields": MAX_HASH_FIELDS,
@@ -120,11 +121,13 @@ class JobStore:
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
         self._epoch = ""
+        # The tokens of claims that were sent without a reply so far.
         self._unanswered_tokens: set[str] = set()
+        # The tokens of answered claims. With the next claim Redis forgets what these have claimed.
         self._answered_tokens: set[str] = set()
 
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        """Read a script's reply about a job. A job that cannot be read has its damage, and must be failed."""
+        """Read a script's reply about a job. If that raises, the error is the job's damage, and the job must fail."""
         try:
             return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
@@ -151,7 +154,7 @@ class JobStore:
         common = {
             **self._holder(),
             "suspect_deaths": suspect_deaths,
-            "models": self._models,
+            "models": [*self._models, *self._more_models()],
             "format": FORMAT,
             "done_tokens": list(self._answered_tokens),
             "epoch": self._epoch,
@@ -163,14 +166,15 @@ class JobStore:
             )
 
         tokens = {request.token for request in wanted}
-        first_sent = tokens - self._unanswered_tokens
+        sent_once = tokens - self._unanswered_tokens
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
         # The record of a claim that was sent twice is kept until it expires, because the first sending may still be on
         # its way.
-        self._answered_tokens = first_sent
-        self._epoch = replies[-1][5].decode()
+        self._answered_tokens = sent_once
+        *_, epoch = replies[-1]
+        self._epoch = epoch.decode()
         return [
             self._claim_of(request.queue, reply)
             for request, reply in zip(wanted, replies, strict=True)
@@ -196,11 +200,16 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
+        """Extend leases. held: with the time at which each job began, or "" to leave that as it is."""
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
         [lost_positions] = self._call_many([Call("renew", {**self._holder(), "jobs": jobs})])
-        return [held[position - 1][0] for position in lost_positions]
+        lost = []
+        for position in lost_positions:
+            claimed, _ = held[position - 1]  # Lua counts from 1
+            lost.append(claimed)
+        return lost
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs. Each end is written whole or not at all. See finish.lua for the replies."""
@@ -211,34 +220,36 @@ class JobStore:
         """Return the call of the script that writes a job's end: retry.lua or finish.lua."""
         step = outcome.next_step(self._keeping.result_ttl_s)
         next_run = "" if step.wait_s is None else self._next_run(step.wait_s, step.at_front)
-        run = {
+        execution = {
             **outcome.claimed.address,
             "worker": self._worker_name,
             "working_s": outcome.working_s,
             "started_iso": utcformat(outcome.started_at or outcome.ended_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
-        if step.counter in ("number_of_retries", "retries_left"):
-            return self._retry_call(outcome, step, run, next_run)
-        return self._finish_call(outcome, step, run, next_run)
+        is_retry = step.counter in ("number_of_retries", "retries_left")
+        if is_retry:
+            return self._retry_call(outcome, step, execution, next_run)
+        return self._finish_call(outcome, step, execution, next_run)
 
     def _retry_call(
-        self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int
+        self, outcome: Outcome, step: NextStep, execution: Mapping[str, Any], next_run: str | int
     ) -> Call:
         """Return the call that queues or schedules a job again after a failed try."""
         args = {
-            **run,
+            **execution,
             "counter": step.counter,
             "tries": step.count,
             "at_front": step.at_front,
             "when": next_run,
             "ttl": "" if step.kept_s is None else str(step.kept_s),
         }
-        has_entry = outcome.returned_retry is not None
-        return Call("retry", args, self._entry(outcome, Result.Type.RETRIED) if has_entry else [])
+        if outcome.returned_retry is None:  # the job raised, and gets no result
+            return Call("retry", args)
+        return Call("retry", args, self._entry(outcome, Result.Type.RETRIED))
 
     def _finish_call(
-        self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int
+        self, outcome: Outcome, step: NextStep, execution: Mapping[str, Any], next_run: str | int
     ) -> Call:
         """Return the call that ends a job."""
         assert step.kept_s is not None
@@ -249,7 +260,7 @@ class JobStore:
             result_type = Result.Type.MAX_RETRIES_EXCEEDED
 
         args = {
-            **run,
+            **execution,
             "status": status,
             "next_run": next_run,
             "repeats_left": "" if step.wait_s is None else step.count,
@@ -270,7 +281,7 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, in the form for put_back of end_execution.lua."""
+        """Return when a job runs again, as end_execution.lua expects it: Unix seconds, "front" or "back"."""
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"

@@ -1,4 +1,4 @@
-"""What one look at a queue leaves for the next: how fast its runs go, and how long each run's first job has waited."""
+"""Remembers from one look at a queue to the next how fast its runs go, and how long each run's first job has waited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ _RESTED_S = 20.0
 """Seconds without a look after which the samples are dropped, because no run was waiting."""
 
 _MOST_REMEMBERED = 200
-"""Jobs at the queue's front whose places are remembered. If more jobs are claimed between two looks, waiting counts
-less."""
+"""The most jobs at the queue's front whose places are remembered. If more jobs than that are claimed between two looks,
+the time that the others have waited counts less."""
 
 
 @dataclass
@@ -58,18 +58,25 @@ class OrderMemory:
             return 0.0
         began_at, rows_before = self.samples[0]
         ended_at, rows = self.samples[-1]
-        return (rows - rows_before) / (ended_at - began_at) if ended_at > began_at else 0.0
+        if ended_at <= began_at:
+            return 0.0
+        return (rows - rows_before) / (ended_at - began_at)
 
     def see(self, rows_of: dict[str, int], now: float) -> None:
         """Count the rows that were finished since the last look."""
         if self.samples and now - self.samples[-1][0] > _RESTED_S:
             self.samples.clear()
-        new_rows = sum(max(0, rows - self.rows_of.get(run, rows)) for run, rows in rows_of.items())
+        rows = self.samples[-1][1] if self.samples else 0.0
+        for run, finished_rows in rows_of.items():
+            rows_before = self.rows_of.get(
+                run, finished_rows
+            )  # a run that is new here adds nothing
+            rows += max(0, finished_rows - rows_before)
         self.rows_of = rows_of
-        rows = (self.samples[-1][1] if self.samples else 0.0) + new_rows
+
         self.samples = [sample for sample in self.samples if now - sample[0] <= _RATE_OVER_S]
-        is_fresh = len(self.samples) > 1 and now - self.samples[-2][0] < _SAMPLE_EVERY_S
-        if is_fresh:
+        # The last sample is replaced until it is far enough from the one before.
+        if len(self.samples) > 1 and now - self.samples[-2][0] < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append((now, rows))
 
@@ -78,14 +85,17 @@ class OrderMemory:
 
         run_of: the run of each job in the queue, in the queue's order.
         """
+        # A job's end says how many rows each run's share has had by then. So the last claimed job says how many rows
+        # each share has had since the last look.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
         new_rows = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
         for job_id, run in run_of.items():
             if run in heads:
                 continue
-            known_id, rows = self.heads.get(run, ("", 0.0))
-            heads[run] = (job_id, rows + new_rows if known_id == job_id else 0.0)
+            head_before, rows_before = self.heads.get(run, ("", 0.0))
+            is_same_head = head_before == job_id
+            heads[run] = (job_id, rows_before + new_rows if is_same_head else 0.0)
         self.heads = heads
         return {run: rows for run, (_, rows) in heads.items()}
 

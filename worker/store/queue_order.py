@@ -21,8 +21,8 @@ MOST = 50_000
 """The most jobs of a queue that are put in order, counted from its front."""
 
 _TURN_MS = 4500
-"""How long one worker keeps the others out. This is a little less than the period, so that every period gets its
-order."""
+"""Milliseconds for which one worker keeps the others from a queue. A little less than the period, so that no period is
+left out."""
 
 _MEMORY_S = 3600
 """Seconds for which a queue's memory is kept after its last look."""
@@ -60,7 +60,9 @@ class QueueOrder:
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         num_in_order = 0
         if urgent == memory.urgent and memory.last in run_of:
-            num_in_order = len(job_ids) - job_ids[::-1].index(memory.last)
+            # The jobs behind the last one that was put in order have come since.
+            num_new = job_ids[::-1].index(memory.last)
+            num_in_order = len(job_ids) - num_new
 
         jobs = [WaitingJob(job_id, run_of[job_id], _cost(job_id, runs)) for job_id in job_ids]
         placed = fair_order(jobs[:num_in_order], jobs[num_in_order:], urgent, memory.waited(run_of))
@@ -73,7 +75,11 @@ class QueueOrder:
     def _read_runs(
         self, waiting: set[str], known: Sequence[str]
     ) -> tuple[dict[str, RunInQueue], dict[str, int]]:
-        """Return the runs that wait and are planned, and the finished rows of these and of the known runs."""
+        """Return the runs that wait and are planned, and the finished rows by run.
+
+        waiting: the runs with jobs in the queue. known: the runs that the last look saw. The finished rows are those of
+        waiting runs, and of known runs that have not finished.
+        """
         ids = sorted({*waiting, *known})
         with self._client.pipeline(transaction=False) as pipe:
             for run in ids:
@@ -86,14 +92,16 @@ class QueueOrder:
             # Producers may write to these keys too, so a reply may be an error.
             if not isinstance(values, list):
                 continue
-            texts = [stored.text(value or b"") for value in values]
-            rows = stored.count(texts[0]) or 0
-            shards = stored.count(texts[1]) or 0
-            rows_done = stored.count(texts[2]) or 0
-            if run in waiting or not texts[4]:
+            rows_text, shards_text, rows_done_text, deadline_text, finished_text = (
+                stored.text(value or b"") for value in values
+            )
+            rows = stored.count(rows_text) or 0
+            shards = stored.count(shards_text) or 0
+            rows_done = stored.count(rows_done_text) or 0
+            if run in waiting or not finished_text:
                 rows_of[run] = rows_done
             if run in waiting and shards:
-                deadline = stored.seconds(texts[3])
+                deadline = stored.seconds(deadline_text)
                 runs[run] = RunInQueue(run, rows / shards, max(0, rows - rows_done), deadline)
         return runs, rows_of
 
@@ -107,9 +115,11 @@ def _run_of(job_id: str) -> str:
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
     """Return a job's rows: 1 for a prompt. runs: those that are planned.
 
-    A planning job costs nothing. So it comes first, and its shards can have their share.
+    A planning job costs nothing. So it comes first, and the shards that it queues soon get their share.
     """
     run = _run_of(job_id)
     if run != PROMPTS and job_id == plan_job_id(run):
         return 0.0
-    return runs[run].shard_rows if run in runs else 1.0
+    if run in runs:
+        return runs[run].shard_rows
+    return 1.0

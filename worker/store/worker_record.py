@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
 from jobs.common.keys import (
+    FAR_S,
     RQ,
     SILENT_S,
     WORKER_STATS_TTL_S,
@@ -26,9 +28,9 @@ from jobs.common.keys import (
     worker_key,
 )
 from jobs.common.release import commit
-from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY, execution_key
+from jobs.common.stored import text
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
-from worker.store.job_store import FAR_S
 
 _REGISTRIES = {
     "started": "wip",
@@ -98,18 +100,48 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        fields, is_heard = pipe.execute()
-    if fields[0] is None or fields[2] is not None:
+        (host_field, pid_field, death), is_heard = pipe.execute()
+    if host_field is None or death is not None:
         return ""
-    host = fields[0].decode(errors="replace")
-    pid_text = (fields[1] or b"").decode(errors="replace")
+
+    host = host_field.decode(errors="replace")
+    pid_text = (pid_field or b"").decode(errors="replace")
     is_here = host == hostname
-    if is_here and not (is_heard and _runs(pid_text)):
+    may_live = is_heard and _is_other_process(pid_text)
+    if is_here and not may_live:
         return ""
     return safe_name(f"process {pid_text} on host {host}")
 
 
-def _runs(pid_text: str) -> bool:
+def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
+    """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
+
+    If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        for name in queue_names:
+            pipe.hkeys(held_key(name))
+        # Somebody may have put another kind of value into a key. Then only that key is left out.
+        held = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, list)]
+
+        keys = []
+        for member in chain(*held):
+            job_id, _, execution_id = text(member).rpartition(":")
+            key = execution_key(job_id, execution_id)
+            keys.append(key)
+            pipe.hget(key, "worker_name")
+        holders = pipe.execute(raise_on_error=False)
+
+        own_keys = []
+        for key, holder in zip(keys, holders, strict=True):
+            if holder == worker_name.encode():
+                own_keys.append(key)
+                pipe.delete(key)
+        pipe.execute()
+    return len(own_keys)
+
+
+def _is_other_process(pid_text: str) -> bool:
     """Whether another process of this machine has this id."""
     if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
         return False
@@ -133,8 +165,14 @@ class WorkerRecord:
         beat: Callable[[Redis, str, str | None], None],
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
+        *,
+        changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock."""
+        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock.
+
+        changing: returns facts that may change.
+        """
+        self._changing = changing
         self._clock = clock
         self._client = client
         self._beat = beat
@@ -173,15 +211,16 @@ class WorkerRecord:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
+        facts = {**self._facts, **self._changing()}
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.zadd(fleet_key(name), {self._name: moment})
                 pipe.zremrangebyscore(fleet_key(name), "-inf", moment - WORKER_STATS_TTL_S)
                 pipe.expire(fleet_key(name), WORKER_STATS_TTL_S)
-            pipe.set(served_key(self._name), served_text(self._facts), ex=SILENT_S)
+            pipe.set(served_key(self._name), served_text(facts), ex=SILENT_S)
             pipe.execute()
         stats = {
-            **self._facts,
+            **facts,
             "state": state,
             **point.to_object(),
             **counters,

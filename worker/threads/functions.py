@@ -29,8 +29,8 @@ class FunctionPool:
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
-        self._stuck: set[threading.Thread] = set()
-        self._relieved: set[threading.Thread] = set()
+        self._stuck: set[threading.Thread] = set()  # given up, and not ended
+        self._relieved: set[threading.Thread] = set()  # replaced, and to end after their calls
         self._numbers = count()
         self._threads: list[threading.Thread] = []
         for _ in range(threads):
@@ -38,7 +38,7 @@ class FunctionPool:
 
     @property
     def num_stuck(self) -> int:
-        """The number of given-up threads that have not ended."""
+        """The number of threads that were given up and have not ended."""
         return len(self._stuck)
 
     @property
@@ -47,12 +47,14 @@ class FunctionPool:
         return self._calls.qsize()
 
     def _add_thread(self) -> None:
+        """Start a thread that serves calls."""
         name = f"{self._name}-{next(self._numbers)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _serve(self) -> None:
+        """Run calls, until the pool closes or another thread has taken this one's place."""
         thread = threading.current_thread()
         while True:
             _, _, call = self._calls.get()

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 _IMPORT_WAIT_S = 30.0
-"""Seconds that an import waits for another thread's import. One that hangs must not hold up every function for ever."""
+"""Seconds that an import waits for another thread's import. One that hangs must not hold up all others for ever."""
 
 _importlib: Any = sys.modules["_frozen_importlib"]
 _current = threading.local()
@@ -18,6 +18,7 @@ _one_import = threading.Lock()
 
 
 def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread at its next instruction. None takes back an error that has not been raised yet."""
     target = ctypes.py_object(error) if error is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
@@ -65,10 +66,10 @@ class Call:
         self._began_at: float | None = None
         self._alive_at: float | None = None
         self._interrupted_at: float | None = None
-        self._waiting: type[BaseException] | None = None
+        self._delayed_error: type[BaseException] | None = None  # to be raised after the import
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
-        self._was_struck = False
+        self._has_raised = False
 
     @property
     def running_s(self) -> float:
@@ -81,7 +82,10 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call now, or when the call begins or asks. Does nothing after its end. For any thread"""
+        """Raise `error` in the call: now, or once the call begins or checks. Nothing happens after its end.
+
+        For any thread.
+        """
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:
@@ -93,9 +97,9 @@ class Call:
         if not self._raises or self._thread_id is None:
             return
         if self._importing:
-            self._waiting = error
+            self._delayed_error = error
         else:
-            self._was_struck = True
+            self._has_raised = True
             _raise_in(self._thread_id, error)
 
     def check(self) -> None:
@@ -105,7 +109,7 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any; else take over the last sign of life of `holder`.
+        """Raise the call's interrupt, if any. Else count the last sign of life of `holder` as one of this call.
 
         holder: the call that this call waits for; None if that is not known.
         """
@@ -124,9 +128,9 @@ class Call:
             self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
-        """Report the call as ended by its interrupt, if it goes on for more than `grace_s` after it.
+        """Give the call up if it still goes on more than `grace_s` after its interrupt. It is reported as ended.
 
-        Returns the line of code at which the call hangs; its thread is lost then. Returns None for any other call.
+        Returns the line of code at which the call hangs. Its thread is lost then. Returns None if it was not given up.
         """
         with self._lock:
             if self._thread_id is None or self._interrupted_at is None or self._given_up:
@@ -158,24 +162,25 @@ class Call:
         return not self._given_up
 
     def _call(self) -> Any:
+        """Call the function. Only meanwhile can errors be raised in this thread."""
         _current.call = self
         try:
             with self._lock:
                 if self.error is not None:
                     raise self.error
                 self._thread_id = threading.get_ident()
-            self._began_at = self._alive_at = self._clock()
+            self._began_at = self._clock()
+            self._alive_at = self._began_at
             return self._function()
         finally:
             _current.call = None
             with self._lock:
-                # The order matters. Without a thread id nobody raises an error any more. An error that was raised and
-                # has not come yet comes at the call below, or is taken back by it. So it never hits what the thread
-                # does next.
+                # The order matters. Without a thread id nobody raises a further error here. An earlier one may not have
+                # come yet. The call below lets it come, or takes it back, so it never hits what the thread does next.
                 self._thread_id = None
-                # Where there is nothing to take back, CPython 3.11 keeps a mark for all threads, and under that mark a
-                # profiler, debugger or coverage never gets beyond its first call.
-                if self._was_struck:
+                # CPython 3.11 sets a flag for all threads if there is nothing to take back. While it is set, profilers,
+                # debuggers and coverage stop after one call.
+                if self._has_raised:
                     _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
@@ -190,8 +195,8 @@ class Call:
         finally:
             with self._lock:
                 self._importing = False
-                error = self._waiting
-                self._waiting = None
+                error = self._delayed_error
+                self._delayed_error = None
             if error is not None:
                 raise error
 
@@ -218,21 +223,24 @@ def _place(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Import in one interruptible thread at a time. To break a deadlock, Python would hand out half a module."""
-    is_ours = _one_import.acquire(timeout=_IMPORT_WAIT_S)
+    """Import in one interruptible thread at a time.
+
+    If the imports of two threads waited for each other, Python would give one of them a half-imported module.
+    """
+    has_lock = _one_import.acquire(timeout=_IMPORT_WAIT_S)
     try:
         return load()
     finally:
-        if is_ours:
+        if has_lock:
             _one_import.release()
 
 
 def shield_imports() -> None:
     """Let errors from outside wait while an interruptible thread imports. It holds for the whole process.
 
-    It replaces the two functions of importlib that CPython calls for every import of a module that is not complete. A
-    finder or loader would not do: importlib takes its lock before it calls one, and adds the module to its package
-    after that.
+    It replaces the two functions of importlib that CPython calls when it imports a module that is not complete. To
+    shield finders and loaders would not be enough. importlib takes its lock before it calls them, and adds the module
+    to its package after they return.
     """
     for name in ("_find_and_load", "_lock_unlock_module"):
         import_ = getattr(_importlib, name)
@@ -241,6 +249,8 @@ def shield_imports() -> None:
 
 
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of importlib's, in which errors from outside wait."""
+
     @wraps(import_)
     def shielded(name: str, *rest: Any) -> Any:
         call = current_call()
@@ -254,6 +264,7 @@ def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
 def _is_whole(name: str) -> bool:
     """Whether a module is loaded and executed to its end. importlib decides it in the same way."""
     module = sys.modules.get(name)
-    return module is not None and not getattr(
-        getattr(module, "__spec__", None), "_initializing", False
-    )
+    if module is None:
+        return False
+    spec = getattr(module, "__spec__", None)
+    return not getattr(spec, "_initializing", False)

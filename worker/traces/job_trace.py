@@ -14,8 +14,8 @@ class JobTrace:
     """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
     ids: the tracer's ids of the job.
-    first_token_at: the time of the first token of all completions. finished_at: the time of the last completion. Each
-    is None without one.
+    first_token_at: when the first token of all completions came; None before. finished_at: when the last completion
+    came; None before any has come.
     prompt_tokens: the tokens of all prompts; each request counts once, even with several samples.
     """
 
@@ -39,8 +39,10 @@ class JobTrace:
         self.finished_at = time.time()
         times = completion.metrics
         if times is not None and times.first_token_time is not None:
-            first_token_at = self.finished_at - (time.monotonic() - times.first_token_time)
-            self.first_token_at = min(first_token_at, self.first_token_at or first_token_at)
+            ago_s = time.monotonic() - times.first_token_time
+            first_token_at = self.finished_at - ago_s
+            if self.first_token_at is None or first_token_at < self.first_token_at:
+                self.first_token_at = first_token_at
 
 
 class Traces(Protocol):

@@ -48,7 +48,7 @@ class _Ids(NamedTuple):
 class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all jobs. `close` ends its thread.
 
-    begins: whether a job without a trace context begins a trace, if OTEL_TRACES_SAMPLER takes it.
+    begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects it.
     exporter: sends spans in its own thread, and drops spans while it is too slow.
     """
 
@@ -145,6 +145,7 @@ class OtelTraces(Traces):
         def child(
             name: str, of: SpanContext, start: float, stop: float, more: Attributes
         ) -> SpanContext:
+            """Add a span below another one; return its context."""
             number = _number(f"{root.span_id:016x}{name}", 8)
             context = SpanContext(root.trace_id, number, False, _SAMPLED, root.trace_state)
             spans.append(self._span(name, context, of, (start, stop), more))
@@ -152,7 +153,8 @@ class OtelTraces(Traces):
 
         if end.enqueued_at is not None:
             child("queued", root, enqueued, claimed, {})
-        child("held", root, claimed, began if end.began_at is not None else ended, {})
+        held_until = ended if end.began_at is None else began
+        child("held", root, claimed, held_until, {})
         if end.began_at is not None and end.is_function:
             child("run", root, began, ended, {})
         elif end.began_at is not None and notes.finished_at is not None:
@@ -175,6 +177,7 @@ class OtelTraces(Traces):
         kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> ReadableSpan:
+        """Return a span that has ended. times: of its beginning and end, in Unix seconds."""
         return ReadableSpan(
             safe_name(name),
             context,
@@ -193,6 +196,7 @@ class OtelTraces(Traces):
 
 
 def _job_attributes(end: EndedJob) -> Attributes:
+    """Return what a job's span says about the job."""
     attributes: dict[str, str | int] = {
         "messaging.system": "rq",
         "messaging.operation.type": "process",
@@ -208,6 +212,7 @@ def _job_attributes(end: EndedJob) -> Attributes:
 
 
 def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes:
+    """Return what the span of the model's work says, by OpenTelemetry's names."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",
@@ -231,8 +236,6 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 
 def _number(text: str, num_bytes: int) -> int:
-    """Derive a number from a text. It is never 0, which stands for none."""
-    return (
-        int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest())
-        or 1
-    )
+    """Derive an id from a text. The id is never 0, which would mean that there is none."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()
+    return int.from_bytes(digest) or 1

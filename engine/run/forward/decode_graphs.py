@@ -7,15 +7,18 @@ has slot -1 and context length 0: it stores nothing, attends to nothing, and its
 
 A step is two graphs: one advances the rows (`attention.decode_state`) and computes them, the other samples
 their next tokens into the state that the next step starts from. The host writes only rows of sequences that
-joined or moved, padding where one left, and new blocks (`rows`). Where requests change logits the tokens are
-chosen without the second graph.
+joined or moved, padding where one left, and new blocks (`rows`). Where requests change logits, or want log
+probabilities, the tokens are chosen without the second graph.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend, ForwardBatch
@@ -29,7 +32,10 @@ from engine.schedule.step_batch import StepBatch
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 Forward = Callable[[ForwardBatch], Tensor]
-Choose = Callable[[Tensor, SamplingRows, LogitEdits | None, Tensor], None]
+Keep = Callable[[Tensor, NDArray[np.int64]], None]
+Choose = Callable[
+    [Tensor, SamplingRows, LogitEdits | None, Tensor, Callable[[Tensor], None] | None], None
+]
 
 
 class CudaCapture:
@@ -91,7 +97,7 @@ class DecodeGraphs:
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
         choose: hidden states [rows, hidden_size], sampling values, edits, and the token ids [rows] int64, which it
-        replaces by the chosen ones.
+        replaces by the chosen ones. Last comes None, or what is given the logits before the edits.
         """
         self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
@@ -111,30 +117,43 @@ class DecodeGraphs:
         num_seqs = len(step.slots)
         is_decode = (
             len(step.token_ids) == len(step.sample_rows) == num_seqs
-            and step.gives_tokens_alone
+            and not len(step.scored_rows)
+            and not len(step.pooled_rows)
             and step.pictures is None
+            and not len(step.adapters)
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 
-    def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
-        """Compute the step without waiting for it. last: the tokens of the step launched before."""
+    def run(
+        self,
+        step: StepBatch,
+        sampling: SamplingBatch,
+        last: Sampled | None = None,
+        keep: Keep | None = None,
+    ) -> Sampled:
+        """Compute the step without waiting for it. last: the tokens of the step launched before.
+
+        keep: is given the logits before they are edited, [any, vocabulary], and the row of each sequence, [seqs].
+        """
         graph = bisect_left(self._sizes, len(step.slots))
         compute, choose_tokens = self._replays[graph]
         try:
             rows = self._static.write(step, sampling, last)
             compute()
             edits = sampling.ready_edits()  # computes masks while the step runs
-            if edits is None:
+            if edits is None and keep is None:
                 choose_tokens()
             else:
-                # a row's pending token is the one that it has just computed: it lies in the row itself
-                at = rows[edits.rows]
+                if edits is not None:
+                    # a row's pending token is the one that it has just computed: it lies in the row itself
+                    at = rows[edits.rows]
+                    edits = edits.placed(at, at[edits.pending[:, 0]])
                 size = self._sizes[graph]
-                state, placed = (
-                    self._static.state.first(size),
-                    edits.placed(at, at[edits.pending[:, 0]]),
+                state = self._static.state.first(size)
+                keep_logits = None if keep is None else partial(_keep_of_rows, keep, rows)
+                self._choose(
+                    self._hidden[size], state.sampling, edits, state.next_token_ids, keep_logits
                 )
-                self._choose(self._hidden[size], state.sampling, placed, state.next_token_ids)
         except BaseException:
             self._static.forget()
             raise
@@ -164,4 +183,8 @@ class DecodeGraphs:
             advance(state)
             outputs[size] = forward(batch)
 
-        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
+        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids, None)
+
+
+def _keep_of_rows(keep: Keep, rows: NDArray[np.int64], logits: Tensor) -> None:
+    keep(logits, rows)

@@ -1,23 +1,25 @@
 """ModelRunner: owns the model, the KV pool's tensors and their device."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention import load_backend
 from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.attention.state_pool import StatePool, state_bytes
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
+from engine.layers.lora import LowRank
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
@@ -27,6 +29,7 @@ from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.adapter_loader import AdapterLoader
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
     PoolSizes,
@@ -37,19 +40,22 @@ from engine.run.forward.memory import (
     fit_pool,
     keep_freed_memory,
 )
+from engine.run.forward.mixed_graphs import CapturePieces, CudaPieces, MixedGraphs, step_sizes
 from engine.run.forward.pictures.probe import probe_pictures
 from engine.run.forward.pictures.reader import PictureReader
 from engine.run.forward.pictures.tower import Tower
-from engine.run.forward.probe import NUM_PLACES, Probe
+from engine.run.forward.probe import NUM_PLACES, Probe, differ
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import PendingTokens, PoolSize, Sampled, StateRows
-from engine.run.forward.transfers import DeviceTokens, pool, to_device, with_blocks
+from engine.run.forward.transfers import DeviceTokens, adapter_rows, pool, to_device, with_blocks
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
+
+NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +87,11 @@ class ModelRunner:
         self._kv_scales: list[Scales] | None = None  # of each layer, if the cache holds FP8
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._graphs_failed = False
         self._cpu_threads: CpuThreads | None = None
         self._tower: Tower | None = None
+        self._adapters: dict[int, dict[nn.Module, LowRank]] = {}  # by number
         if self.device.type == "cpu":
             keep_freed_memory()
             if config.adapt_cpu_threads and tp.size == 1:
@@ -134,18 +142,38 @@ class ModelRunner:
         if len(step.copy_from):
             self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
         if self._graphs is not None and self._graphs.fits(step):
-            self._sampled = self._graphs.run(step, sampling, self._sampled)
-        elif not step.gives_tokens_alone:
+            return self._launch_recorded(self._graphs, step, sampling)
+        if not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
-        else:
-            batch, rows = self._to_device(step, sampling)
-            self._sampled = self._choose(self.forward(batch), rows, sampling)
+        batch, rows = self._to_device(step, sampling)
+        self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
+
+    def _launch_recorded(
+        self, graphs: DecodeGraphs, step: StepBatch, sampling: SamplingBatch
+    ) -> DeviceTokens:
+        """Replay a step's graph. Log probabilities are computed behind it."""
+        if not step.wants_logprobs:
+            self._sampled = graphs.run(step, sampling, self._sampled)
+            return DeviceTokens(self._sampled)
+        wanted = self._step_logprobs(step)
+        self._sampled = graphs.run(step, sampling, self._sampled, wanted.keep)
+        no_hidden = torch.empty((0, self.model.hidden_size), dtype=self.dtype, device=self.device)
+        logprobs = wanted.compute(self._sampled.token_ids, no_hidden)
+        return DeviceTokens(self._sampled, logprobs)
+
+    def _step_logprobs(self, step: StepBatch) -> StepLogprobs:
+        return StepLogprobs(
+            step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic
+        )
 
     def _to_device(
         self, step: StepBatch, sampling: SamplingBatch | None = None
     ) -> tuple[ForwardBatch, SamplingRows | None]:
         batch, rows = to_device(step, self.backend, self._sampled, sampling)
+        if len(step.adapters):
+            groups = adapter_rows(step, self._adapters, self.device)
+            batch = replace(batch, adapters=groups)
         if step.pictures is None:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
@@ -175,6 +203,13 @@ class ModelRunner:
             )
         return self._tower
 
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Load an adapter, or this rank's share of it. Raises AdapterRefused."""
+        self._adapters.pop(number, None)  # the memory is free before the next one takes it
+        with on_device(self.device):
+            loader = AdapterLoader(self.model, self.device, self.dtype)
+            self._adapters[number] = loader.load(adapter)
+
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
 
@@ -184,6 +219,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._graphs = None
+            self._mixed_graphs = None
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
@@ -197,7 +233,13 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute the batch, store keys and values; return logits [samples, vocabulary], on rank 0."""
-        return self.model.logits(self.model.states_of(batch.sample_rows, batch, self.cache))
+        return self.model.logits(self._states_of(batch.sample_rows, batch))
+
+    def _states_of(self, rows: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute the batch; return the hidden states of `rows`, [rows] int64."""
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(batch):
+            return self._mixed_graphs.run(batch)[rows]
+        return self.model.states_of(rows, batch, self.cache)
 
     def _choose(
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch
@@ -214,16 +256,14 @@ class ModelRunner:
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch, values = self._to_device(step, sampling)
-        wanted = StepLogprobs(
-            step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic
-        )
+        wanted = self._step_logprobs(step)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
-        hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
+        hidden = self._states_of(torch.cat(rows), batch)
         ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
-        wanted.keep(logits)
+        wanted.keep(logits, np.arange(len(logits)))
         self._sampled = self._choose(logits, values, sampling)
         logprobs = wanted.compute(self._sampled.token_ids, scored) if step.wants_logprobs else None
         if not len(pooled_rows):
@@ -351,6 +391,7 @@ class ModelRunner:
         self._graphs = self._capture_graphs(max_model_len)
         if self._graphs is not None:
             logger.info("decode steps run from CUDA graphs")
+            self._mixed_graphs = self._capture_mixed_graphs()
 
     def _measure_room(self, memory: GpuMemory) -> int:
         """Run the largest steps and capture the graphs, over a small pool; return the bytes left for the real one."""
@@ -359,7 +400,7 @@ class ModelRunner:
         scratch_bytes = self.cache.num_bytes
         step_bytes = memory.peak_bytes(lambda: self.warm_up(num_blocks))
         before = memory.used_bytes()
-        graphs = self._capture_graphs(self._longest)
+        graphs = self._capture_graphs(self._longest), self._capture_mixed_graphs()
         graph_bytes = memory.used_bytes() - before
         del (
             graphs
@@ -386,12 +427,23 @@ class ModelRunner:
         if capture is None or self._graphs_failed or model.states or model.index_keys:
             return None
         assert isinstance(backend, CapturableBackend)
+
+        def choose_of_hidden(
+            hidden: Tensor,
+            rows: SamplingRows,
+            edits: LogitEdits | None,
+            tokens: Tensor,
+            keep: Callable[[Tensor], None] | None,
+        ) -> None:
+            logits = model.logits(hidden)
+            if keep is not None:
+                keep(logits)
+            choose(logits, rows, edits, tokens, tokens, backend, tp)
+
         try:
             return DecodeGraphs(
                 lambda batch: model.hidden_states(batch, cache),
-                lambda hidden, rows, edits, tokens: choose(
-                    model.logits(hidden), rows, edits, tokens, tokens, backend, tp
-                ),
+                choose_of_hidden,
                 backend,
                 capture,
                 StaticRows(
@@ -412,6 +464,47 @@ class ModelRunner:
             )
             self._graphs_failed = True
             return None
+
+    @torch.inference_mode()
+    def _capture_mixed_graphs(self) -> MixedGraphs | None:
+        """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
+        model, cache, backend = self.model, self.cache, self.backend
+        capture = choose_piece_capture(self._config, backend, self.device)
+        if capture is None or model.may_wait or model.states or model.index_keys:
+            return None
+        assert isinstance(backend, CapturableBackend)
+        sizes = step_sizes(self._config.max_num_batched_tokens)
+        try:
+            graphs = MixedGraphs(
+                lambda batch: model.hidden_states(batch, cache),
+                backend,
+                capture,
+                sizes,
+                self.device,
+            )
+            problem = self._problem_of(graphs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            problem = str(error)
+        if problem is None:
+            return graphs
+        logger.warning("steps with prompts run without CUDA graphs: %s", problem)
+        return None
+
+    def _problem_of(self, graphs: MixedGraphs) -> str | None:
+        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike."""
+        block_size = self._config.block_size
+        num_tokens = min(NUM_COMPARED_TOKENS, self._longest, self._config.max_num_batched_tokens)
+        num_blocks = -(-num_tokens // block_size)
+        step = make_step([num_tokens], [num_tokens], block_size, num_blocks)
+        token_ids = np.arange(num_tokens, dtype=np.int64) % self._model_config.vocab_size
+        batch, _ = self._to_device(replace(step, token_ids=token_ids))
+        replayed = graphs.run(batch).clone()
+        expected = self.model.hidden_states(batch, self.cache)
+        if differ(expected, replayed, self._kv_dtype):
+            return "they give other hidden states"
+        return None
 
 
 def choose(
@@ -442,6 +535,15 @@ def choose_capture(
     if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
         return None
     return CudaCapture(device, may_wait=may_wait)
+
+
+def choose_piece_capture(
+    config: EngineConfig, backend: KernelBackend, device: torch.device
+) -> CapturePieces | None:
+    """Return how to capture the pieces of steps with prompts; None where decode steps are not captured either."""
+    if choose_capture(config, backend, device) is None:
+        return None
+    return CudaPieces(device)
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:

@@ -15,7 +15,10 @@ from engine.models.base import CausalModel
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.step_batch import StepBatch
 
-PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
+#: Logits looked at together: 32 MiB in float32. Each piece reads the whole LM head once.
+PIECE_NUMBERS = 2**23
+#: A GPU takes larger pieces: one logit for this many bytes of its memory. With their copies they take about 1 % of it.
+GPU_BYTES_OF_LOGIT = 2**10
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,20 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids), ids
 
 
-def cut(
-    tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int
-) -> Iterator[tuple[slice, int]]:
-    """Cut tokens into pieces of not too many rows; yield each piece, and the most likely tokens wanted in it.
+def piece_rows(vocab_size: int, device: torch.device) -> int:
+    """Return how many rows of logits are looked at together."""
+    numbers = PIECE_NUMBERS
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        numbers = max(numbers, total_bytes // GPU_BYTES_OF_LOGIT)
+    return max(1, numbers // vocab_size)
+
+
+def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], most: int) -> Iterator[tuple[slice, int]]:
+    """Cut tokens into pieces of at most `most` rows; yield each piece, and the most likely tokens wanted in it.
 
     tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
     """
-    most = max(1, PIECE_NUMBERS // vocab_size)
     start = 0
     while start < len(tops):
         piece = slice(start, int(np.searchsorted(rows, rows[start] + most)))
@@ -100,38 +109,46 @@ class StepLogprobs:
     ) -> None:  # fmt: skip
         self._model, self._tp, self._by_row = model, tp, by_row
         self._scores = scores_of(backend)
-        wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
-        self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
+        self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
+        self._device = device
+        self._most_rows = piece_rows(model.vocab_size, device)
+        self._sample_tops, self._scored_tops = step.sample_tops[self._wanted], step.scored_tops
         is_new = (
             np.diff(step.scored_rows, prepend=-1) != 0
         )  # several tokens may be scored by one row
         self._places = np.cumsum(is_new) - 1
-        self._wanted, self.scored_rows, self._scored_token_ids, self._place_of = upload(
-            [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
+        self.scored_rows, self._scored_token_ids, self._place_of = upload(
+            [step.scored_rows[is_new], step.scored_token_ids, self._places], device
         )
         self._raw = torch.zeros((0, 1), device=device)
+        self._raw_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def keep(self, logits: Tensor) -> None:
-        """Keep the wanted logits of rows that sample, [samples, vocabulary], before they are changed."""
+    def keep(self, logits: Tensor, rows: NDArray[np.int64]) -> None:
+        """Keep the wanted logits before they are changed.
+
+        logits: [any, vocabulary].  rows: [samples] int64, the row of each sample in logits and in sampled tokens.
+        """
         if self._tp.rank == 0 and len(self._wanted):
-            self._raw = logits[self._wanted]
+            (self._raw_rows,) = upload([rows[self._wanted]], self._device)
+            self._raw = logits[self._raw_rows]
 
     def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
         """Compute all log probabilities, the samples' first; None on ranks other than 0.
 
-        sampled: [samples] int64.  hidden: [rows, hidden_size], of the rows that score.
+        sampled: [any] int64, a token in each of the rows that `keep` was given.
+        hidden: [rows, hidden_size], of the rows that score.
         """
         parts = []
         if self._tp.rank == 0 and len(self._wanted):
-            token_ids = sampled[self._wanted]
+            token_ids = sampled[self._raw_rows]
             rows = torch.arange(len(token_ids), device=token_ids.device)
-            for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._raw.shape[1]):
+            for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._most_rows):
                 parts.append(
                     self._of_piece(
                         self._raw[piece], token_ids[piece], rows[piece] - piece.start, width
                     )
                 )
-        for piece, width in cut(self._scored_tops, self._places, self._model.vocab_size):
+        for piece, width in cut(self._scored_tops, self._places, self._most_rows):
             first, last = self._places[piece.start], self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:

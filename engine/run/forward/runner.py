@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.checkpoint.adapter_folder import Adapter
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
@@ -80,6 +81,9 @@ class Runner(Protocol):
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Start the step, which ends with a token for each row that samples; steps run in the order of launches."""
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Load an adapter, by whose number later steps name it, in place of the one before. Raises AdapterRefused."""
 
     def close(self) -> None:
         """Free the runner's memory. A second call does nothing."""

@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import ConfigError, UnsupportedModel, quoted
+from engine.errors import AdapterRefused, ConfigError, UnsupportedModel, quoted
 from engine.models.single_pass import load_single_pass
 from engine.models.transformers_model import refuse_moving_rotary
 from engine.run.config import EngineConfig
@@ -94,6 +95,10 @@ class SinglePassRunner:
                 computed[rows], step.pooled_counts, step.positions[step.pooled_rows], self._modes
             )
             return ComputedTexts(len(step.sample_rows), vectors)
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Raise AdapterRefused: an engine of such a model starts without adapters."""
+        raise AdapterRefused(adapter.name, "a model that reads texts in one pass has none")
 
     def close(self) -> None:
         """Nothing is held beside the model, which is freed with this object."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER, Adapters, PlannedAdapters
 from jobs.context.answers import Answer, failed_answer
 from jobs.items.item import Ask, Item
 from jobs.parquet.asks.row_keys import RowKeys
@@ -60,7 +61,10 @@ def label_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.probabilities != STRUCT:
         return fields
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
-    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
+    for place, field in enumerate(fields):
+        if field.type == PROBABILITIES:
+            fields[place] = field.with_type(struct)
+    return fields
 
 
 class RowAsk(Ask[Answer]):
@@ -69,6 +73,7 @@ class RowAsk(Ask[Answer]):
     source: makes the rows.
     keys: makes the rows' keys.
     before: the request that is asked before all rows, if any.
+    adapters: those that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
@@ -76,6 +81,7 @@ class RowAsk(Ask[Answer]):
     keys: RowKeys
     before: Request | None = None
     now: float | None = None
+    adapters: Adapters = PlannedAdapters()
 
     @classmethod
     @abc.abstractmethod
@@ -102,10 +108,11 @@ class RowAsk(Ask[Answer]):
         """Return the item of a row. number: the row's number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
-        """Return the item of a row. A problem with the row becomes its answer."""
+        """Return the item of a row. If the row cannot be asked, its answer says why."""
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
+        """Go through an item. If it raises RowProblem, return the answer that says why."""
         try:
             return (yield from item)
         except RowProblem as problem:
@@ -120,7 +127,12 @@ class RowAsk(Ask[Answer]):
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
-        """Return a request with the run's time, so that its prompt is the same whenever it is asked."""
+        """Return a request with the run's time, so that its prompt is the same whenever it is asked.
+
+        Its adapter has the files that the run has pinned.
+        """
+        if request.sampling.get(ADAPTER) is not None:
+            request = replace(request, sampling=self.adapters.pinned_values(request.sampling))
         if self.now is None or request.messages is None:
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})
@@ -139,7 +151,9 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
     if not is_json and not row.pictures:
         return row.prompt
     parts = json.loads(row.prompt)
-    return filled(parts, row.pictures) if row.pictures else parts
+    if row.pictures:
+        return filled(parts, row.pictures)
+    return parts
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
@@ -149,5 +163,5 @@ def no_answer(completion: Completion, n: int = 1) -> Answer:
 
 
 def row_seed(run_seed: int, row: int) -> int:
-    """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
+    """Return a row's seed, from 0 to 2**63 - 1. It is the same on every worker and in every attempt."""
     return hashed_seed(f"{run_seed}:{row}")

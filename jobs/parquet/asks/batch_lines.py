@@ -9,6 +9,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import Adapters
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.checks import TOOL, RepairOptions
 from jobs.errors import InvalidJob, JobsError, ResultTooLarge
@@ -32,7 +33,7 @@ class BatchLines(RowAsk):
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan
-        self._context = context
+        self._context = replace(context, adapters=Adapters(plan.model.adapters))
         #: The version of each function that lines name.
         self._versions: dict[str, str] = {}
         self._is_sampling_value = cache(self._look_up_sampling)
@@ -72,16 +73,18 @@ class BatchLines(RowAsk):
         """Return the versions of the functions that a line names; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
-        questions = [body.get("check")]
+        checks = [body.get("check")]
         tools = body.get(TOOL)
         if isinstance(tools, list):
-            questions += [{TOOL: name.replace(":", ".")} for name in tools if isinstance(name, str)]
-        return "".join(
-            self._function_version(question) for question in questions if isinstance(question, dict)
-        )
+            for name in tools:
+                if isinstance(name, str):
+                    checks.append({TOOL: name.replace(":", ".")})
+        versions = [self._function_version(check) for check in checks if isinstance(check, dict)]
+        return "".join(versions)
 
-    def _function_version(self, question: dict[str, Any]) -> str:
-        repairs = RepairOptions(question)
+    def _function_version(self, check: dict[str, Any]) -> str:
+        """Return the version of the function that a check or a tool names; "" if there is none."""
+        repairs = RepairOptions(check)
         name = repairs.function
         if not isinstance(name, str):
             return ""
@@ -93,11 +96,11 @@ class BatchLines(RowAsk):
         return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask the prompts of a line. A line that cannot be asked or checked has the reason as its error."""
+        """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)
-        del row
+        del row  # while the line is asked, its texts are held once
         try:
             spec = self._plan.spec
             drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
@@ -106,14 +109,17 @@ class BatchLines(RowAsk):
             assert isinstance(task, PromptTask)
             make_body = body_maker(line)
             del line
+
             task.check(context)
-            self.has_checks = self.has_checks or task.has_checks
+            if task.has_checks:
+                self.has_checks = True
             control_tokens = context.model.control_tokens
             answers = yield from side_by_side(
                 [task.item(prompt, control_tokens) for prompt in task.prompts]
             )
             if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
+
             answer = _answer_of(task.result(answers, context), make_body)
             if drops is not None and drops.left_out:
                 answer = replace(answer, columns={LEFT_OUT: ", ".join(drops.left_out)})

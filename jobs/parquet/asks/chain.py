@@ -58,12 +58,11 @@ class Chain(RowAsk):
         answers: list[Answer] = []
         try:
             for place, prompt in enumerate(self._prompts):
-                if place:
+                prompt_seed = seed
+                if place > 0:
                     row = self._filled(row, answers)
-                    seed_of_prompt = hashed_seed(f"{seed}:{place}")
-                else:
-                    seed_of_prompt = seed
-                answer = yield from prompt.prompt_item(row, seed_of_prompt)
+                    prompt_seed = hashed_seed(f"{seed}:{place}")
+                answer = yield from prompt.prompt_item(row, prompt_seed)
                 answers.append(answer)
                 if answer.error is not None:
                     break
@@ -72,7 +71,7 @@ class Chain(RowAsk):
         return self._answer(answers)
 
     def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
-        """Return a row with the next prompt. Raises RowProblem."""
+        """Return a row whose prompt is the next one, with the earlier answers filled in. Raises RowProblem."""
         source = self._sources[len(answers)]
         values = json.loads(row.values or "{}")
         for step, answer in zip(self._steps, answers, strict=False):
@@ -88,7 +87,8 @@ class Chain(RowAsk):
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self._steps):
-            answer = answers[number] if number < len(answers) else failed_answer("")
+            was_asked = number < len(answers)
+            answer = answers[number] if was_asked else failed_answer("")
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
             columns |= {column: answer.column(name) for column, name in step.columns.items()}

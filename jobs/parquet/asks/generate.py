@@ -23,7 +23,7 @@ from jobs.parquet.asks.ask import (
 )
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
-from jobs.prompts.arguments import OF_VALUES
+from jobs.prompts.arguments import SPLIT_TOKENS
 from jobs.prompts.generated import PromptAnswer, generated
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.responses import LOGPROBS, finish_reason_of, text_token, with_ids
@@ -34,8 +34,8 @@ from jobs.tasks import Completion, Request
 
 ATTEMPTS = {"attempts": "int64", "check_error": "string"}
 
-#: Columns that hold a list if a row has several completions.
-OF_EACH_COMPLETION = frozenset(
+#: Columns with a value for each completion. If a row has several completions, they hold lists.
+PER_COMPLETION = frozenset(
     {
         "completion",
         "finish_reason",
@@ -54,7 +54,8 @@ MAX_LOGPROB_BYTES = 1 << 30
 
 def answer_field(name: str, spec: RunSpec) -> pa.Field:
     """Return a column of a prompt's answer."""
-    return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
+    column_type = logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string()
+    return pa.field(name, column_type)
 
 
 class Generate(RowAsk):
@@ -81,11 +82,10 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
+        self._control_tokens = control_tokens if chat.get(SPLIT_TOKENS, True) else ()
         self._way = spec.way
-        self.has_checks = spec.repairs.check is not None or (
-            spec.way is not None and spec.way.has_checks
-        )
+        way_checks = spec.way is not None and spec.way.has_checks
+        self.has_checks = spec.repairs.check is not None or way_checks
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
@@ -96,12 +96,14 @@ class Generate(RowAsk):
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of a completion, and the columns of attempts or of the way to the completion."""
-        names = answer_columns(spec.chat[0], has_tools=spec.has_tools)
-        fields = list(OUTPUT_FIELDS)  # completion and finish_reason are already among these columns
-        fields += [answer_field(name, spec) for name in names[2:]]
+        fields = list(OUTPUT_FIELDS)
+        common_names = {field.name for field in fields}
+        for name in answer_columns(spec.chat[0], has_tools=spec.has_tools):
+            if name not in common_names:
+                fields.append(answer_field(name, spec))
         if spec.n > 1:
             for place, field in enumerate(fields):
-                if field.name in OF_EACH_COMPLETION:
+                if field.name in PER_COMPLETION:
                     fields[place] = field.with_type(pa.list_(field.type))
         if spec.repairs.is_asked_for:
             fields += output_fields(ATTEMPTS)
@@ -126,14 +128,16 @@ class Generate(RowAsk):
             item = self._way.item(request)
         else:
             item = generated(request, self._repairs, values, self._control_tokens)
-        del request, row
-        return self.answer((yield from item))
+        del request, row  # the item holds what it still needs
+        prompt_answer = yield from item
+        return self.answer(prompt_answer)
 
     def prompt_item(self, row: Row, seed: int) -> Item[Answer]:
         """Ask a row's prompt once, as one prompt of a chain."""
         item = generated(self.request(row, seed), NO_REPAIRS)
         del row
-        return self.answer((yield from item))
+        prompt_answer = yield from item
+        return self.answer(prompt_answer)
 
     def failed(self, reason: str) -> Answer:
         """Return the answer of a row that cannot be asked."""
@@ -154,7 +158,7 @@ class Generate(RowAsk):
         return Request(prompt, None, sampling)
 
     def answer(self, answer: PromptAnswer) -> Answer:
-        """Return a row's answer. With several samples, the values of a sample are tuples with one value for each."""
+        """Return a row's answer. If the row has several samples, values of a sample are tuples, with one for each."""
         failed_sample = answer.failed_sample
         if failed_sample is not None:
             return replace(no_answer(failed_sample, self._n), attempts=1)
@@ -176,7 +180,7 @@ class Generate(RowAsk):
         )
 
     def _of_row(self, values: Sequence[Any]) -> Any:
-        """Return the values of a row's samples: a single value, or a tuple of several."""
+        """Return the values of a row's samples: a tuple, or the one value of a row with one sample."""
         return values[0] if self._n == 1 else tuple(values)
 
     def _logprobs(self, samples: Samples) -> dict[str, pa.Array]:
@@ -229,12 +233,12 @@ def logprobs_type(number: str, is_list: bool = False) -> pa.DataType:
             ("rank", pa.int32()),
         ]
     )
-    of_completion = pa.list_(pa.list_(token))
-    return pa.list_(of_completion) if is_list else of_completion
+    completion = pa.list_(pa.list_(token))
+    return pa.list_(completion) if is_list else completion
 
 
 def _logprob_array(rows: Any, number: str, is_list: bool = False) -> pa.Array:
-    """Return an array that holds one value. Python's own objects would take ten times as much memory."""
+    """Return a row's log probabilities as an array of length 1. Python's objects would take ten times the memory."""
     exact = pa.array([_entries(rows)], logprobs_type("float32", is_list))
     return exact.cast(logprobs_type(number, is_list))
 

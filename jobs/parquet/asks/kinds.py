@@ -1,6 +1,7 @@
 """Chooses the kind of ask by a run's arguments."""
 
 from jobs.context import JobContext
+from jobs.context.adapters import PlannedAdapters
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.batch_lines import BatchLines
 from jobs.parquet.asks.chain import Chain
@@ -30,6 +31,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
+    ask.adapters = PlannedAdapters(plan.model.adapters)
     ask.now = None if context.model.clock_formats == () else plan.planned_at
     version = spec.functions_version(context.checks)
     ask.keys = RowKeys(spec, ask.before, version, plan.model.max_model_len, plan.given_seed)

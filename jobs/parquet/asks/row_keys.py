@@ -1,8 +1,7 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A whole key names a row, what the row is asked, and a model. Rows with equal whole keys have the same answer, in any
-run. Files and the memory of answers have only whole keys. A key without a model is for rows that several models may
-answer.
+A key without a model names a row and what the row is asked. A whole key names a model too. Rows with equal whole keys
+have the same answer, in any run. Files and the memory of answers have only whole keys.
 """
 
 import json
@@ -31,7 +30,7 @@ SIZE = 16
 _TRUNCATION = "truncate_prompt_tokens"
 
 #: Arguments that say where the input lies, how its files are read, and how the output is cut and shown.
-_OF_FILES = frozenset(
+_FILE_ARGUMENTS = frozenset(
     {
         "input",
         "output",
@@ -55,7 +54,7 @@ _OF_FILES = frozenset(
 
 #: Arguments that do not change an answer, or that change it only through the prompt. All other arguments decide the
 #: answer.
-_NOT_ASKED = _OF_FILES | {
+_NOT_DECIDING = _FILE_ARGUMENTS | {
     "model_alias",
     "inline_pictures",
     "prompt_column",
@@ -69,8 +68,9 @@ _NOT_ASKED = _OF_FILES | {
     "escalate_below",
 }
 
-#: Arguments that decide a row's later prompts, which are made once the first prompt is answered.
-_OF_PROMPTS = frozenset(["defaults", "template_format"])
+#: Arguments that decide a row's later prompts. These are made once the first prompt is answered. Without later prompts,
+#: the arguments change an answer only through its prompt.
+_LATER_PROMPT_ARGUMENTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
@@ -79,8 +79,8 @@ class RowKeys:
     """The keys of a run's rows.
 
     before: the request that is asked before all rows, if any. check: the version of the run's check function.
-    max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt. seed:
-    Plan.given_seed. name: names what all rows are asked.
+    max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt.
+    seed: Plan.given_seed.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class RowKeys:
         seed: int | None = None,
     ) -> None:
         self._has_lines = spec.input_format == OPENAI_BATCH
-        left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
+        left_out = _NOT_DECIDING
+        if not spec.prompts:
+            left_out |= _LATER_PROMPT_ARGUMENTS
         deciding: dict[str, Any] = {}
         for name, value in spec.to_json().items():
             if name not in left_out:
@@ -100,14 +102,16 @@ class RowKeys:
         deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
+
         self._length = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
             deciding["length"] = self._length
-        # 0 and 0.0 are the same value. Inside a schema or a tool, the order of keys changes the answer.
+
+        # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
-        text = json.dumps(
-            json.loads(json.dumps(dict(sorted(deciding.items()))), parse_float=_number)
-        )
+        text = json.dumps(dict(sorted(deciding.items())))
+        # 0 and 0.0 are the same value.
+        text = json.dumps(json.loads(text, parse_float=_number))
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
         #: functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
@@ -128,8 +132,11 @@ class RowKeys:
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
-    """Return the sampling values that a run was given, with `seed` unless it is None. seed: Plan.given_seed."""
-    return dict(spec.sampling) if seed is None else {**spec.sampling, "seed": seed}
+    """Return the sampling values that a run was given, its seed among them. seed: Plan.given_seed."""
+    sampling = dict(spec.sampling)
+    if seed is not None:
+        sampling["seed"] = seed
+    return sampling
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
@@ -142,6 +149,7 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     new_length = new.model.max_model_len
     if old_length != new_length:
         lines.append(f"max_model_len {old_length} there, {new_length} here")
+
     old_values = _values_of(old)
     new_values = _values_of(new)
     for name in sorted(old_values.keys() | new_values.keys()):
@@ -155,12 +163,13 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 def _values_of(plan: Plan) -> dict[str, Any]:
     """Return the arguments and sampling values that decide what a plan asks."""
     arguments = plan.spec.to_json()
-    for name in (*_OF_FILES, "sampling"):
+    for name in (*_FILE_ARGUMENTS, "sampling"):
         arguments.pop(name, None)
     return {**arguments, **given_sampling(plan.spec, plan.given_seed)}
 
 
 def _shown(value: Any) -> str:
+    """Return an argument's value as an error message shows it."""
     return "not given" if value is None else brief(value)
 
 
@@ -181,7 +190,8 @@ def whole_keys(keys: Keys, marks: Keys) -> Keys:
     keys: the rows' keys without a model. marks: the marks of the models that answer: one mark for all rows, or one for
     each row.
     """
-    return np.where(keys.any(axis=1, keepdims=True), keys ^ marks, np.uint64(0))
+    asks = keys.any(axis=1, keepdims=True)
+    return np.where(asks, keys ^ marks, np.uint64(0))
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:
@@ -190,5 +200,6 @@ def as_keys(packed: bytes | bytearray) -> Keys:
 
 
 def _number(text: str) -> float | int:
+    """Return a number, as an int if it is whole."""
     value = float(text)
     return int(value) if value.is_integer() else value

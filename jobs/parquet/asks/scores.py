@@ -1,10 +1,12 @@
 """Rows for which nothing is generated. They are scored in one of the ways of jobs/prompts/scoring."""
 
+from dataclasses import replace
 from typing import Any, Self
 
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.items.item import Item, Samples, asked_once
@@ -24,7 +26,9 @@ from jobs.tasks import Request
 
 def scoring_of(spec: RunSpec) -> type[Scoring] | None:
     """Return the scoring of a run's rows; None for a run that generates."""
-    return Labels if spec.labels is not None else RUN_SCORINGS.get(spec.task)
+    if spec.labels is not None:
+        return Labels
+    return RUN_SCORINGS.get(spec.task)
 
 
 class Scores(RowAsk):
@@ -50,7 +54,10 @@ class Scores(RowAsk):
         assert kind is not None, "a run that generates"
         chat = spec.chat[1] if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
-        return cls(kind.of_run(vars(spec), context.model), chat, prior)
+        scoring = kind.of_run(vars(spec), context.model)
+        if ADAPTER in spec.sampling:
+            scoring = replace(scoring, values={**scoring.values, ADAPTER: spec.sampling[ADAPTER]})
+        return cls(scoring, chat, prior)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -75,9 +82,10 @@ class Scores(RowAsk):
 
     def opening(self) -> Item[None] | None:
         """Return the item of the row without content, which is asked before the others."""
-        return None if self.before is None else self._calibrated(self.before)
+        return None if self.before is None else self._calibrate(self.before)
 
-    def _calibrated(self, before: Request) -> Item[None]:
+    def _calibrate(self, before: Request) -> Item[None]:
+        """Ask the row without content, and correct the scores of all further rows by its score."""
         (completion,) = yield from asked_once(before)
         self._scoring = self._scoring.calibrated(completion)
 
@@ -88,8 +96,9 @@ class Scores(RowAsk):
     def prompt_item(self, row: Row, seed: int = 0) -> Item[Answer]:
         """Ask a row's prompt once. Nothing is drawn at random, so the seed does not matter."""
         item = asked_once(self.request(row))
-        del row
-        return self.answer((yield from item))
+        del row  # the item holds what it still needs
+        samples = yield from item
+        return self.answer(samples)
 
     def request(self, row: Row) -> Request:
         """Return the request of a row. Raises RowProblem."""
@@ -119,7 +128,7 @@ class Scores(RowAsk):
 
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
-    """Return a row whose columns are all without content. Raises InvalidValue if no prompt can be made of this row."""
+    """Return a row that has CONTENT_FREE in each column. Raises InvalidValue if no prompt can be made of this row."""
     value: Any = CONTENT_FREE
     if spec.messages_column is not None:
         value = [{"role": "user", "content": CONTENT_FREE}]

@@ -1,6 +1,7 @@
-"""Used for local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
+"""What local files and object stores have in common: a file's state, an entry of a folder, errors, a fetched file."""
 
 import io
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,7 +79,8 @@ class FetchedFile(io.RawIOBase):
 
     def seek(self, place: int, whence: int = 0) -> int:
         """Go to a place; return the place, counted from the beginning."""
-        self._at = place + (0, self._at, self._size)[whence]
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
+        self._at = origins[whence] + place
         return self._at
 
     def readinto(self, buffer: Any) -> int:

@@ -15,7 +15,9 @@ NUM_SAMPLES = 4
 
 GONE = "it is gone, or no regular file any more"
 _CHUNK_BYTES = 1 << 20
-_TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
+#: A Parquet file ends with the footer's length, and Parquet's mark.
+_LENGTH_BYTES = 4
+_TAIL_BYTES = 8
 
 
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
@@ -32,21 +34,24 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
                 storage.check_interrupted()
                 digest.update(chunk)
             return digest.hexdigest()
+
         size = file.size()
         digest.update(size.to_bytes(8, "little"))
         if size <= WHOLE_BYTES:
             digest.update(file.read_at(size, 0))
             return digest.hexdigest()
-        footer = int.from_bytes(file.read_at(4, size - _TAIL), "little") + _TAIL
-        if footer > size:
-            raise CorruptParquet(path, f"its footer would have {footer} bytes")
-        sample = WHOLE_BYTES // NUM_SAMPLES
-        last_start = max(0, size - footer - sample)
+
+        footer_length = file.read_at(_LENGTH_BYTES, size - _TAIL_BYTES)
+        footer_bytes = int.from_bytes(footer_length, "little") + _TAIL_BYTES
+        if footer_bytes > size:
+            raise CorruptParquet(path, f"its footer would have {footer_bytes} bytes")
+        sample_bytes = WHOLE_BYTES // NUM_SAMPLES
+        last_start = max(0, size - footer_bytes - sample_bytes)
         for number in range(NUM_SAMPLES):
             start = last_start * number // (NUM_SAMPLES - 1)
-            digest.update(file.read_at(sample, start))
+            digest.update(file.read_at(sample_bytes, start))
         # The footer is read in pieces, because it may claim to be most of the file.
-        for at in range(size - footer, size, _CHUNK_BYTES):
+        for at in range(size - footer_bytes, size, _CHUNK_BYTES):
             digest.update(file.read_at(min(_CHUNK_BYTES, size - at), at))
     return digest.hexdigest()
 
@@ -55,7 +60,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
     """Raise InputChanged if the file is not the planned one before or after the body.
 
-    Raises ConvertedInputGone if a file that was made of the input is gone.
+    If the run reads a file that was made of the input, that file need only be there. Raises ConvertedInputGone.
     """
     path = plan.rows_path(file)
     if path != file.path:

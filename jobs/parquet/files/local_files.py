@@ -77,14 +77,14 @@ def rename_exclusively(source: str, target: str, folder: int) -> None:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target) from None
-    done = rename(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
-    if done != 0:
+    status = rename(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
+    if status != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
 
 
 #: The errors by which filesystems say that they have no hard links, or no rename that replaces nothing.
-_NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_NOT_SUPPORTED = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class LocalFiles:
@@ -111,7 +111,9 @@ class LocalFiles:
                 info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
+        if not stat.S_ISREG(info.st_mode):
+            return None
+        return FileStat(info.st_size, info.st_mtime_ns)
 
     def look(self, path: str) -> Entry | None:
         """Return the entry with this path; None if there is none."""
@@ -205,10 +207,12 @@ class LocalFiles:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Lend the descriptor of the folder above a path. Yields it with the path's last name."""
         with _entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
+        """Raise PathSwapped if the open folder is no longer the one above `path`."""
         with suppress(OSError), self._parent(path) as (folder_now, _):
             if os.path.sameopenfile(folder_now, folder):
                 return
@@ -217,6 +221,7 @@ class LocalFiles:
 
 @contextmanager
 def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
+    """Lend the descriptor of a name in an open folder. A link is refused."""
     descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
     try:
         yield descriptor
@@ -224,27 +229,29 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _put_exclusively(written: str, name: str, folder: int) -> None:
-    """Give a file a new name. Raises FileExistsError if the name is taken, or NotExclusive."""
+def _put_exclusively(temporary_name: str, name: str, folder: int) -> None:
+    """Give a file its name by a hard link or a rename. Raises FileExistsError if the name is taken, or NotExclusive."""
     try:
-        os.link(written, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(temporary_name, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _NOT_BUILT:
+        if error.errno not in _NOT_SUPPORTED:
             raise
         try:
-            rename_exclusively(written, name, folder)
+            rename_exclusively(temporary_name, name, folder)
         except OSError as other:
-            if other.errno not in _NOT_BUILT:
+            if other.errno not in _NOT_SUPPORTED:
                 raise
             raise NotExclusive(name, os.strerror(error.errno or 0)) from other
 
 
 def _sync(name: str, folder: int) -> None:
+    """Have the contents of a file or folder written to the disk."""
     with _opened(name, os.O_RDONLY, folder) as descriptor:
         os.fsync(descriptor)
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link that leads to itself

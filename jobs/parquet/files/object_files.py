@@ -36,24 +36,23 @@ _TASK = "jobs.parquet.files.object_requests:list_prefix"
 #: The memory that a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20
 
+#: The beginnings of the names of environment variables for stores.
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-#: Children for listings only. They hold a store's credentials, because obstore asks the store itself. No other children
-#: do.
+#: Children for listings only. These children alone hold a store's credentials, because they ask the store themselves.
 _pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Return the listing of a prefix, see object_requests.listing. Raises as obstore does, or StoreRefused."""
     scheme, bucket, key = _split(folder)
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     question = {
         "scheme": scheme,
         "bucket": bucket,
         "key": key,
         "kind": kind,
         "timeout_s": timeout_s,
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
-        },
+        "environment": environment,
     }
     try:
         reply, _ = _pool.call(
@@ -66,6 +65,7 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     return reply["found"]
 
 
+#: A store copies no larger object in one request.
 MAX_COPY_BYTES = 5 << 30
 BLOCK_BYTES = 1 << 18
 #: Bytes that are uploaded in one request. A smaller object is one request. A store takes at most 10,000 requests for
@@ -73,8 +73,8 @@ BLOCK_BYTES = 1 << 18
 CHUNK_BYTES = 8 << 20
 
 _CONCURRENCY = 2
-#: The buckets that were tested and do not overwrite objects. Shared by all threads.
-_fit: set[tuple[str, str]] = set()
+#: The schemes and buckets that were tested and do not overwrite objects. Shared by all threads.
+_safe_buckets: set[tuple[str, str]] = set()
 
 
 class ObjectFiles:
@@ -109,9 +109,11 @@ class ObjectFiles:
         _, key = self._place(path)
         name = os.path.basename(path)
         if key and self._head(path) is not None:
-            return Entry(name, False, False)
+            return Entry(name, is_folder=False, is_link=False)
         is_prefix = not key or self._list("has_any", path)
-        return Entry(name, True, False) if is_prefix else None
+        if is_prefix:
+            return Entry(name, is_folder=True, is_link=False)
+        return None
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
@@ -120,7 +122,7 @@ class ObjectFiles:
         level = self._list("level", folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
         files = {os.path.basename(path) for path in level["objects"] if path != key}
-        yield (Entry(name, name in folders, False) for name in folders | files)
+        yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each of a prefix's objects was written, in nanoseconds of Unix time, by name."""
@@ -130,9 +132,10 @@ class ObjectFiles:
     def make_folder(self, path: str) -> None:
         """Check that two workers cannot overwrite each other's parts; raise StoreUnfit if they can. Makes nothing."""
         store, key = self._place(path)
-        place = _split(path)[:2]
-        if place in _fit:
+        scheme, bucket, _ = _split(path)
+        if (scheme, bucket) in _safe_buckets:
             return
+
         name = f"{key}/{temporary_name(secrets.token_hex(8), '_probe')}".lstrip("/")
         try:
             self._make(path, lambda: obstore.put(store, name, b"probe"))
@@ -141,7 +144,7 @@ class ObjectFiles:
             try:
                 self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
             except FileExistsError:
-                _fit.add(place)
+                _safe_buckets.add((scheme, bucket))
             else:
                 raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
@@ -199,7 +202,7 @@ class ObjectFiles:
             self._make(target, lambda: obstore.copy(store, source_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # here two workers that looked at the same time may replace each other's object
+        else:  # two workers that find no object here at the same time may replace each other's
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
@@ -212,6 +215,7 @@ class ObjectFiles:
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
+        """Return what the store says of an object; None if there is none."""
         store, key = self._place(path)
         try:
             return self._make(path, lambda: obstore.head(store, key))
@@ -222,19 +226,23 @@ class ObjectFiles:
             raise
 
     def _list(self, kind: str, folder: str) -> Any:
+        """Return the listing of a prefix. kind: see object_requests.listing."""
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
     def _make(self, path: str, request: Callable[[], T]) -> T:
+        """Make a request, and return the store's answer. path: for errors."""
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
+        """Return a path's bucket, as obstore's client of it, and its key. Raises PathOutsideRoots."""
         root_of(path, self._roots)
         scheme, bucket, key = _split(path)
         return opened_store(scheme, bucket, self._timeout_s, tries_s), key
 
 
 def _split(path: str) -> tuple[str, str, str]:
+    """Return a path's scheme, bucket and key."""
     scheme, _, rest = path.partition("://")
     bucket, _, key = rest.partition("/")
     return scheme, bucket, key

@@ -23,7 +23,7 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-#: The share of a store's time limit in which a new try may begin.
+#: A new try may begin within this share of a store's time limit.
 _SHARE = 0.5
 #: The seconds for obstore's own tries, if we can repeat the request ourselves.
 TRIES_S = 5.0
@@ -62,15 +62,24 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
     }
     if scheme == "s3":
         return S3Store(bucket, copy_if_not_exists="multipart", **options)
-    return GCSStore(bucket, **options) if scheme == "gs" else AzureStore(bucket, **options)
+    if scheme == "gs":
+        return GCSStore(bucket, **options)
+    return AzureStore(bucket, **options)
+
+
+_ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "az": ("AZURE_ENDPOINT",),
+}
 
 
 def _endpoint(scheme: str) -> str:
-    names = {
-        "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
-        "az": ("AZURE_ENDPOINT",),
-    }
-    return next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), "")
+    """Return the URL of a store that is not its vendor's own, from the environment; "" for the vendor's."""
+    for name in _ENDPOINT_VARIABLES.get(scheme, ()):
+        value = os.environ.get(name)
+        if value:
+            return value
+    return ""
 
 
 def make_request(
@@ -79,7 +88,7 @@ def make_request(
     check_interrupted: Callable[[], None] = never_interrupted,
     timeout_s: float = 0,
 ) -> T:
-    """Make a request until it is answered, and return the answer. New tries begin only in a share of `timeout_s`.
+    """Make a request until it is answered, and return the answer. No try begins after half of `timeout_s`.
 
     Raises FileNotFoundError, FileExistsError, PathSwapped if an object is not the one that was looked at,
     StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted raises.
@@ -122,6 +131,7 @@ def make_upload_request(
     """
 
     def named_request() -> T:
+        """Make the request. Turn an error of the writer into one that names the store's reply."""
         try:
             return request()
         except OSError as error:
@@ -135,11 +145,12 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
     text = str(error)
     code = _first_group(_CODE, text)
     status = _first_group(_STATUS, text)
-    first = text.split("\n")[0]
-    before = _BEFORE_A_REPLY.match(first)
-    if before is not None:
-        first = before[0]
-    reason = (code or first)[:_REASON_CHARS]
+    first_line = text.split("\n")[0]
+    before_reply = _BEFORE_A_REPLY.match(first_line)
+    if before_reply is not None:
+        first_line = before_reply[0]
+    reason = (code or first_line)[:_REASON_CHARS]
+
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
@@ -158,6 +169,7 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
 
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str:
+    """Return the pattern's group where it is first found in a text; "" if it is not found."""
     match = pattern.search(text)
     return match[1] if match else ""
 
@@ -189,7 +201,8 @@ def listing(store: Any, kind: str, key: str) -> Any:
     object comes with the nanoseconds of Unix time at which it was written.
     """
     if kind == "has_any":
-        return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
+        chunks = iter(obstore.list(store, key or None, chunk_size=1))
+        return next(chunks, None) is not None
     level = obstore.list_with_delimiter(store, key or None)
     objects = {}
     for entry in level["objects"]:

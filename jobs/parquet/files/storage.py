@@ -73,7 +73,8 @@ class Storage:
             (*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes
         )
 
-    def _of(self, path: str) -> LocalFiles | ObjectFiles:
+    def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
+        """Return the kind of files to which a path belongs. Raises PathOutsideRoots without a root of its kind."""
         if not is_stored(path.lower()):
             return self._local
         if self._stored is None:
@@ -82,15 +83,15 @@ class Storage:
 
     def resolve(self, path: str) -> str:
         """Return the one name of a file or folder, without links. Raises PathOutsideRoots."""
-        return self._of(path).resolve(path)
+        return self._files_of(path).resolve(path)
 
     def stat(self, path: str) -> FileStat | None:
         """Return the state of a regular file, None for anything else."""
-        return self._of(path).stat(path)
+        return self._files_of(path).stat(path)
 
     def look(self, path: str) -> Entry | None:
         """Return the entry with this path; None if there is none."""
-        return self._of(path).look(path)
+        return self._files_of(path).look(path)
 
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder with this path."""
@@ -99,7 +100,7 @@ class Storage:
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         """Lend the entries of a folder, in any order. The entries are read little by little."""
-        return self._of(folder).scan(folder)
+        return self._files_of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, sorted; none if there is no such folder."""
@@ -109,30 +110,30 @@ class Storage:
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
-        return self._of(folder).written_at(folder)
+        return self._files_of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
         """Make a folder, and the missing folders above it. Raises the errors of `writing`."""
         with writing(path):
-            self._of(path).make_folder(path)
+            self._files_of(path).make_folder(path)
 
     def open_input(self, path: str) -> Any:
         """Open a file for pyarrow, which reads at any place. Raises InputNotFound if it is no regular file."""
-        return self._of(path).open_input(path)
+        return self._files_of(path).open_input(path)
 
     def open_output(self, path: str) -> Any:
         """Open a new file for pyarrow to write. A file of this name is removed."""
-        return self._of(path).open_output(path)
+        return self._files_of(path).open_output(path)
 
     def create(self, path: str) -> None:
         """Make an empty file, unless its name is taken."""
         with suppress(FileExistsError):
-            self._of(path).create(path)
+            self._files_of(path).create(path)
 
     def publish(self, temporary: str, target: str) -> bool:
         """Put a whole file in its place, in the same folder; return False if the place was taken."""
         try:
-            self._of(target).publish(temporary, target)
+            self._files_of(target).publish(temporary, target)
         except FileExistsError:
             return False
         except FileNotFoundError:
@@ -157,7 +158,7 @@ class Storage:
     def remove(self, path: str) -> None:
         """Remove a file, or a folder if it is empty. Do nothing if there is none."""
         with suppress(FileNotFoundError):
-            self._of(path).remove(path)
+            self._files_of(path).remove(path)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Converts inputs that are not Parquet: planning makes a Parquet file of each.
 
-These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So two planners
-at once write the same file, and one that is there stays.
+These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So if two
+planners write a file of one name, both files are equal, and the first one stays.
 """
 
 import os
@@ -31,9 +31,10 @@ def scan(
 ) -> Contents:
     """Return what a file holds.
 
-    rows: how many rows to look at, unless it is Parquet; None for all. dialect: how its text is written, see
-    RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is written otherwise,
-    SchemaMismatch, or an error of look_at.
+    rows: how many rows to look at; None for all. Of a Parquet file, only the footer is looked at.
+    dialect: how the file's text is written, see RunSpec.dialect.
+    Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is written otherwise, SchemaMismatch, or an
+    error of look_at.
     """
     if input_format == PARQUET:
         return look_at(storage, path)
@@ -65,10 +66,12 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
 
 
 def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str) -> None:
+    """Make the Parquet file of one input. Raises InputChanged if the input is not the planned one."""
     source = replace(file, path=storage.resolve(file.path))
     target = plan.rows_path(file)
 
     def write(sink: Any) -> None:
+        """Write what a child process makes of the input, which must not change meanwhile."""
         question = {
             "kinds": plan.columns,
             "rows": file.rows,

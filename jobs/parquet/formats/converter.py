@@ -1,4 +1,4 @@
-"""Turns a run's files into Parquet in a child process, which finds out a file's columns, then writes the file.
+"""Turns a run's files into Parquet in a child process. `scan` finds out a file's columns, `convert` writes the file.
 
 A text file's columns are known only when all of it was read. So there are two passes over the same groups of rows.
 """
@@ -31,7 +31,9 @@ MAX_BAD_SHARE = 0.1
 #: A file with fewer rows than these says nothing about its format.
 MIN_JUDGED_ROWS = 20
 
+#: How a file is compressed, by the mark at its beginning.
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
+_MARK_BYTES = max(map(len, _CODECS))
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
 #: Arrow types that Parquet does not have, and the types that take their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
@@ -42,8 +44,8 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
     with _opened(question, source) as table:
         slices = table.slices(question["rows"])
-        looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
-        groups = [(rows, size) for rows, size, _ in looked_at]
+        looked_at = ((rows, size, table.look(part)) for rows, size, part in slices)
+        groups = [(rows, size) for rows, size, _ in grouped(looked_at)]
         table.check_read()
         yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
 
@@ -63,9 +65,8 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
-            for _, _, batches in grouped(
-                (rows, size, table.batch(part, schema)) for rows, size, part in slices
-            ):
+            converted = ((rows, size, table.batch(part, schema)) for rows, size, part in slices)
+            for _, _, batches in grouped(converted):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _emptied(sink)
     yield {}, _emptied(sink)
@@ -81,7 +82,7 @@ def _emptied(sink: io.BytesIO) -> bytes:
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    """Lend the table of a question's file."""
+    """Open the table that a question is about, for a `with` block. source: the file, from its beginning."""
     path = question["path"]
     file_format = question["input_format"]
     dialect = question.get("dialect", {})
@@ -94,9 +95,12 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 def codec_of(source: Any) -> str | None:
     """Return how a file is compressed, by its first bytes; None if it is not compressed."""
-    head = source.read_at(4, 0)
+    head = source.read_at(_MARK_BYTES, 0)
     source.seek(0)
-    return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
+    for mark, codec in _CODECS.items():
+        if head.startswith(mark):
+            return codec
+    return None
 
 
 class _TextTable:
@@ -111,15 +115,15 @@ class _TextTable:
         self._num_bad = 0
         self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
-        self.kinds: dict[str, kinds.Kind] = (
-            dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
-        )
+        self.kinds: dict[str, kinds.Kind] = {}
         if file.format in HEADED:
             names, self._records = csv_records(file)
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
         else:
             self._records = json_records(file)
+            if file.format == OPENAI_BATCH:
+                self.kinds = dict(_BATCH_KINDS)
 
     def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
         """Take the columns' kinds as planned. as_json: columns that are also written as each row's own JSON."""
@@ -143,7 +147,8 @@ class _TextTable:
             self._num_rows += 1
             if record.problem:
                 self._num_bad += 1
-                self._first_bad = self._first_bad or record
+                if self._first_bad is None:
+                    self._first_bad = record
             if len(part) == SLICE_ROWS or size > SLICE_BYTES:
                 yield len(part), size, part
                 part = []
@@ -154,29 +159,32 @@ class _TextTable:
     def check_read(self) -> None:
         """Raise TooManyBadLines if too many of the lines that were read are no rows; or raise OtherEncoding."""
         self._file.check_encoding()
-        # JSON lines without a row have no columns.
-        is_judged = self._num_rows >= MIN_JUDGED_ROWS or not self.kinds
-        if (
-            self._first_bad is not None
-            and is_judged
-            and self._num_bad > self._num_rows * MAX_BAD_SHARE
-        ):
-            first = self._first_bad
+        first = self._first_bad
+        if first is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
+            return
+        has_no_row = not self.kinds  # JSON lines without a row have no columns
+        if self._num_rows >= MIN_JUDGED_ROWS or has_no_row:
             raise TooManyBadLines(
                 self._path, self._num_bad, self._num_rows, first.line, first.problem
             )
 
     def look(self, part: Sequence[Record]) -> None:
         """Merge the kinds of some rows' values into those of the columns. A batch file's kinds are known."""
-        if self._format == OPENAI_BATCH:
-            return
         if self._format in HEADED:
-            rows = [record.value for record in part if record.value is not None]
-            for name, known in self.kinds.items():
-                if known != "text":
-                    kind = kinds.kind_of_texts([row[name] for row in rows], self._decimal)
-                    self.kinds[name] = kinds.merged_texts(known, kind)
-            return
+            self._look_at_fields(part)
+        elif self._format != OPENAI_BATCH:
+            self._look_at_json(part)
+
+    def _look_at_fields(self, part: Sequence[Record]) -> None:
+        """Merge the kinds of fields of CSV into those of the columns."""
+        rows = [record.value for record in part if record.value is not None]
+        for name, known in self.kinds.items():
+            if known != "text":
+                kind = kinds.kind_of_texts([row[name] for row in rows], self._decimal)
+                self.kinds[name] = kinds.merged_texts(known, kind)
+
+    def _look_at_json(self, part: Sequence[Record]) -> None:
+        """Merge the kinds of the values of JSON lines into those of the columns."""
         for record in part:
             for name, value in (record.value or {}).items():
                 known = self.kinds.get(name, "null")
@@ -186,6 +194,7 @@ class _TextTable:
         self._check_names()
 
     def _check_names(self) -> None:
+        """Raise SchemaMismatch for a name that only we use, or CorruptTable for too many names."""
         for name in self.kinds:
             if name == PROBLEM or name.startswith(AS_JSON):
                 raise SchemaMismatch(self._path, f"a column is named {brief(name)}")
@@ -196,13 +205,16 @@ class _TextTable:
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
         """Return rows with their problems. Raises CorruptTable if the values no longer have the columns' kinds."""
-        problems = [record.problem and f"line {record.line} {record.problem}" for record in part]
-        make = kinds.text_array if self._format in HEADED else kinds.json_array
+        problems: list[str | None] = []
+        for record in part:
+            is_row = record.problem is None
+            problems.append(None if is_row else f"line {record.line} {record.problem}")
+        make_array = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in part]
         try:
-            arrays = [
-                make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()
-            ]
+            arrays = []
+            for name, kind in self.kinds.items():
+                arrays.append(make_array([row.get(name) for row in rows], kind))
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             raise CorruptTable(
                 self._path, self._format, f"its rows changed: {str(error)[:200]}"
@@ -215,9 +227,10 @@ class _ArrowTable:
     """The rows of one of Arrow's files. The file's schema gives the columns' types, so no kinds are needed."""
 
     def __init__(self, path: str, source: Any) -> None:
+        """Raises SchemaMismatch for a column whose type Parquet does not have."""
         self._path = path
         self.kinds: dict[str, kinds.Kind] = {}
-        is_file = source.read_at(6, 0) == b"ARROW1"
+        is_file = source.read_at(6, 0) == b"ARROW1"  # else it is one of Arrow's streams
         source.seek(0)
         opened: Any
         self._batches: Iterator[pa.RecordBatch]
@@ -230,7 +243,7 @@ class _ArrowTable:
         fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
         self.schema = pa.schema(fields, metadata=opened.schema.metadata)
         for field in self.schema:
-            self._try(field)
+            self._check_type(field)
 
     def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
         """Do nothing: the schema says what the columns hold."""
@@ -251,14 +264,16 @@ class _ArrowTable:
                 if rows_left <= 0:
                     return
 
-    def _try(self, field: pa.Field) -> None:
-        """Raise SchemaMismatch for a type that Parquet does not have."""
+    def _check_type(self, field: pa.Field) -> None:
+        """Raise SchemaMismatch for a type that Parquet does not have. One null is written, to find out."""
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)
             pq.read_table(file)
         except pa.ArrowException:
-            problem = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
+            problem = (
+                f"its column {field.name!r} has type {field.type}, which Parquet does not have"
+            )
             raise SchemaMismatch(self._path, problem) from None
 
     def check_read(self) -> None:
@@ -276,6 +291,7 @@ class _ArrowTable:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type that Parquet has for values of this type."""
     if pa.types.is_dictionary(kind):
         return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
     return _PLAIN.get(kind, kind)

@@ -21,7 +21,8 @@ _HEAD_BYTES = 4096
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
 #: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, and the row is lost.
 _BAD = "tokenmill-bad"
-codecs.register_error(_BAD, lambda error: ("\udcff", getattr(error, "end", 0)))
+_INVALID_BYTE = "\udcff"  # becomes the byte 255
+codecs.register_error(_BAD, lambda error: (_INVALID_BYTE, getattr(error, "end", 0)))
 
 
 class EncodingGuess:
@@ -29,7 +30,8 @@ class EncodingGuess:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._is_utf8 = self._is_cp1252 = False
+        self._has_utf8 = False
+        self._has_cp1252 = False
 
     def begin(self, head: bytes) -> None:
         """Look at a file's first bytes. Raises OtherEncoding."""
@@ -37,30 +39,35 @@ class EncodingGuess:
             if head.startswith(mark):
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
-        for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            high_bytes = head[first::2]
-            low_bytes = head[1 - first :: 2]
+        even_bytes = head[::2]
+        odd_bytes = head[1::2]
+        for high_bytes, low_bytes, encoding in (
+            (odd_bytes, even_bytes, "utf-16-le"),
+            (even_bytes, odd_bytes, "utf-16-be"),
+        ):
             is_mostly_zero = high_bytes.count(0) > len(high_bytes) // 2
             if len(high_bytes) > 3 and is_mostly_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:
         """Look at one line."""
-        if self._is_utf8 or line.isascii():
+        if self._has_utf8 or line.isascii():
             return
         try:
             line.decode()
-            self._is_utf8 = True
+            self._has_utf8 = True
         except UnicodeDecodeError:
-            self._is_cp1252 = self._is_cp1252 or _looks_like_cp1252(line)
+            if _looks_like_cp1252(line):
+                self._has_cp1252 = True
 
     def check(self) -> None:
         """Raise OtherEncoding if some line has letters in cp1252, and no line has any in UTF-8."""
-        if self._is_cp1252 and not self._is_utf8:
+        if self._has_cp1252 and not self._has_utf8:
             raise OtherEncoding(self._path, "cp1252")
 
 
 def _looks_like_cp1252(line: bytes) -> bool:
+    """Whether a line that is not UTF-8 has letters in cp1252."""
     try:
         line.decode("cp1252")
     except UnicodeDecodeError:

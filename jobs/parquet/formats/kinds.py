@@ -7,6 +7,9 @@ values have different kinds. A "json" column is text; values that are not text a
 A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
 that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
+
+If a file has decimal commas, its numbers may have points between thousands. A column of such digits is text for
+templates, and numbers in the output.
 """
 
 import json
@@ -16,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
+from jobs.parquet.tables.columns import COMMA, COMMA_DIGITS, COMMA_NUMBER, DIGITS, NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -32,12 +35,14 @@ _SCALARS = {
     "text": pa.string(),
     "json": pa.string(),
 }
-_OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
-_NUMBERS = {"int", "float", "number"}
+_KIND_BY_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
+_JSON_NUMBERS = {"int", "float", "number"}
 _EXACT = 1 << 53
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+#: A number with points between thousands, and perhaps a decimal comma.
+_GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?:,[0-9]+)?")
 #: The truth values of CSV files that a template writes in the same way.
 _TRUTH = {"True", "False"}
 #: The kind of a CSV column with numbers of two kinds. Other pairs make "digits".
@@ -48,7 +53,7 @@ _TOGETHER: Mapping[frozenset[str], str] = {
     frozenset({"fraction", "number"}): "number",
     frozenset({"fraction", "float"}): "float",
 }
-_TEXT_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
+_CSV_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
 #: A column with more levels of lists and objects is kept as JSON.
 MAX_DEPTH = 20
@@ -57,7 +62,7 @@ MAX_FIELDS = 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both kinds. No other kind contains "json"."""
+    """Return the kind of a column that holds values of both kinds. If a part of it would be "json", all of it is."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -72,10 +77,12 @@ def merged(one: Kind, other: Kind) -> Kind:
             if fields[name] == "json" or len(fields) > MAX_FIELDS:
                 return "json"
         return {"struct": fields}
-    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set()
-    if kinds == {"int", "long"}:
-        return "long"
-    return "number" if kinds and kinds <= _NUMBERS else "json"
+    if isinstance(one, str) and isinstance(other, str):
+        if {one, other} == {"int", "long"}:
+            return "long"
+        if {one, other} <= _JSON_NUMBERS:
+            return "number"
+    return "json"
 
 
 #: The beginning of a kind's name if numbers have a decimal comma.
@@ -84,8 +91,10 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
-    has_decimals = decimal == "," and kind in ("fraction", "float", "number")
-    return f"{COMMA_KIND}{kind}" if has_decimals else kind
+    has_decimals = kind in ("fraction", "float", "number", "digits")
+    if decimal == "," and has_decimals:
+        return f"{COMMA_KIND}{kind}"
+    return kind
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
@@ -94,15 +103,16 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
-    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set[str]()
-    if kinds and kinds <= _TEXT_NUMBERS:
-        return _TOGETHER.get(frozenset(kinds), "digits")
+    if isinstance(one, str) and isinstance(other, str):
+        kinds = frozenset({one, other})
+        if kinds <= _CSV_NUMBERS:
+            return _TOGETHER.get(kinds, "digits")
     return "text"
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
     """Return the kind of a value from JSON. depth: how many lists and objects hold it."""
-    scalar_kind = _OF_TYPE.get(type(value))
+    scalar_kind = _KIND_BY_TYPE.get(type(value))
     if scalar_kind is not None:
         return scalar_kind
     if isinstance(value, int):
@@ -120,10 +130,13 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    return "json" if not fields or "json" in fields.values() else {"struct": fields}
+    if not fields or "json" in fields.values():
+        return "json"
+    return {"struct": fields}
 
 
 def _kind_of_integer(value: int, too_large: str) -> str:
+    """Return the kind of an integer. too_large: the kind of one that needs more than 64 bits."""
     size = abs(value)
     if size <= _EXACT:
         return "int"
@@ -131,7 +144,10 @@ def _kind_of_integer(value: int, too_large: str) -> str:
 
 
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
-    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null."""
+    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null.
+
+    Integers that no type holds exactly are "digits", but "text" beside decimal commas, where digits become floats.
+    """
     kind: Kind = "null"
     for text in set(texts) - {""}:
         kind = merged_texts(kind, _kind_of_text(text, decimal))
@@ -141,8 +157,9 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 
 def _kind_of_text(text: str, decimal: str) -> str:
+    """Return the kind of a field of CSV that is not empty."""
     if decimal == "," and "." in text:
-        return "text"  # the point separates thousands, or the text is no number
+        return "digits" if _GROUPED.fullmatch(text) else "text"
     if decimal == ",":
         text = text.replace(",", ".")
     if text in _TRUTH:
@@ -150,8 +167,10 @@ def _kind_of_text(text: str, decimal: str) -> str:
     if not _NUMBER.fullmatch(text):
         return "text"
     if _INTEGER.fullmatch(text) and text != "-0":
-        return _kind_of_integer(int(text), too_large="digits")
+        return _kind_of_integer(int(text), too_large="text" if decimal == "," else "digits")
     number = float(text)
+    if decimal == "," and number.is_integer() and abs(number) >= _INT64:
+        return "text"
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
@@ -164,6 +183,7 @@ _WRITTEN = {
     "comma float": COMMA,
     "comma fraction": COMMA,
     "comma number": COMMA_NUMBER,
+    "comma digits": COMMA_DIGITS,
 }
 
 
@@ -174,6 +194,7 @@ def arrow_field(name: str, kind: Kind) -> pa.Field:
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:
+    """Return the Arrow type of a kind."""
     if isinstance(kind, str):
         return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
@@ -189,11 +210,12 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _json_text(value: Any) -> str | None:
+    """Return a value as text of JSON. Null stays null."""
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def depends_on_others(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of the keys or numbers of other rows."""
+    """Whether other rows' keys or numbers change how a value looks in a column of this kind."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
@@ -204,6 +226,13 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
-    if isinstance(kind, str) and kind.startswith(COMMA_KIND):
-        texts = [text and text.replace(",", ".") for text in texts]
-    return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))
+    arrow_type = _arrow_type(kind)
+    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    is_number = has_commas and pa.types.is_floating(arrow_type)
+    values: list[str | None] = []
+    for text in texts:
+        value = text or None  # an empty field is null
+        if is_number and value is not None:
+            value = value.replace(",", ".")
+        values.append(value)
+    return pa.array(values, pa.string()).cast(arrow_type)

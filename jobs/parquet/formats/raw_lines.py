@@ -17,30 +17,34 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    row_from: dict[int, int | None] = {}  # the wanted row that begins at a line, if there is one
+    # The first lines of wanted rows, each with its row. None stands at the first line after a wanted row.
+    row_at: dict[int, int | None] = {}
     last = max(rows, default=-1)
     with _opened(path, file_format, dialect) as file:
-        records = csv_records(file)[1] if file_format in HEADED else json_records(file)
+        records = json_records(file)
+        if file_format in HEADED:
+            _, records = csv_records(file)
         for row, record in enumerate(records):
             if row in rows:
-                row_from[record.line] = row
+                row_at[record.line] = row
             elif row - 1 in rows:
-                row_from[record.line] = None
+                row_at[record.line] = None
             if row > last:
                 break
 
     lines: dict[int, list[str]] = {}
-    row_here: int | None = None
+    current_row: int | None = None
     with _opened(path, file_format, dialect) as file:
         for line in file.lines():
-            row_here = row_from.get(line.line, row_here)
-            if row_here is not None and line.value is not None:
-                lines.setdefault(row_here, []).append(line.value.decode(errors="replace"))
+            current_row = row_at.get(line.line, current_row)
+            if current_row is not None and line.value is not None:
+                lines.setdefault(current_row, []).append(line.value.decode(errors="replace"))
     return {row: "\n".join(texts).rstrip("\r\n") for row, texts in lines.items()}
 
 
 @contextmanager
 def _opened(path: str, file_format: str, dialect: Mapping[str, str]) -> Iterator[TextFile]:
+    """Open a text file, compressed or not, for a `with` block."""
     with pa.OSFile(path) as source:
         codec = codec_of(source)
         with pa.input_stream(source, codec) as stream:

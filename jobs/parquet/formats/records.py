@@ -96,6 +96,7 @@ def json_records(file: TextFile) -> Iterator[Record]:
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
+    """Yield a file's lines. One that is too long is read to its end, and has a problem in place of a value."""
     number = 0
     while text := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -110,6 +111,7 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _json_record(line: Record, encoding: str) -> Record:
+    """Return the row in a line of JSON. encoding: the file's, for messages."""
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
@@ -140,12 +142,13 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
     """
     again: deque[Record] = deque()  # lines to be read before others
     row_lines: list[Record] = []  # the lines of the current row
-    size = 0
-    no_end = ""
+    size = 0  # the bytes of the current row
+    no_end_problem = ""  # why the current row does not end
 
     def texts() -> Iterator[str]:
-        nonlocal size, no_end
-        no_end = "begins a quote that is not closed"
+        """Yield lines for the csv module. Ends at a line that cannot be part of a row, or at the file's end."""
+        nonlocal size, no_end_problem
+        no_end_problem = "begins a quote that is not closed"
         while True:
             line = again.popleft() if again else next(lines, None)
             if line is None:
@@ -153,7 +156,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             row_lines.append(line)
             size += line.size
             if line.problem or size > MAX_LINE_BYTES + 1 or len(row_lines) > MAX_LINES:
-                no_end = f"begins a row that {_TOO_LONG}, or close its quote"
+                no_end_problem = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
             yield f"{line.value.decode(errors='surrogateescape')}\n"
 
@@ -173,7 +176,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             if "new-line character" in problem:
                 problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
-                problem = row_lines[0].problem or no_end
+                problem = row_lines[0].problem or no_end_problem
                 size = row_lines[0].size
                 again.extendleft(reversed(row_lines[1:]))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
@@ -208,6 +211,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     elif sep_line:
         delimiter = sep_line[1].decode(errors="replace")
     rows = _csv_rows(lines, delimiter, file.encoding_name)
+
     head = next(rows, None)
     if head is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
@@ -218,9 +222,10 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
         candidates = _DELIMITERS.keys() - {usual_delimiter}
         counts = Counter(character for character in head.value[0] if character in candidates)
         if counts:
-            ((commonest, _),) = counts.most_common(1)
+            commonest, _ = counts.most_common(1)[0]
             shown = _DELIMITERS[commonest]
             raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(usual_delimiter))
+
     for name, count in Counter(head.value).items():
         if count > 1:
             raise SchemaMismatch(path, f"it has two columns named {brief(name)}")
@@ -228,6 +233,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
+    """Return a row whose value has the fields by the columns' names."""
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"

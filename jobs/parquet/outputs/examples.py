@@ -49,6 +49,7 @@ def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
 def _good_rows(
     storage: Storage, plan: Plan, columns: list[str], error: str
 ) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield rows without an error, with their numbers. error: the name of the column of errors."""
     for shard in range(min(NUM_PARTS, len(plan.shards))):
         for row, values in part_rows(storage, plan, shard, columns):
             if values[error] is None:

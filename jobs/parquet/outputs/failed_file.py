@@ -2,8 +2,9 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +25,8 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
 
     path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too. A row has the
     input's columns that the output has, its number in the run, its file, its number in the file, and the reason. A row
-    of a text file also has its line, if the planned file is on this machine and has not changed.
+    of a text file also has its line, if the planned file is on this machine and has not changed. CSV is written as the
+    run's input is: with its delimiter, decimal mark and encoding.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -34,7 +36,7 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
         return 0
     try:
         with open(path, "xb") as sink:
-            _WRITERS[suffix](sink, pa.concat_tables(tables))
+            _WRITERS[suffix](sink, pa.concat_tables(tables), reader.plan.spec.dialect)
     except FileExistsError:
         raise InvalidJob(f"{path} is there already: name a new file") from None
     except OSError as error:
@@ -42,23 +44,23 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     return sum(table.num_rows for table in tables)
 
 
-def _write_csv(sink: Any, table: pa.Table) -> None:
-    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()))
+def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
+    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()), dialect)
 
 
-def _write_jsonl(sink: Any, table: pa.Table) -> None:
+def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
     write_jsonl(frozenset(), sink, table.schema, iter(table.to_batches()))
 
 
-_WRITERS: dict[str, Callable[[Any, pa.Table], None]] = {
-    ".parquet": lambda sink, table: pq.write_table(table, sink),
+_WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {
+    ".parquet": lambda sink, table, dialect: pq.write_table(table, sink),
     ".csv": _write_csv,
     ".jsonl": _write_jsonl,
 }
 
 
 def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
-    """Yield the failed rows of each part with failed rows."""
+    """Yield a table for each part that has failed rows. cut: whether rows with a cut answer count as failed."""
     plan = reader.plan
     answers = set(answer_names(plan.spec))
     failed_by_shard: dict[int, list[FailedRow]] = {}
@@ -66,7 +68,8 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
         failed = list(reader.failed_rows(shard, cut))
         if failed:
             failed_by_shard[shard] = failed
-    lines = _lines(plan, [row for rows in failed_by_shard.values() for row in rows])
+
+    lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed in failed_by_shard.items():
         start = plan.first_row(shard)
         rows = reader.part_table(shard).take([row.row - start for row in failed])
@@ -79,13 +82,13 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
             "line": pa.array([lines.get((row.file, row.file_row)) for row in failed], pa.string()),
         }
         for name, column in beside.items():
-            while name in table.column_names:
+            while name in table.column_names:  # the input has a column of this name
                 name += "_"
             table = table.append_column(name, column)
         yield table
 
 
-def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str]:
+def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
     """Return the lines of failed rows, by file and row. Files that changed or cannot be read are left out."""
     if plan.input_format not in LINES:
         return {}

@@ -1,11 +1,13 @@
 """Writes the output of a run that asks for one file: the rows of all parts in order, once all parts are there."""
 
 import base64
+import codecs
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -35,22 +37,27 @@ Batches = Iterator[pa.RecordBatch]
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     """Write the rows of all parts into one file. Raises PartDamaged.
 
-    name: the file's name. An OpenAI batch has two, one of them for errors.
+    name: the file's name. The output of an OpenAI batch is two files, one of them for errors.
     """
     assert plan.spec.single_file is not None
     answers = frozenset(answer_names(plan.spec))
-    is_error_file = name != output_names(OPENAI_BATCH)[0]
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(write_csv, answers),
         JSONL: partial(write_jsonl, answers),
-        OPENAI_BATCH: partial(_write_batch_lines, plan.run, is_error_file),
+        OPENAI_BATCH: partial(_write_batch_lines, plan.run, _is_error_file(name)),
     }
     with open_part(storage, plan, 0) as part:
         schema = without_own_keys(part.schema)
     with closing(_rows_in_order(storage, plan)) as batches:
         writers[plan.spec.single_file](sink, schema, batches)
+
+
+def _is_error_file(name: str) -> bool:
+    """Whether an OpenAI batch's file of this name has the lines with an error."""
+    _, error_name = output_names(OPENAI_BATCH)
+    return name == error_name
 
 
 def _write_batch_lines(
@@ -84,7 +91,7 @@ def write_lines_of_parts(
 
     shards: the shards that have a part. name: the file's name, see `write_output`.
     """
-    is_error_file = name != output_names(OPENAI_BATCH)[0]
+    is_error_file = _is_error_file(name)
     num_bytes = 0
     for shard in shards:
         first_row = plan.first_row(shard)
@@ -96,6 +103,7 @@ def write_lines_of_parts(
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of all parts, in the parts' order."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
             for batch in file.batches:
@@ -104,6 +112,7 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
 
 
 def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
+    """Yield the rows of all parts, in the input's order."""
     if plan.spec.order is None:
         yield from _part_rows(storage, plan)
         return
@@ -148,6 +157,7 @@ def part_rows(
 
 
 def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as an Arrow file."""
     with pa.ipc.new_file(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -165,30 +175,46 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def _json_lines(lines: Iterable[str]) -> bytes:
+    """Return lines of JSON as the bytes of a file."""
     return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
 
 
-def write_csv(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    """Write rows as CSV. Fields that some readers would take for several lines are quoted. answers: see _rows."""
-    header = schema.names
-    sink.write(_csv_lines([header]))
+def write_csv(
+    answers: Set[str],
+    sink: Any,
+    schema: pa.Schema,
+    batches: Batches,
+    dialect: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write rows as CSV. Fields that some readers would take for several lines are quoted.
+
+    answers: see _rows. dialect: see RunSpec.dialect. Characters that its encoding lacks become escapes.
+    """
+    delimiter = dialect.get("delimiter", ",")
+    decimal = dialect.get("decimal", ".")
+    encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))("backslashreplace")
+    header = _csv_lines([schema.names], delimiter, decimal)
+    sink.write(encoder.encode(header))
     for batch in batches:
-        sink.write(_csv_lines(_rows(batch, answers)))
+        lines = _csv_lines(_rows(batch, answers), delimiter, decimal)
+        sink.write(encoder.encode(lines))
 
 
-def _csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
+def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
+    """Return rows as the text of a CSV file."""
+    quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
-        line = ",".join(map(_field, row))
+        line = delimiter.join(_field(value, quoted, decimal) for value in row)
         if not line:
             line = '""'  # readers skip blank lines
         lines.append(f"{line}\n")
-    return "".join(lines).encode()
+    return "".join(lines)
 
 
-#: A field with one of these characters is quoted, because some readers take it for the end of a line, or for a mark of
-#: the file.
-_QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
+#: A field with one of these characters or the delimiter is quoted, because some readers take it for the end of a line,
+#: or for a mark of the file.
+_QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
 def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
@@ -208,6 +234,7 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value in a form that JSON has. A number that JSON cannot write is null."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -221,13 +248,16 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _field(value: Any) -> str:
+def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
+    """Return a value as a field of CSV."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = value if isinstance(value, str) else to_json(value)
-    if not _QUOTED.search(text):
+    if isinstance(value, float):
+        text = text.replace(".", decimal)
+    if not quoted.search(text):
         return text
     doubled = text.replace('"', '""')
     return f'"{doubled}"'
@@ -254,5 +284,6 @@ def failed_rows(
 
 
 def _is_cut(finish_reason: str | list[str] | None) -> bool:
+    """Whether an answer, or one of several, was cut at its limit of tokens."""
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason]
     return "length" in reasons

@@ -1,7 +1,10 @@
-"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values."""
+"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values.
+
+If rows have several prompts, each prompt with a schema has two columns, which begin with its name.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any, NamedTuple
 
@@ -34,12 +37,26 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
 
 
-def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
-    """Return the two columns. n: how many answers each row has. From 2 on, the columns hold lists."""
-    types = [arrow_type(kind), pa.string()]
-    if n > 1:
-        types = [pa.list_(inner) for inner in types]
-    return [pa.field(PARSED, types[0]), pa.field(PARSE_ERROR, types[1])]
+def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
+    """Return two columns for each prompt.
+
+    kinds: see RunSpec.parsed_types. n: how many answers each row has. From 2 on, the columns hold lists.
+    """
+    fields = []
+    for prompt, kind in kinds.items():
+        value_type = arrow_type(kind)
+        reason_type = pa.string()
+        if n > 1:
+            value_type = pa.list_(value_type)
+            reason_type = pa.list_(reason_type)
+        fields.append(pa.field(_column(prompt, PARSED), value_type))
+        fields.append(pa.field(_column(prompt, PARSE_ERROR), reason_type))
+    return fields
+
+
+def _column(prompt: str, name: str) -> str:
+    """Return the name of a prompt's column; `name` itself if rows have one prompt."""
+    return f"{prompt}_{name}" if prompt else name
 
 
 class Parsed(NamedTuple):
@@ -49,10 +66,13 @@ class Parsed(NamedTuple):
     reason: str | None = None
 
 
-def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
-    """Parse a row's answer or answers. An answer that failed its check has the check's reason."""
-    texts = answer.completion
-    if answer.error is not None or texts is None:
+def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
+    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value.
+
+    prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
+    """
+    texts = answer.column(prompt) if prompt else answer.completion
+    if texts is None or (answer.error is not None and not prompt):
         return Parsed()
     if answer.check_error is not None:
         return Parsed(None, answer.check_error)
@@ -100,9 +120,9 @@ def _value(kind: ValueType, value: Any, path: str) -> Any:
         if number is not None:
             return number
     if isinstance(value, str):
-        plain = _of_text(name, _text(value, path))
-        if plain is not None:
-            return plain
+        from_text = _from_text(name, _text(value, path))
+        if from_text is not None:
+            return from_text
     raise _Unfit(f"{path}: {brief(value)} is no {name}")
 
 
@@ -119,11 +139,13 @@ def _fields(kind: ValueType, value: dict[str, Any], path: str) -> dict[str, Any]
 
 
 def _inner(kind: ValueType, value: Any, path: str) -> Any:
+    """Return a value within a list or map of this type. Raises _Unfit."""
     assert kind.item is not None
     return _value(kind.item, value, path)
 
 
 def _number(name: str, value: float) -> float | int | None:
+    """Return a number as the type of this name has it; None if it is no such number."""
     if name == schema_types.NUMBER:
         try:
             return float(value)
@@ -135,7 +157,8 @@ def _number(name: str, value: float) -> float | int | None:
     return None
 
 
-def _of_text(name: str, text: str) -> Any:
+def _from_text(name: str, text: str) -> Any:
+    """Return the text, date or moment that a text stands for in the type of this name; None if it stands for none."""
     if name == schema_types.STRING:
         return text
     try:
@@ -150,16 +173,24 @@ def _of_text(name: str, text: str) -> Any:
 
 
 def _text(text: str, path: str) -> str:
+    """Return the text itself. Raises _Unfit for one that is no valid Unicode."""
     if not is_unicode(text):
         raise _Unfit(f"{path}: a text is no valid Unicode")
     return text
 
 
 def _no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 
 
-def parsed_columns(kind: ValueType, answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the values of the two columns, by their names in `parsed_fields`."""
-    rows = [parsed_row(kind, answer) for answer in answers]
-    return {PARSED: [row.value for row in rows], PARSE_ERROR: [row.reason for row in rows]}
+def parsed_columns(
+    kinds: Mapping[str, ValueType], answers: Sequence[Answer]
+) -> dict[str, list[Any]]:
+    """Return the values of the columns, by their names in `parsed_fields`."""
+    columns = {}
+    for prompt, kind in kinds.items():
+        rows = [parsed_row(kind, answer, prompt) for answer in answers]
+        columns[_column(prompt, PARSED)] = [row.value for row in rows]
+        columns[_column(prompt, PARSE_ERROR)] = [row.reason for row in rows]
+    return columns

@@ -17,14 +17,22 @@ from jobs.parquet.asks.batch_lines import LEFT_OUT
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
-from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
+from jobs.parquet.tables.columns import (
+    JSON,
+    OWN_METADATA,
+    ROW_NUMBER,
+    ColumnChoice,
+    as_number,
+    has_comma_digits,
+    missing_column,
+)
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
-#: An answer's field that names the row of an earlier run from which the answer was taken. The run names its column.
+#: An answer's field that says from which row of which earlier run the answer was taken. The run names its column.
 REUSED = "reused"
 #: An answer's field that names the model that answered, in a run that asks two models.
 MODEL = "model"
@@ -85,9 +93,12 @@ def output_schema(
 
 
 def _output_field(field: pa.Field) -> pa.Field:
-    """Return a field without the metadata that only templates read. Those of JSON stay, for the writer of lines."""
+    """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
+    if has_comma_digits(field):
+        field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
-    if not JSON.items() <= metadata.items():
+    is_json = JSON.items() <= metadata.items()
+    if not is_json:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
     return field.with_metadata(metadata or None)
 
@@ -95,8 +106,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return Arrow's fields of a run's answers. They are named as the fields of Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
-    if spec.parsed_type is not None:
-        fields += parsed_fields(spec.parsed_type, spec.n)
+    fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
         fields.append(pa.field(REUSED, pa.string()))
     if spec.escalate_below:
@@ -108,9 +118,10 @@ def answer_names(spec: RunSpec) -> list[str]:
     """Return the names that the output gives to answer_fields, in their order."""
     names = []
     for field in answer_fields(spec):
-        names.append(
-            spec.reused_column or "" if field.name == REUSED else spec.output_prefix + field.name
-        )
+        name = spec.output_prefix + field.name
+        if field.name == REUSED and spec.reused_column is not None:
+            name = spec.reused_column
+        names.append(name)
     return names
 
 
@@ -120,8 +131,10 @@ def with_answers(
     """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
-    columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
-    parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
+    columns: list[Any] = [
+        as_number(batch.field(name), batch.column(name)) for name in schema.names[:num_kept]
+    ]
+    parsed = parsed_columns(spec.parsed_types, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
         values = parsed.get(name)
         if values is None:

@@ -119,7 +119,10 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "com
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last one's end."""
+    """Return the manifest of a finished run. parts: in order.
+
+    In it, `seconds` is the time from the first shard's start to the last one's end.
+    """
     counts = dict.fromkeys(IN_MANIFEST, 0)
     started_at = math.inf
     ended_at = -math.inf
@@ -145,6 +148,12 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
         listed_parts.append(
             {"name": part_name(part.shard), "rows": part.rows, "errors": part.errors}
         )
+
+    further: dict[str, Any] = {}
+    if plan.spec.single_file is not None:
+        further["output"] = output_names(plan.spec.single_file)
+    if plan.reused is not None:
+        further["reused"] = plan.reused.runs
     return {
         "run": plan.run,
         **counts,
@@ -156,15 +165,14 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
-        **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
-        **({"reused": plan.reused.runs} if plan.reused else {}),
+        **further,
         "inputs": [asdict(file) for file in plan.files],
         "parts": listed_parts,
     }
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return, as a fact for Redis, what earlier runs asked differently if few of their rows were taken; else {}."""
+    """Return the fact for Redis that says what earlier runs asked differently; {} if many of their rows were taken."""
     if plan.reused is None:
         return {}
     texts = []
@@ -273,6 +281,7 @@ class RunFolder:
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:
+        """Read from a part why its rows have errors, and keep that in Redis."""
         reasons = Reasons()
         if stats.errors:
             with suppress(RunError):  # ending the run looks at each part, and raises then
@@ -349,9 +358,8 @@ class RunFolder:
     def _write_end(self) -> dict[str, Any]:
         """Write the output files, the report, the manifest and, last, the mark of the end; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
-        summary = manifest_of(
-            self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons
-        )
+        parts = map(self.part_stats, range(len(self.plan.shards)))
+        summary = manifest_of(self.plan, parts, reasons)
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
         report = report_html(json.loads(manifest), examples=examples)
@@ -360,6 +368,7 @@ class RunFolder:
             writers[name] = partial(write_output, self.storage, self.plan, name)
         writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
         writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
+
         with writing(self._path):
             for name in self._end_files:
                 if not self._is_there(name):
@@ -375,6 +384,7 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
+        """Raise OutputNotWritable if a file is not there, although it was just written."""
         if not self._is_there(name):
             raise OutputNotWritable(
                 self.path(name), "something with this name is there, and it is not a file"
@@ -385,9 +395,8 @@ class RunFolder:
 
         An execution that still runs finds its part in place, and no longer needs its temporary file.
         """
-        chosen_rows = os.path.basename(
-            run_names.row_numbers_name(self.plan.reused.name if self.plan.reused else "")
-        )
+        planning = "" if self.plan.reused is None else self.plan.reused.name
+        chosen_rows = os.path.basename(run_names.row_numbers_name(planning))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))

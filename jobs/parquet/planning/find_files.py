@@ -35,7 +35,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. named: the path by which it was found. Its suffix gives the format. keys: its folders' keys.
+    path: its real path. named: the path by which it was found, whose suffix gives the format. keys: its folders' keys.
     """
 
     path: str
@@ -54,10 +54,11 @@ def _is_int64(text: str) -> bool:
 
 def folder_key(name: str) -> tuple[str, str | None] | None:
     """Return the key and the value of a folder named `key=value`; None for any other name."""
-    key, equals, value = name.partition("=")
+    key, equals, text = name.partition("=")
     if not key or not equals:
         return None
-    return unquote(key), None if value == NULL else unquote(value)
+    value = None if text == NULL else unquote(text)
+    return unquote(key), value
 
 
 def partition_columns(
@@ -78,18 +79,25 @@ def partition_columns(
             )
         if len(set(names)) < len(names):
             raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
+
     columns: list[AddedColumn] = []
-    rows: list[list[Any]] = [[] for _ in files]
+    values_by_file: list[list[Any]] = [[] for _ in files]
     for place, name in enumerate(names):
         if name in in_files:
             continue
-        texts = [file.keys[place][1] for file in files]
-        values = [text for text in texts if text is not None]
-        is_integer = any(values) and all(map(_is_int64, values))
+        texts = []
+        for file in files:
+            _, text = file.keys[place]
+            texts.append(text)
+        given_texts = [text for text in texts if text is not None]
+        is_integer = any(given_texts) and all(map(_is_int64, given_texts))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
-        for row, text in zip(rows, texts, strict=True):
-            row.append(int(text) if is_integer and text is not None else text)
-    return columns, rows
+        for values_of_file, text in zip(values_by_file, texts, strict=True):
+            value: Any = text
+            if is_integer and text is not None:
+                value = int(text)
+            values_of_file.append(value)
+    return columns, values_by_file
 
 
 class Folder(NamedTuple):
@@ -104,15 +112,21 @@ class Folder(NamedTuple):
 
     def child(self, entry: Entry, storage: Storage) -> "Folder | None":
         """Return a folder in this folder; None for a link that leads back. Raises PathOutsideRoots."""
-        path = storage.resolve(os.path.join(self.path, entry.name)) if entry.is_link else None
-        above: Folder | None = self
-        while path is not None and above is not None:
-            if above.path == path:
+        path = os.path.join(self.path, entry.name)
+        if entry.is_link:
+            path = storage.resolve(path)
+            if self._is_at_or_below(path):
                 return None
-            above = above.above
-        return Folder(
-            os.path.join(self.named, entry.name), path or os.path.join(self.path, entry.name), self
-        )
+        return Folder(os.path.join(self.named, entry.name), path, self)
+
+    def _is_at_or_below(self, path: str) -> bool:
+        """Whether this folder, or one of the folders in which it was found, has this path."""
+        folder: Folder | None = self
+        while folder is not None:
+            if folder.path == path:
+                return True
+            folder = folder.above
+        return False
 
 
 class FoundEntry(NamedTuple):
@@ -157,16 +171,20 @@ class Search:
 
     def expand(self, item: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched for an item, and the item's files."""
+        # A file may have a name that looks like a pattern. Then the file is meant.
         if has_magic(item) and self.storage.look(item) is None:
             folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
             return folder, list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
             return item, self._folder_files(item, path)
-        is_file = self.storage.stat(path) is not None
-        return os.path.dirname(item), [FoundFile(path, item)] if is_file else []
+        files = []
+        if self.storage.stat(path) is not None:
+            files.append(FoundFile(path, item))
+        return os.path.dirname(item), files
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
+        """Yield the files that a pattern matches, and the files of the folders that it matches."""
         searched = pattern.split("/")[_first_glob_segment(pattern) :]
         for match in self.matches(pattern, any(map(_is_hidden, searched))):
             path = match.real_path(self.storage)
@@ -219,7 +237,8 @@ class Search:
         or_none: a folder that cannot be read holds nothing.
         """
         entries = []
-        with suppress(OSError) if or_none else nullcontext(), self.storage.scan(folder) as listing:
+        errors_are_ignored = suppress(OSError) if or_none else nullcontext()
+        with errors_are_ignored, self.storage.scan(folder) as listing:
             for entry in listing:
                 self.storage.check_interrupted()
                 self._num_names += 1
@@ -252,6 +271,7 @@ class Search:
                 if not entry.is_folder:
                     continue
 
+                # `**` stays, because it stands for any number of folders.
                 next_places = {place if segments[place] == "**" else place + 1 for place in matched}
                 places_below = _with_skipped(next_places, segments)
                 child = folder.child(entry, self.storage) if places_below else None
@@ -294,11 +314,12 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files; without any, it gives the files of its only other format. input_format names
-    another format. Folders named key=value below it are included. A glob gives the files that it matches. Unless it
-    holds **, it also gives the files of matched folders. The files come sorted, without hidden names, unless a glob
-    spells a hidden name out. If there are several inputs, keys are taken from the folders below the folder that holds
-    them all. Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
+    A folder gives its *.parquet files, also those in its folders named key=value. Without any, it gives the files of
+    its only other format. input_format names the format to take instead.
+    A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
+    The files come sorted, without hidden names, unless a glob spells a hidden name out.
+    If there are several inputs, keys are taken from the folders below the folder that holds them all.
+    Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []
@@ -323,23 +344,30 @@ def find_files(
         if len(set(segments)) > 1:
             break
         num_shared += 1
-    return [replace(file, keys=_keys(file.named.split("/")[num_shared:-1])) for file in found_files]
+    with_keys = []
+    for file in found_files:
+        folders = file.named.split("/")[num_shared:-1]
+        with_keys.append(replace(file, keys=_keys(folders)))
+    return with_keys
 
 
 def _format_of(names: Sequence[str]) -> str | None:
-    """Return the format of a folder's files: Parquet if it has any, else its one format; None for no file."""
+    """Return the format of a folder's files: Parquet if it has any, else its only format. None if it has no files."""
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
     return one_format(names, None) if names else None
 
 
 def _first_glob_segment(pattern: str) -> int:
+    """Return the place of the first segment of a path that is a pattern."""
     return next(place for place, segment in enumerate(pattern.split("/")) if has_magic(segment))
 
 
-def _keys(names: Sequence[str]) -> Keys:
-    return tuple(key for key in map(folder_key, names) if key is not None)
+def _keys(folder_names: Sequence[str]) -> Keys:
+    """Return the keys and values of those folders that are named `key=value`."""
+    return tuple(key for key in map(folder_key, folder_names) if key is not None)
 
 
 def _is_hidden(name: str) -> bool:
+    """Whether a name, or a pattern of names, begins with a dot or an underscore."""
     return name[:1] in ("_", ".")

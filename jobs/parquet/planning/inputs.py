@@ -84,8 +84,8 @@ def read_inputs(
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    These are the columns of prompts, and also the kept columns if the output is lines again. Columns of whole prompts
-    or of pictures are not among them.
+    Among them are columns of prompts, and also kept columns if the output is lines again. Columns of whole prompts or
+    of pictures are not.
     """
     if look.format != JSONL:
         return ()
@@ -151,14 +151,14 @@ _RAISED_HERE = (
 
 
 def check_columns_here(spec: RunSpec) -> None:
-    """Raise the errors of planning that the input's first file shows on this machine."""
+    """Raise the errors that planning would raise, as far as this machine and the input's first file show them."""
     try:
         storage = Storage(("/",))
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         path = found_files[0].path
         file_format = one_format((file.named for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
-            return
+            return  # only a look at all lines would tell the columns
         look = scan(storage, path, file_format, 0, spec.dialect)
         columns, _ = _added_columns(found_files, look.schema.names, spec.filename_column)
         if file_format not in LINES:
@@ -170,7 +170,10 @@ def check_columns_here(spec: RunSpec) -> None:
 
 
 class _Look:
-    """What is known about the input files that were looked at."""
+    """Looks at input files, and holds what is known about them.
+
+    groups: for each file, the rows and bytes of its row groups.
+    """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
         """Raises InvalidJob for a dialect that files of the format do not have."""
@@ -199,7 +202,7 @@ class _Look:
     def take(self, path: str, most: int | None) -> None:
         """Look at a file. Raises InputNotFound, or InputBeingWritten if the file changes meanwhile.
 
-        most: how many rows to look at, unless it is Parquet; None for all.
+        most: how many rows to look at; None for all. A Parquet file's footer is looked at instead.
         """
         stat = self._storage.stat(path)
         if stat is None:
@@ -238,7 +241,8 @@ class _Look:
         if self._schema is None:
             self._schema = schema
         if not schema.equals(self._schema):
-            raise errors.SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
+            difference = _column_difference(schema, self._schema)
+            raise errors.SchemaMismatch(path, f"its columns are {difference}")
 
 
 def _added_columns(
@@ -258,7 +262,7 @@ def _added_columns(
     return columns, values_by_file
 
 
-def _columns(schema: pa.Schema, first: pa.Schema) -> str:
+def _column_difference(schema: pa.Schema, first: pa.Schema) -> str:
     """Say how a file's columns differ from the first file's."""
     columns = set(map(_column_text, schema))
     first_columns = set(map(_column_text, first))
@@ -268,7 +272,9 @@ def _columns(schema: pa.Schema, first: pa.Schema) -> str:
 
 
 def _column_text(field: pa.Field) -> str:
-    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
+    """Return a column's name and type, for a message."""
+    text = f"{field.name}: {field.type}"
+    return text if field.nullable else f"{text} not null"
 
 
 def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[FoundFile]) -> None:

@@ -1,8 +1,8 @@
-"""Chooses the rows that a run asks, if these are not all rows of its input in their order.
+"""Chooses the rows that a run asks, and takes answers of earlier runs.
 
 A run may ask only new rows, or ask rows in another order. Planning writes the chosen rows beside the plan. From then on
 the run knows only these rows, as the rows of its first file. Their numbers in the input are written beside the keys, so
-that a failed row can be found in the input. A run that reuses earlier runs gets their answers here.
+that a failed row can be found in the input.
 """
 
 import os
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +48,10 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     chosen: the rows' numbers in the input, in the run's order.
     """
     assert plan.reused is not None
-    first, *other_files = plan.files
-    first = replace(first, num_chosen=len(chosen))
-    new_plan = replace(plan, files=(first, *(replace(file, num_chosen=0) for file in other_files)))
+    # The chosen rows count as rows of the first file.
+    first = replace(plan.files[0], num_chosen=len(chosen))
+    other_files = [replace(file, num_chosen=0) for file in plan.files[1:]]
+    new_plan = replace(plan, files=(first, *other_files))
     groups: list[int] = []
     if len(chosen):
         rows_path = new_plan.rows_path(first)
@@ -107,19 +107,18 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    order = np.lexsort(keys.T[::-1])
-    return with_own_rows(
-        context, storage, replace(plan, reused=Reused(context.execution_id)), order
-    )
+    order = np.lexsort(keys.T[::-1])  # the first column counts most
+    plan = replace(plan, reused=Reused(context.execution_id))
+    return with_own_rows(context, storage, plan, order)
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: first by length of answer, long ones first, then by prompt."""
+    """Return the numbers by which rows are sorted: first by their own max_tokens, large ones first, then by prompt."""
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
-    size = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [64 - min(size, 63)]
+    num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
+    key = [64 - min(num_bits, 63)]
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()
@@ -141,8 +140,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
     ask = ask_of(plan, context)
     look_up = partial(find_matches, context, storage, plan, ask, old, any_model)
-    fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
     matches = look_up()
+    fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
     if plan.spec.only_new:
         new_rows = _new_rows(old, matches, look_up, fields)
         plan = with_own_rows(context, storage, plan, new_rows)
@@ -151,8 +150,12 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
     # Rows that were found, but cut, are asked again on purpose.
     num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
-    if 2 * (sum(run.rows for run in old.reused) + num_cut) < num_rows:
-        no_difference = _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
+    # Rows that failed before have no answer to take.
+    num_found = sum(run.rows for run in old.reused) + num_cut
+    took_few = 2 * num_found < min(num_rows, old.keys.num_known)
+    if took_few:
+        has_function = plan.spec.repairs.function is not None
+        no_difference = _NO_DIFFERENCE[has_function]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
             run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
 
@@ -192,7 +195,7 @@ def _write_taken_answers(
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What a user reads if few rows were taken from an earlier run that asked the same. Key: whether a function checks
+#: What a user reads if few rows were taken from an earlier run that asked the same, by whether a function checks
 #: answers.
 _NO_DIFFERENCE = {
     False: "it asked the same, but of other rows, or it has few answers",
@@ -230,12 +233,13 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 class Matches:
     """The old rows whose answers a new run may take.
 
-    places: the place of each new row's old row among all old rows; -1 for none.
-    models: the number in `marks` of the model that answered each new row's old row.
-    marks: the marks of the models whose answers may be taken. keys: the new rows' whole keys, with the model that
-    answered.
-    is_shorter: whether each new row's old row had a smaller max_tokens.
-    is_cut: whether an answer with a smaller max_tokens was found for a new row and not taken, because it was cut.
+    All arrays but `marks` have a value for each new row.
+    places: the place of its old row among all old rows; -1 for none.
+    models: the place in `marks` of the model that answered its old row.
+    marks: the marks of the models whose answers may be taken.
+    keys: its whole key, with the model that answered its old row.
+    is_shorter: whether its old row had a smaller max_tokens.
+    is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
     """
 
     places: Places
@@ -257,9 +261,9 @@ def find_matches(
     if plan.second is not None:
         marks = np.concatenate([model_mark(plan.second), marks])
         first_places = [part.first for part in old.parts]
-        asks_second_too = np.array(
-            [*(_asks_second_too(plan, part.plan) for part in old.parts), False]
-        )
+        asks_second = [_asks_second_too(plan, part.plan) for part in old.parts]
+        # The last value is for rows that were not found.
+        asks_second_too = np.array([*asks_second, False])
     if any_model:
         marks = np.concatenate([marks, old.marks])
     matches = Matches(
@@ -288,29 +292,32 @@ def find_matches(
             places[missing] = old_places
             models[missing] = number
 
-        for shorter_ask, (number, mark) in product(shorter_asks, enumerate(marks)):
-            missing = np.flatnonzero(has_key & (places < 0))
-            shorter_keys = row_keys(shorter_ask.key_of, [rows[row] for row in missing])
-            places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
-            models[missing] = number
-            matches.is_shorter[start + missing] = places[missing] >= 0
+        # Then look for answers to the same requests with a smaller max_tokens.
+        for shorter_ask in shorter_asks:
+            for number, mark in enumerate(marks):
+                missing = np.flatnonzero(has_key & (places < 0))
+                shorter_keys = row_keys(shorter_ask.key_of, [rows[row] for row in missing])
+                places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
+                models[missing] = number
+                matches.is_shorter[start + missing] = places[missing] >= 0
 
         matches.keys[start:end] = whole_keys(keys, marks[models])
     return matches
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return the keys of old runs that differ from the plan only by a smaller max_tokens.
+    """Return keys as old runs made them that differ from the plan only by a smaller max_tokens.
 
-    An answer of such a run that ended by itself would be the same now. Empty for batch files, because their lines have
-    sampling values of their own. check: the version of the check's function.
+    If an answer of such a run ended by itself, it would be the same now. Empty for batch files, because their lines
+    have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     asks = []
-    for old_value in {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}:
+    old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
+    for old_value in old_values:
         old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
         if type(limit) is not int or type(old_limit) is not int or old_limit >= limit:
             continue
@@ -339,7 +346,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether a plan asks the second model about all rows about which an old plan asked it."""
+    """Whether a plan asks its second model about every row about which an old plan asked the same model."""
     if _identities(plan) != _identities(old):
         return False
     return (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
@@ -355,8 +362,8 @@ def answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
 
-    If a row's old answer cannot be read, another old row is looked up, once for each old run. A row that stays without
-    an answer has -1 in `matches.places`.
+    If a row's old answer cannot be read or taken, another old row is looked up, once for each old run. In the end a row
+    without an answer has -1 in `matches.places`.
     """
     is_taken = np.zeros(len(matches.places), bool)
     for run in old.reused:
@@ -372,11 +379,10 @@ def answers(
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
             part.reused.rows += len(taken_rows)
+            # A place counts old rows over all old parts, and a row number counts them over their run.
             to_row_number = part.plan.first_row(part.shard) - part.first
-            sources = [
-                f"{part.reused.output}#{place + to_row_number}"
-                for place in matches.places[taken_rows]
-            ]
+            row_numbers = matches.places[taken_rows] + to_row_number
+            sources = [f"{part.reused.output}#{number}" for number in row_numbers]
             yield taken_rows, batch, sources
 
         lost = rows[~is_taken[rows]]

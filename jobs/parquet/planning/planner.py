@@ -18,6 +18,11 @@ from jobs.parquet.outputs.run_folder import (
     find_plan,
     load_plan,
 )
+from jobs.parquet.planning.adapters import (
+    rows_name_adapters,
+    with_adapters_of_rows,
+    with_named_adapters,
+)
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
@@ -74,6 +79,7 @@ def plan_run(
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended = folder.has_success()
     missing = folder.missing_shards(context.check_interrupted)
+
     converted_bytes = 0
     if missing:
         state.unmark_finished(folder.has_success)
@@ -84,9 +90,11 @@ def plan_run(
             remove_converted(storage, plan)
         folder.make_journal_folder()
 
-    # This is done before any shard runs, so that the last one knows that it is the last.
+    # The count of parts is there before any shard runs. So the last shard knows that it is the last.
     finished = folder.recount(queue)
-    enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
+    enqueued = 0
+    if not finished:
+        enqueued = enqueue_shards(context, queue, plan, state, missing)
     result = {
         "run": plan.run,
         "output": spec.output,
@@ -111,7 +119,7 @@ def _agreed_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Write the plan of a new run. If there is a plan already, return that plan, after checking its files."""
+    """Return the plan in the run's folder, after writing it if there was none. The plan's files are checked."""
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
@@ -122,9 +130,14 @@ def _agreed_plan(
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue, plan.planned_at))
-        if (spec.order or submission.reuse) and begin_folder(storage, spec.output):
+        plan = with_named_adapters(context, plan)
+        has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
+        chooses_rows = spec.order is not None or bool(submission.reuse)
+        if (chooses_rows or has_adapters) and begin_folder(storage, spec.output):
             files = {shard.file for shard in plan.shards if shard.rows}
             convert_inputs(storage, plan, files, context.execution_id)
+            if has_adapters:
+                plan = with_adapters_of_rows(context, storage, plan)
             plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan

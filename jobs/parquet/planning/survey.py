@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
+from jobs.parquet.planning.adapters import with_all_adapters, with_named_adapters
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.planning.own_rows import find_matches, with_seed_of
@@ -71,7 +73,8 @@ class SurveyWork(RowsTask):
         any_model = arguments.pop("reuse_from_any_model", False)
         has_answers = arguments.pop("answers", True)
         output = arguments.pop("output", os.devnull)
-        self._spec = spec = RunSpec.from_arguments(input, output, **arguments)
+        spec = RunSpec.from_arguments(input, output, **arguments)
+        self._spec = spec
         if first is not None and not kind_of(spec).is_tried(spec):
             raise InvalidJob(
                 "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
@@ -79,17 +82,21 @@ class SurveyWork(RowsTask):
             )
         spec.check_sampling(context.check_sampling)
         spec.admit(context.checks)
+
         storage = Storage.of(context)
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         plan = read_inputs(context, storage, spec, found_files)
+        plan = with_all_adapters(context, with_named_adapters(context, plan))
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
         if old is not None:
             plan = with_seed_of(plan, old)
+
         meter = context.meter()
         ask = ask_of(plan, context)
-        self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
+        counts = _Counts(context, ask, meter, plan.rows, max_rows)
+        self._counts = counts
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
@@ -100,7 +107,8 @@ class SurveyWork(RowsTask):
 
             chosen = sorted(counts.requests, key=lambda request: request.row)[:first]
             if first is None:
-                chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
+                num_tried = max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED))
+                chosen = pick_requests(chosen, num_tried)
             chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
 
         #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
@@ -135,9 +143,10 @@ class SurveyWork(RowsTask):
 
     @property
     def _is_timed_next(self) -> bool:
-        return (
-            self._is_dry and not self._began_at and self.asked.counts.done == self.asked.num_places
-        )
+        """Whether the timed batch comes now: all requests of a dry run are answered once."""
+        if not self._is_dry or self._began_at > 0:
+            return False
+        return self.asked.counts.done == self.asked.num_places
 
     @property
     def has_more(self) -> bool:
@@ -168,7 +177,14 @@ class SurveyWork(RowsTask):
         answers = self.asked.answers()
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
-        result["num_failed"] = sum(answer.error is not None for answer in answers)
+        failures = Reasons()
+        for (planned, _), tried in zip(self._tried, answers, strict=False):
+            if tried.error is not None:
+                failures.add(tried.error, [planned.row])
+        result["num_failed"] = failures.rows
+        result["commonest_failure"] = ""
+        for reason in failures.commonest(1):
+            result["commonest_failure"] = reason.text
         if not self._is_dry:
             shown = []
             for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):
@@ -183,13 +199,14 @@ class SurveyWork(RowsTask):
         """
         counts = self._counts
         # The weights add up to the requests whose text had room. `scale` makes up for all others.
-        weights = sum(planned.weight for planned, _ in self._tried)
-        scale = counts.scale * len(counts.requests) / (weights or 1.0)
+        weights = sum(planned.weight for planned, _ in self._tried) or 1.0
+        scale = counts.scale * len(counts.requests) / weights
         low = self._spec.escalate_below or 0
         generated = 0.0
         completion = 0.0
         escalated = 0.0
-        later = 0.0  # the prompt tokens of further prompts and of further attempts
+        # The prompt tokens of further prompts and further attempts: of requests, and of all rows that they answer.
+        later = 0.0
         later_of_rows = 0.0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
@@ -204,13 +221,13 @@ class SurveyWork(RowsTask):
                 escalated += planned.weight * planned.rows * scale
 
         seconds_per_token = self._seconds / max(1, self._timed_tokens)
+        computed_tokens = counts.request_tokens * counts.scale + later + generated
         return {
             "generated_tokens": generated,
             "completion_tokens": completion,
             "rows_escalated": escalated,
             "prompt_tokens": prompt_tokens + later_of_rows,
-            "seconds": seconds_per_token
-            * (counts.request_tokens * counts.scale + later + generated),
+            "seconds": seconds_per_token * computed_tokens,
         }
 
     def _shown(self, planned: PlannedRequest, row: Row, answer: Answer | None) -> dict[str, Any]:
@@ -235,8 +252,9 @@ class SurveyWork(RowsTask):
             completions = list(zip(reasons, answer.completion or (), strict=True))
         for name in ("error", "label", "probabilities"):
             shown[name] = answer.column(name)
-        calls = answer.tool_calls if isinstance(answer.tool_calls, tuple) else (answer.tool_calls,)
-        shown["tool_calls"] = [call for call in calls if call is not None]
+        calls = answer.tool_calls
+        calls_of_samples = calls if isinstance(calls, tuple) else (calls,)
+        shown["tool_calls"] = [call for call in calls_of_samples if call is not None]
         return {**shown, "completions": completions, "tokens": answer.all_completion_tokens}
 
 
@@ -290,7 +308,9 @@ class _Counts:
         self._meter = meter
         self._total = total
         # A row is looked at if its number can be divided by this.
-        self._step = max(1, -(-total // (max_rows or max(1, total))))
+        self._step = 1
+        if max_rows:
+            self._step = max(1, math.ceil(total / max_rows))
         self.requests: list[PlannedRequest] = []
         self.request_tokens = 0
         self._by_key: dict[bytes, PlannedRequest] = {}
@@ -314,7 +334,7 @@ class _Counts:
     ) -> None:
         """Count the rows of a shard, in the order in which they would be asked. start: the number of the first row."""
         equal_rows: dict[Row, list[int]] = {}
-        first = start + -start % self._step
+        first = math.ceil(start / self._step) * self._step
         for number in range(first, start + len(rows), self._step):
             row = rows[number - start]
             self._rows_read += 1
@@ -338,27 +358,39 @@ class _Counts:
             tokens = known.tokens
         else:
             try:
-                first_requests = self._first_requests(row, numbers[0])
-                prompts = [self._meter.token_ids(request) for request in first_requests]
+                requests = self._planned_requests(row, numbers, is_greedy)
             except (InvalidJob, _Unanswerable) as error:
                 self._reasons.add(str(error), numbers)
                 return
-            tokens = sum(map(len, prompts))
-            limit = max(_limit_of(request) for request in first_requests)
-            requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
-            if is_greedy:
-                requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
-            for request in requests:
-                self.requests.append(request)
-                self._by_key.setdefault(key, request)
-                self.request_tokens += tokens
-                for token_ids in prompts:
-                    shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
-                    self._counts["cached_tokens"] += shared
-                    self._previous_tokens = token_ids
+            tokens = requests[0].tokens
+            self._by_key.setdefault(key, requests[0])
+            self.requests += requests
+            self.request_tokens += tokens * len(requests)
+
         num_first = 1 if known is None else 0  # the first of all equal rows repeats nothing
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
+
+    def _planned_requests(
+        self, row: Row, numbers: list[int], is_greedy: bool
+    ) -> list[PlannedRequest]:
+        """Return the requests for equal rows: one for all if is_greedy, else one for each. Counts cached tokens.
+
+        Raises InvalidJob or _Unanswerable.
+        """
+        first_requests = self._first_requests(row, numbers[0])
+        prompts = [self._meter.token_ids(request) for request in first_requests]
+        tokens = sum(map(len, prompts))
+        limit = max(_limit_of(request) for request in first_requests)
+        requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
+        if is_greedy:
+            requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
+
+        for token_ids in prompts * len(requests):
+            shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
+            self._counts["cached_tokens"] += shared
+            self._previous_tokens = token_ids
+        return requests
 
     def _first_requests(self, row: Row, number: int) -> list[Request]:
         """Return the first requests of a row. Raises InvalidJob, or _Unanswerable for a row without requests."""
@@ -413,11 +445,10 @@ def _with_beginning(request: Request, beginning: str) -> Request:
 
 
 def _behind(beginning: str, content: Any) -> Any:
-    return (
-        beginning + content
-        if isinstance(content, str)
-        else [{"type": "text", "text": beginning}, *content]
-    )
+    """Return a text, or the parts of a message, behind a text."""
+    if isinstance(content, str):
+        return beginning + content
+    return [{"type": "text", "text": beginning}, *content]
 
 
 def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
@@ -427,12 +458,15 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
         return order
     features = [(1, request.tokens, request.limit, request.rows) for request in order]
     columns = np.array(features, np.float64)
+    # A request of average size is expected to be chosen count / len(order) times.
     sizes = (columns / np.maximum(columns.mean(axis=0), 1e-9)).sum(axis=1)
-    sizes *= count / sizes.sum()
-    times = np.diff(np.floor(np.cumsum(sizes) + 0.5), prepend=0)
+    expected_times = sizes * count / sizes.sum()
+    times = np.diff(np.floor(np.cumsum(expected_times) + 0.5), prepend=0)
+    picked = []
     for place in np.flatnonzero(times):
-        order[place].weight = float(times[place] / sizes[place])
-    return [order[place] for place in np.flatnonzero(times)]
+        order[place].weight = float(times[place] / expected_times[place])
+        picked.append(order[place])
+    return picked
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:

@@ -62,18 +62,18 @@ class JinjaSource(PromptSource):
 
         If a child fails, rows are rendered one by one from there on. A row that fails again gets a problem.
         """
-        done = 0
-        one_by_one = False
-        while done < rows.num_rows:
+        num_done = 0
+        rows_at_once: int | None = None  # all that are left
+        while num_done < rows.num_rows:
             try:
-                for outcome in self._rendered(rows.slice(done, 1 if one_by_one else None)):
-                    done += 1
+                for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
+                    num_done += 1
                     yield RowProblem(outcome) if isinstance(outcome, str) else outcome
             except ChildFailed as error:
-                if one_by_one:
-                    done += 1
+                if rows_at_once == 1:
+                    num_done += 1
                     yield RowProblem(f"the template {error}")
-                one_by_one = True
+                rows_at_once = 1
 
     def _rendered(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
         """Have a child render rows; yield each row's texts, or its problem."""
@@ -96,6 +96,7 @@ class JinjaSource(PromptSource):
         return checked_chat([{"role": role, "content": text} for role, text in pairs])
 
 
+#: A child sends its rendered rows once they have this many characters.
 _TOGETHER_CHARS = 1 << 20
 
 
@@ -117,11 +118,13 @@ def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> list[str] | str:
+    """Return a row's rendered texts, or why it has none."""
     if isinstance(values, RowProblem):
         return str(values)
-    defaults = question["defaults"]
-    known = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+    with_defaults = {}
+    for name, value in values.items():
+        with_defaults[name] = question["defaults"].get(name) if value is None else value
     try:
-        return render(question["texts"], as_values(known, question["control_tokens"]))
+        return render(question["texts"], as_values(with_defaults, question["control_tokens"]))
     except TemplateProblem as problem:
         return f"the template: {problem}"

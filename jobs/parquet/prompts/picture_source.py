@@ -19,14 +19,14 @@ from jobs.prompts.pictures import MAX_BYTES, Picture, picture_of
 from jobs.tasks import Parts
 from sandbox.exhausted import is_exhausted
 
-#: What a template may call the only column of pictures.
+#: A template may call the only column of pictures by this name.
 ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """The prompts of another source, with pictures. A picture stands where a template names its column, else first.
+    """Adds pictures to the prompts of another source. A picture stands where a template names its column, else first.
 
-    A template gets a random mark for each column of pictures. Then the pictures replace the marks.
+    The template is rendered with a random text, a mark, for each column of pictures. Then pictures replace the marks.
     """
 
     def __init__(
@@ -120,13 +120,12 @@ def _may_be_picture(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         kinds = [field.type for field in fields if field.name in ("bytes", "path")]
-        return bool(kinds) and all(
-            is_bytes(inner) or is_text(inner) or pa.types.is_null(inner) for inner in kinds
-        )
+        return bool(kinds) and all(is_bytes(inner) or is_text(inner) for inner in kinds)
     return is_bytes(kind) or is_text(kind)
 
 
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
+    """Return the pictures in a row's value, or the row's problem."""
     try:
         return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:
@@ -137,28 +136,38 @@ def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
 
 
 def _pictures_of(value: Any) -> list[Picture]:
+    """Return the pictures in a value: bytes, a path, a struct of both, or a list of these. Raises InvalidJob."""
+    if value is None:
+        return []
     if isinstance(value, dict):
-        return _pictures_of(value.get("path") if value.get("bytes") is None else value["bytes"])
+        content = value.get("bytes")
+        return _pictures_of(value.get("path") if content is None else content)
     if isinstance(value, list):
-        return [picture for item in value for picture in _pictures_of(item)]
+        pictures = []
+        for item in value:
+            pictures += _pictures_of(item)
+        return pictures
     if isinstance(value, str):
         return [picture_of(value, "a picture")]
-    return [] if value is None else [value]
+    return [value]
 
 
 def _parts(pictures: Sequence[Picture]) -> Parts:
+    """Return the parts of a message that hold these pictures."""
     return [{"type": "image", "image": picture} for picture in pictures]
 
 
 def _text(text: str) -> Parts:
+    """Return the part of a message that holds a text; none for an empty text."""
     return [{"type": "text", "text": text}] if text else []
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
     """Put pictures before the text of the user's last message. Raises RowProblem if there is no such message."""
-    message = next((message for message in reversed(messages) if message["role"] == "user"), None)
-    if message is None:
+    of_user = [message for message in messages if message["role"] == "user"]
+    if not of_user:
         raise RowProblem("there is no message of the user that could hold the picture")
+    message = of_user[-1]
     content = message["content"]
     parts = content if isinstance(content, list) else _text(content)
     message["content"] = [*pictures, *parts]
@@ -172,12 +181,15 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
     storage = Storage.of(context)
 
     def read(path: str) -> bytes:
+        """Return the bytes of a picture's file. Raises InvalidValue."""
         is_relative = not path.startswith("/") and "://" not in path
         if is_relative and folder is None:
             raise InvalidValue(
                 "{} is relative, and rows of several folders were put together: name it whole", path
             )
-        path = storage.resolve(os.path.join(folder or "", path) if is_relative else path)
+        if is_relative:
+            path = os.path.join(folder or "", path)
+        path = storage.resolve(path)
         try:
             with reading(path), storage.open_input(path) as file:
                 size = file.size()

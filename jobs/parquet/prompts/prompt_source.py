@@ -25,7 +25,7 @@ TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps 
 
 
 class Row(NamedTuple):
-    """What a row asks. Equal rows ask the same. If rows are sorted, neighbours share a prefix.
+    """The prompt of a row, and the values that belong to it. Equal rows ask the same. Sorted rows share prefixes.
 
     prompt: a text, or the JSON of a chat's messages. With pictures it is the JSON of messages or parts, which name the
     pictures by hashes. sampling: the row's own sampling values as JSON; "" for none. values: the values of the columns
@@ -178,6 +178,7 @@ def without_null_keys(value: Any, kind: pa.DataType) -> Any:
 
 
 def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
+    """Return a chat as JSON, or as messages if it has pictures. Raises RowProblem."""
     if messages is None:
         raise RowProblem("messages are null")
     if isinstance(messages, str):
@@ -186,7 +187,9 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
         except (ValueError, RecursionError) as error:
             raise RowProblem(f"messages are not JSON: {error}") from None
     normal = _normal(messages, drops_keys=drops_keys)
-    return normal if pictures_in(normal) else json.dumps(normal)
+    if pictures_in(normal):
+        return normal
+    return json.dumps(normal)
 
 
 class TemplateSource(PromptSource):
@@ -220,28 +223,31 @@ class TemplateSource(PromptSource):
         return checked_text(filled) if isinstance(filled, str) else checked_chat(filled)
 
     def _text(self, column: str, value: Any) -> Any:
+        """Return a value as the template shows it. Raises RowProblem for null in a column without a default."""
         if value is None:
             value = self._defaults.get(column)
             if value is None:
                 raise RowProblem(f"column {column!r} is null")
-        return as_values(
-            to_json(value) if isinstance(value, list | dict) else value, self._control_tokens
-        )
+        if isinstance(value, list | dict):
+            value = to_json(value)
+        return as_values(value, self._control_tokens)
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
     """Return values as JSON of the texts that a template would show."""
     texts: dict[str, str | None] = {}
     for name, value in values.items():
-        if isinstance(value, list | dict):
+        if value is None:
+            texts[name] = None
+        elif isinstance(value, list | dict):
             texts[name] = to_json(value)
         else:
-            texts[name] = None if value is None else f"{value}"
+            texts[name] = f"{value}"
     return json.dumps(texts, ensure_ascii=False)
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Raise InvalidValue if the template does not name the column of a default."""
+    """Raise InvalidValue if a default is for a column that the template does not name."""
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
@@ -259,9 +265,11 @@ def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
 
 
 def checked_text(text: Any, name: str = "prompt") -> str:
-    """Return a text that can be a prompt. Raises RowProblem, which names the text as `what`."""
-    if text is None or text == "":
-        raise RowProblem(f"{name} is {'null' if text is None else 'empty'}")
+    """Return a text that can be a prompt. Raises RowProblem. name: the text's name in the problem."""
+    if text is None:
+        raise RowProblem(f"{name} is null")
+    if text == "":
+        raise RowProblem(f"{name} is empty")
     problem = text_problem(text, name)
     if problem:
         raise RowProblem(problem)
@@ -275,6 +283,7 @@ def checked_chat(messages: Any) -> str:
 
 
 def _normal(messages: Any, *, drops_keys: bool = False) -> Parts:
+    """Return messages in their normal form. Raises RowProblem. drops_keys: see messages_column."""
     try:
         return normal_messages(messages, drops_keys=drops_keys)
     except InvalidJob as problem:

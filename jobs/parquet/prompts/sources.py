@@ -26,13 +26,15 @@ from jobs.parquet.prompts.prompt_source import (
 from jobs.parquet.tables.columns import (
     PROBLEM,
     RowProblem,
+    as_number,
+    has_comma_digits,
     has_digits,
     is_list,
     is_text,
     python_rows,
     with_own_json,
 )
-from jobs.prompts.arguments import NOT_TEXT, OF_VALUES
+from jobs.prompts.arguments import NOT_TEXT, SPLIT_TOKENS
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -67,8 +69,8 @@ class RowSampling:
         self._by_name = dict(by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The run's value is written for null, so that equal values are equal texts. The run's seed is not written for a
-        # row.
+        # The values that a row's null stands for. They are written out, so that rows with equal values have equal
+        # texts. A seed is not among them, because each row makes its own seed of the run's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
@@ -83,10 +85,10 @@ class RowSampling:
                     )
                 continue
             inner = kind.value_type if is_list(kind) else kind
-            is_number = any(is_kind(inner) for is_kind in _NUMBERS) or has_digits(
-                schema.field(column)
-            )
-            if not is_number and (name in NOT_TEXT or not is_text(inner)):
+            has_number_type = any(is_kind(inner) for is_kind in _NUMBERS)
+            is_number = has_number_type or has_digits(schema.field(column))
+            may_be_text = is_text(inner) and name not in NOT_TEXT
+            if not is_number and not may_be_text:
                 expected = f"a value for {name}: a number, as a rule"
                 if is_text(inner):
                     expected += (
@@ -96,13 +98,20 @@ class RowSampling:
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         """Yield the values of each row's columns, or its RowProblem."""
+        for column in self.columns:
+            field = rows.field(column)
+            if has_comma_digits(field):
+                place = rows.schema.get_field_index(column)
+                rows = rows.set_column(place, column, as_number(field, rows.column(column)))
         return rows_without_null_keys(self.columns, rows)
 
     def as_json(self, values: Mapping[str, Any]) -> str:
         """Return a row's sampling values as JSON. Raises RowProblem. values: the values in the row's columns."""
         sampling = {}
         for name, column in self._by_name.items():
-            value = self._shared.get(name) if values[column] is None else values[column]
+            value = values[column]
+            if value is None:
+                value = self._shared.get(name)
             if name in NOT_TEXT:
                 value = _number(value)
             if name == TOOLS and isinstance(value, str):
@@ -116,11 +125,14 @@ class RowSampling:
         return text
 
     def _check(self, values: Mapping[str, Any]) -> None:
-        sampling = split_chat_options(values)[0] if TOOLS in values else values
+        """Raise InvalidJob for impossible values."""
+        sampling = values
+        if TOOLS in values:
+            sampling, _ = split_chat_options(values)
         self._check_sampling(sampling)
 
     def _find_problem(self, text: str) -> str | None:
-        """Return why a row's values, as JSON, are impossible; None if they are possible."""
+        """Return why a row's values are impossible; None if they are possible. text: the values as JSON."""
         values = json.loads(text)
         for name, value in values.items():
             try:
@@ -135,6 +147,7 @@ class RowSampling:
 
 
 def _from_json(column: str, text: str) -> Any:
+    """Return the value in JSON. Raises RowProblem, which names the column."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -161,7 +174,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Decimal) and value.is_finite():
-        return int(value) if value == value.to_integral_value() else float(value)
+        is_whole = value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
     return value
 
 
@@ -169,7 +183,7 @@ class RowSource:
     """Makes rows of a table's batches.
 
     sampling: reads the rows' own sampling values. beside: columns whose values a row keeps beside its prompt. write:
-    makes text of these values.
+    turns these values into the text that the row keeps.
     """
 
     def __init__(
@@ -225,6 +239,7 @@ class RowSource:
         beside: dict[str, Any] | RowProblem,
         read: ReadFile,
     ) -> Row | RowProblem:
+        """Return a row made of its values, or its problem."""
         for values in (prompt_values, sampling_values, beside):
             if isinstance(values, RowProblem):
                 return values
@@ -239,9 +254,9 @@ class RowSource:
             if problem.fault == "server":
                 raise
             return RowProblem(str(problem))
-        beside_text = (
-            self._write({name: beside[name] for name in self._beside}) if self._beside else ""
-        )
+        beside_text = ""
+        if self._beside:
+            beside_text = self._write({name: beside[name] for name in self._beside})
         return row._replace(sampling=sampling, values=beside_text)
 
 
@@ -262,7 +277,8 @@ def row_source(
     if spec.steps:
         return _step_source(spec, sampling, control_tokens)
 
-    prompts = _prompts(spec, _split(spec.chat[1], control_tokens))
+    _, chat_options = spec.chat
+    prompts = _prompts(spec, _kept_out(chat_options, control_tokens))
     pictures = spec.image_column or ()
     if pictures:
         has_template = spec.template is not None
@@ -289,12 +305,13 @@ def _step_source(
     return RowSource(prompts, sampling, beside, prompt_source.written_as_texts)
 
 
-def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
+def _kept_out(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
-    return control_tokens if chat.get(OF_VALUES, True) else ()
+    return control_tokens if chat.get(SPLIT_TOKENS, True) else ()
 
 
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
+    """Return the source of a run's prompts, without pictures."""
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(
             spec.template,
@@ -328,7 +345,7 @@ class StepSource(prompt_source.TemplateSource):
         control_tokens: Collection[str] = (),
     ) -> None:
         step_defaults = {name: defaults[name] for name in step.template.columns if name in defaults}
-        super().__init__(step.template, step_defaults, _split(step.chat, control_tokens))
+        super().__init__(step.template, step_defaults, _kept_out(step.chat, control_tokens))
         self._name = step.name
         self._taken = taken
 
@@ -377,6 +394,7 @@ class LineSource(PromptSource):
         with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
+            """Note an object of the line if it is a part with a picture's path. Its image_url becomes an object."""
             if part.get("type") != "image_url":
                 return part
             image: Any = part.get("image_url")

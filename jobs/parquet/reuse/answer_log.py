@@ -44,7 +44,7 @@ from sandbox.exhausted import is_exhausted
 
 #: Errors of a file that cannot be read.
 UNREADABLE = (CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
-#: Errors of code that meets contents that we have not written.
+#: Errors of our code if a file has other contents than we write.
 _UNFIT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 
 #: The key of the header in the footer's metadata.
@@ -64,9 +64,9 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or how far it is.
 
-    row: its place in the shard. mark: the mark of the model that answers it. num_tokens: how many tokens were generated
-    for this row and its equal rows; 0 for all but the first of the equal rows. progress: how far a row under way is;
-    such a row has no answer.
+    row: its place in the shard. mark: the mark of the model that answers it.
+    num_tokens: how many tokens were generated for this row and its equal rows. Equal rows after the first have 0.
+    progress: how far a row under way is. Such a row has no answer.
     """
 
     row: int
@@ -122,7 +122,10 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Lend the log of any run, and its header. Raises AnswersDamaged, also if the body meets unexpected contents."""
+    """Open the log of any run. Yields the log and its header.
+
+    Raises AnswersDamaged for a log that cannot be read, also for an error that its contents cause in the `with` block.
+    """
     try:
         with closing(TableReading(storage, path, columns)) as file:
             header = json.loads((file.schema.metadata or {})[_HEADER])
@@ -229,6 +232,7 @@ def _progress_text(record: Record) -> str | None:
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
+    """Yield the records of a log's batch."""
     answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
     beside = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
     for values, answer in zip(beside, answers, strict=True):
@@ -242,6 +246,7 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
 
 
 def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
+    """Yield the answers in a log's batch, which has only the columns of answers and their sources."""
     # Lists of structs stay Arrow arrays, one for each row. Python's objects would take ten times as much memory.
     nested = [field.name for field in batch.schema if _holds_structs(field.type)]
     for number, values in enumerate(batch.drop_columns(nested).to_pylist()):

@@ -1,8 +1,9 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-Each part has a file of keys. Its layout is fixed and little-endian. First comes a digest of the run, the shard and all
-that follows. Then come the number of models that answered, in 64 bits, their marks (jobs.parquet.asks.row_keys), and
-each row's whole key. A shard without a part may have logs of answers (answer_log.py), whose records have the same keys.
+Each part has a file of keys. Its numbers are little-endian. First comes a digest of the run, the shard and all that
+follows; then the number of models that answered, in 64 bits; then the models' marks (jobs.parquet.asks.row_keys); and
+last each row's whole key. A shard without a part may have logs of answers (answer_log.py). Their records have the same
+keys.
 """
 
 import os
@@ -67,9 +68,10 @@ def write_keys(
     """
     models = np.unique(marks, axis=0)
     body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys.tobytes()
+    content = _digest(plan.run, shard, body) + body
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
-    storage.put(path, execution_id, lambda sink: sink.write(_digest(plan.run, shard, body) + body))
+    storage.put(path, execution_id, lambda sink: sink.write(content))
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
@@ -100,11 +102,12 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
+    """Return a hash of a file of keys, by which a damaged file is noticed."""
     key = f"{run} {shard}".encode()
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: Of several equal keys, at most this many are found in turn.
+#: The most equal keys that are found in turn. Further equal keys are never found.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
@@ -113,11 +116,12 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found.
+    keys: the known keys. A key of zeros is never found. num_known: how many can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.all = keys
+        self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
@@ -125,7 +129,7 @@ class KnownKeys:
         self._num_taken = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
-        """Remove the keys at these places, so that they are no longer found."""
+        """Make the keys at these places unknown. Their second halves become zeros, which no wanted key has."""
         self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:
@@ -158,7 +162,7 @@ class KnownKeys:
 
 #: The most unreadable files of an earlier run that are named.
 MAX_NAMED = 10
-#: The names of logs with answers: those of a journal, or of a cascade's first model.
+#: The names of logs that have answers: in journals, and from a cascade's first model. The number is the shard's.
 _ANSWERS = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 
@@ -167,7 +171,7 @@ class ReusedRun:
     """What a new run has taken from an old one.
 
     rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if at least half of the new run's rows were taken.
+    differently; empty if at least half of the rows were taken that could be: those of the new run, or the old answers.
     """
 
     output: str
@@ -178,9 +182,11 @@ class ReusedRun:
 
     def pass_over(self, error: Exception) -> None:
         """Note a file that could not be read. error: its arguments are the path and, if known, the reason."""
-        if len(self.passed_over) < MAX_NAMED:
-            path_and_reason = (*error.args, "it is gone")[:2]
-            self.passed_over.append(": ".join(map(str, path_and_reason)))
+        if len(self.passed_over) >= MAX_NAMED:
+            return
+        path = error.args[0]
+        reason = error.args[1] if len(error.args) > 1 else "it is gone"
+        self.passed_over.append(f"{path}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -204,10 +210,10 @@ class OldPart:
 
 
 Batches = Iterator[tuple[Places, pa.RecordBatch]]
-"""Batches of a file, each with its rows' places in their shard."""
+"""Batches of a file. Each comes with its rows' places in their shard."""
 
 Opened = tuple[pa.Schema, Batches]
-"""A file's whole schema, and its chosen columns."""
+"""A file's whole schema, and batches of the columns that were chosen."""
 
 
 class OldRuns:
@@ -272,14 +278,19 @@ class OldRuns:
             run.pass_over(CannotReuse(output, reason))
             return
 
+        first = 0
+        if self.parts:
+            last_part = self.parts[-1]
+            first = last_part.first + last_part.num_rows
         for shard, journal in sorted(answered.items()):
-            first = self.parts[-1].first + self.parts[-1].num_rows if self.parts else 0
-            self.parts.append(OldPart(plan, shard, first, run, tuple(journal)))
+            part = OldPart(plan, shard, first, run, tuple(journal))
+            self.parts.append(part)
+            first += part.num_rows
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the whole keys of the answers in a shard's logs into `keys`, by row. Returns the marks of their models.
+        """Read the keys of a shard's answers from its logs. Returns the marks of the models that answered.
 
-        A damaged log is passed over.
+        keys: gets the whole key of each answered row. A damaged log is passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         marks = []
@@ -299,8 +310,8 @@ class OldRuns:
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers at these places, part by part: the part, indices into `places`, and the answers.
 
-        places: ascending places among all old rows. schema: the columns of a new run's answers. Left out are rows with
-        an error, and files that are damaged or lack a column.
+        places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
+        left out, and so are files that are damaged or lack a column.
         """
         for part in self.parts:
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
@@ -312,7 +323,7 @@ class OldRuns:
             for path in paths:
                 try:
                     for indices, batch in self._answers_in_file(part, path, wanted, schema):
-                        is_new = is_missing[indices]
+                        is_new = is_missing[indices]  # a row's answer may stand in several logs
                         is_missing[indices] = False
                         yield part, begin + indices[is_new], batch.filter(pa.array(is_new))
                 except (*UNREADABLE, AnswersDamaged, PartDamaged) as error:
@@ -332,7 +343,7 @@ class OldRuns:
             read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
-        if _lengths(part.plan) != _lengths(self._new):
+        if _max_lengths(part.plan) != _max_lengths(self._new):
             cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
@@ -348,7 +359,7 @@ class OldRuns:
                 for name in cut_columns:
                     is_good &= _is_whole(chosen.column(name))
                 values = chosen.select(answer_schema.names).columns
-                answers = pa.RecordBatch.from_arrays(values, schema=schema)
+                answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
                 yield first + indices[is_good], answers.filter(pa.array(is_good))
 
     @contextmanager
@@ -420,17 +431,20 @@ def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
     return places[indices], indices
 
 
-def _lengths(plan: Plan) -> set[int]:
-    """Return the lengths of the longest sequences that a plan's models take."""
+def _max_lengths(plan: Plan) -> set[int]:
+    """Return the greatest lengths of sequences that a plan's models take."""
     return {model.max_model_len for model in (plan.model, plan.second) if model is not None}
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why no answer of an old run counts, because the model takes another length now; None if answers count."""
-    if _lengths(old) == _lengths(new):
+    """Say why no answer of an old run can be taken. Return None if answers can be.
+
+    Only a model that takes another length now rules all answers out.
+    """
+    if _max_lengths(old) == _max_lengths(new):
         return None
-    longest_old = max(_lengths(old))
-    shortest_new = min(_lengths(new))
+    longest_old = max(_max_lengths(old))
+    shortest_new = min(_max_lengths(new))
     if longest_old > shortest_new:
         return (
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
@@ -461,25 +475,27 @@ def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def _is_cut(value: str | list[str] | None) -> bool:
+    """Whether an answer ended at its limit of tokens. value: its finish reason or reasons, or its response's JSON."""
     if isinstance(value, list):
         return "length" in value
     return value is not None and (value == "length" or _CUT_CHOICE in value)
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the logs of each shard that has answers. A shard with a part needs no log, so its list is empty.
+    """Return the paths of the logs of each shard that has answers. The list of a shard with a part is empty.
 
     Raises CannotReuse for parts without keys.
     """
-    journals: dict[int, list[str]] = {}
+    logs_of: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)
     for name in storage.names(folder):
         match = _ANSWERS.match(name)
         if match is not None:
-            journals.setdefault(int(match[1]), []).append(os.path.join(folder, name))
+            logs_of.setdefault(int(match[1]), []).append(os.path.join(folder, name))
+
     shards = part_shards(storage.names(plan.spec.parts_folder))
     if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
     for shard in shards:
-        journals[shard] = []
-    return {shard: paths for shard, paths in journals.items() if shard < len(plan.shards)}
+        logs_of[shard] = []
+    return {shard: paths for shard, paths in logs_of.items() if shard < len(plan.shards)}

@@ -57,7 +57,7 @@ def _by_shard(
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> list[Record]:
-    """Return the records that planning has taken from earlier runs. Ignore damaged logs, and logs of another check."""
+    """Return the records that planning has taken from earlier runs; none if the log is damaged or of another check."""
     if plan.reused is None:
         return []
     path = plan.reused_path(shard)

@@ -43,12 +43,14 @@ def row_runner(
 
     answers: list[Answer | None] = []
     for row in rows:
+        answer = None
         if isinstance(row, RowProblem):
-            answers.append(ask.failed(str(row)))
-        else:
-            answers.append(None if isinstance(row, Row) else row)
+            answer = ask.failed(str(row))
+        elif isinstance(row, Answer):
+            answer = row
+        answers.append(answer)
 
-    entry_of: dict[Row, Entry[Answer]] = {}
+    entry_of: dict[Row, Entry[Answer]] = {}  # only of rows whose equal rows get the same answer
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):
@@ -62,8 +64,9 @@ def row_runner(
                 entry.memo_key = memo_keys[place].tobytes()
             entry_of[row] = entry
         rows_and_entries.append((row, entry))
+
     rows_and_entries.sort(key=lambda pair: pair[0])
     entries = [entry for _, entry in rows_and_entries]
-    return ItemRunner(
-        entries, answers, ask, checks, AnswerMemo(0) if memo is None else memo, expired=expired
-    )
+    if memo is None:
+        memo = AnswerMemo(0)
+    return ItemRunner(entries, answers, ask, checks, memo, expired=expired)

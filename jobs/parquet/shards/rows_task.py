@@ -4,7 +4,7 @@ import os
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer
-from jobs.context.served_model import ServedModel
+from jobs.context.served_model import is_served
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
 from jobs.items.runner import ItemRunner, ItemsTask
 from jobs.parquet.files.storage import Storage
@@ -27,24 +27,24 @@ class RowsTask(ItemsTask):
         return self.runner
 
     def close(self) -> None:
-        """Leave the rows without an answer to other shards."""
+        """Free the memory of the rows that are not answered, for other shards."""
         super().close()
         if self._texts is not None:
             self._texts.close()
 
 
-def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> None:
-    """Raise RunOfAnotherModel if the plan's model is not served here.
+def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> None:
+    """Raise RunOfAnotherModel if the plan's model, or an adapter that it names, is not served here.
 
     A BatchWorker leaves such a shard on its queue, but one of RQ's own workers takes any shard.
     """
     model = plan.model_of(is_second)
-    if model.pin != served.pin:
-        raise RunOfAnotherModel(plan.run, str(model), f"{served}, which is served here")
+    if not is_served(model.pin, {context.model.pin, *context.adapters.pinned}):
+        raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
-    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged if it is another run's."""
+    """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots, or PlanDamaged for another run's plan."""
     if not is_run_id(run) or not isinstance(plan_path, str):
         raise unlike(
             "run",

@@ -1,9 +1,9 @@
 """The journal of an open shard. The shard's next execution finds in it the answers, and how far the other rows are.
 
-The journal is a few logs (jobs/parquet/reuse/answer_log.py). Each entry of an execution adds a log with the answers
-since the entry before. A second log has the progress of rows under way, and replaces the second log of the entry
-before. Planning makes the logs' folder, and the run's end removes the folder. So an execution that was frozen until
-after the end finds no folder.
+The journal is a few logs (jobs/parquet/reuse/answer_log.py). An execution makes an entry every few seconds. Each entry
+adds a log with the answers since the entry before. It also writes a log with the progress of rows under way, and
+removes the earlier log of that kind. Planning makes the logs' folder, and the run's end removes the folder. So an
+execution that was frozen until after the end finds no folder.
 """
 
 import os
@@ -25,8 +25,8 @@ from jobs.parquet.reuse.answer_log import AnswerLog, Record
 class Journalled:
     """What earlier executions have left of a shard.
 
-    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: tokens generated for
-    answers.
+    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: how many tokens were
+    generated for the answers.
     """
 
     answers: dict[int, Record] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If two executions have worked on a row, the record of the one that was further counts."""
+        """Add a record. If two executions have worked on a row, the record of the execution that got further counts."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
@@ -78,14 +78,14 @@ class ShardJournal:
         return journalled
 
     def keep(self, runner: ItemRunner[Answer], tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes new answers, in any thread; None if there are no new answers. See OpenTask."""
+        """Return a function that writes an entry, in any thread; None if there is nothing to write. See OpenTask."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(tokens)
         if not answered and not under_way:
             return None
 
         def write() -> None:
-            with self._writing, suppress(FileNotFoundError):  # the run has ended
+            with self._writing, suppress(FileNotFoundError):  # then the run has ended
                 if not self._is_closed:
                     self._write(answered, under_way)
 
@@ -111,6 +111,7 @@ class ShardJournal:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 
     def _put(self, kind: str, records: Sequence[Record]) -> str:
+        """Write records into a new file of their kind; return the file's name."""
         name = f"{self._prefix}{self._execution_id}.{kind}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
             self._log.write(sink, records)

@@ -45,7 +45,7 @@ class ShardTexts:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
                 known = self._known.setdefault(row, row)
-                if known is row:
+                if known is row:  # equal rows share their texts
                     num_bytes += row.num_bytes
                 row = known
             self.rows.append(row)
@@ -67,6 +67,7 @@ class ShardTexts:
         return rows
 
     def let_go(self, row: Row) -> None:
+        """Stop counting the bytes of a row whose texts nobody needs any more."""
         self._release(row.num_bytes)
 
     def close(self) -> None:
@@ -74,6 +75,7 @@ class ShardTexts:
         self._release(self._bytes)
 
     def _release(self, num_bytes: int) -> None:
+        """Stop counting some bytes, at most those that are counted."""
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
         self._shard_bytes.let_go(num_bytes)
@@ -82,7 +84,7 @@ class ShardTexts:
 def shard_batches(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the added columns. Rows of a text file have their problems in a column."""
+    """Yield the rows of a shard with the added columns. Rows of a text file have their problems in a column PROBLEM."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 
@@ -90,10 +92,11 @@ def shard_batches(
 def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
+    """Yield the rendered rows of a shard. Paths of pictures are relative to the folder of the shard's input file."""
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
     folder: str | None = os.path.dirname(file.path)
-    if file.num_chosen and len(folders) > 1:
+    if file.num_chosen and len(folders) > 1:  # chosen rows of several files stand in one file
         folder = None
     read = picture_reader(context, folder)
     for batch in shard_batches(context, plan, shard, reader):
@@ -109,7 +112,10 @@ def rendered_shards(
     source: RowSource,
     only: Set[int] | None = None,
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-    """Yield each shard that holds a row of `only`: the number of its first row, and its rows. Raises InputError."""
+    """Yield each shard that holds a row of `only`, or every shard: the number of its first row, and its rows.
+
+    Raises InputError.
+    """
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]

@@ -69,8 +69,10 @@ class ShardWork(RowsTask):
         self._started_at = time.time()
         self._has_entered = False
         self._deadline = folder.state.begin(self._started_at)
-        if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
-            check_model(folder.plan, context.model, self._is_second)
+        # If the first model's answers are kept, only the second model's job is missing.
+        is_asked = self._escalates and has_kept(folder, shard)
+        if folder.lacks(shard) and not is_asked:
+            check_model(folder.plan, context, self._is_second)
             folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
             context.files.enter(self._file.path)
@@ -152,7 +154,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Leave the rows without an answer, and the shard's file, to other shards."""
+        """Free the memory of the rows that are not answered, and let other shards have the file."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
@@ -168,9 +170,9 @@ class ShardWork(RowsTask):
         return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return the most that these rows can be.
+        """Enqueue the job that asks the second model about rows with low margins. Returns how many rows it may ask.
 
-        Returns 0 if this model has answered all rows, or a part is there.
+        Returns 0, and enqueues nothing, if there are no such rows or the part is there.
         """
         folder = self._folder
         number = self._number

@@ -28,7 +28,7 @@ from jobs.parquet.reuse.old_runs import read_keys
 from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.parquet.tables.columns import holds
+from jobs.parquet.tables.columns import RowProblem, holds
 from jobs.runs.plans.plan import Plan
 
 #: The most answers that are held. A row has `n` answers, or one for each label.
@@ -66,13 +66,15 @@ class VerifyWork(RowsTask):
             )
         self._columns = []
         for field in kind_of(spec).fields(spec, 0):
-            # Numbers of tokens or labels stand in structs, also the numbers in a map.
-            if field.name not in _NOT_COMPARED and not holds(field.type, pa.types.is_struct):
+            # The log probabilities of tokens and the probabilities of labels stand in structs or maps. The values of a
+            # map are structs too.
+            has_structs = holds(field.type, pa.types.is_struct)
+            if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
 
         most = MAX_ANSWERS // max(spec.n, len(spec.labels or ()))
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, most)
-        self._num_of_others = 0
+        self._num_other_models = 0
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in self._plan.shards_of(self._sample):
@@ -99,7 +101,7 @@ class VerifyWork(RowsTask):
         keys: whole keys of rows. A row with another key was answered by another model, and is left out.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
-        check_model(plan, context.model)
+        check_model(plan, context)
         plan.spec.admit(context.checks)
         ask = ask_of(plan, context)
         wanted = set(self._recorded)
@@ -118,12 +120,11 @@ class VerifyWork(RowsTask):
                     for number, row in enumerate(rendered, start):
                         if number not in wanted:
                             continue
-                        if isinstance(row, Row) and not self._is_comparable(
-                            row, ask, keys.get(number)
-                        ):
+                        if self._is_comparable(row, ask, keys.get(number)):
+                            self._texts.add([row])
+                        else:
                             del self._recorded[number]
-                            continue
-                        self._texts.add([row])
+
             numbers = list(self._recorded)
             self.runner = row_runner(
                 self._texts.gathered(),
@@ -136,12 +137,16 @@ class VerifyWork(RowsTask):
             self._texts.close()
             raise
 
-    def _is_comparable(self, row: Row, ask: RowAsk, recorded_key: bytes | None) -> bool:
+    def _is_comparable(
+        self, row: Row | RowProblem, ask: RowAsk, recorded_key: bytes | None
+    ) -> bool:
         """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, or None."""
+        if isinstance(row, RowProblem):
+            return True  # the run has recorded an answer, so this is a difference
         if recorded_key is not None:
             key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
             if key.tobytes() != recorded_key:
-                self._num_of_others += 1
+                self._num_other_models += 1
                 return False
         # A reused answer may come from a run in which the row had another number, and so another seed.
         return self._plan.reused is None or ask.is_greedy(row)
@@ -165,8 +170,8 @@ class VerifyWork(RowsTask):
             "rows_checked": len(self._recorded),
             "rows_equal": len(self._recorded) - len(different_rows),
             "rows_different": len(different_rows),
-            "rows_not_compared": len(self._sample) - len(self._recorded) - self._num_of_others,
-            "rows_of_other_models": self._num_of_others,
+            "rows_not_compared": len(self._sample) - len(self._recorded) - self._num_other_models,
+            "rows_of_other_models": self._num_other_models,
             "columns": self._columns,
             "differences": differences[:MAX_DIFFERENCES],
         }
@@ -190,14 +195,18 @@ _SAMPLE = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", re.ASCII)
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
-    """Return the rows of a sample, a share such as "1%" or a number. Raises InvalidValue for more than `most`."""
+    """Return the rows of a random sample. Raises InvalidValue for more than `most` rows.
+
+    sample: a number of rows, or a share such as "1%".
+    """
     match = _SAMPLE.fullmatch(sample)
-    if match is None or not Fraction(match[1]):
+    if match is None or Fraction(match[1]) == 0:
         raise InvalidValue(
             "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
         )
-    size = Fraction(match[1])
-    if match[2]:
+    number, percent_sign = match.groups()
+    size = Fraction(number)
+    if percent_sign:
         size = size * total / 100
     count = min(total, math.ceil(size))
     if count > most:

@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
@@ -170,17 +171,20 @@ _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 #: The most values within a list, struct or map, at all depths. A value takes about a hundred bytes as a Python object.
 MAX_NESTED_VALUES = 100_000
-#: The metadata of a column of floats and integers, all exact as floats. Templates write the integers as integers.
+#: The metadata of a column of floats whose file also wrote integers. Templates write these as integers.
 NUMBER = {b"tokenmill": b"number"}
-#: The metadata of a text column that only has numbers, in another form than a column of numbers would show.
+#: The metadata of a text column that only has numbers. A column of numbers would show them in another form.
 DIGITS = {b"tokenmill": b"digits"}
 #: The metadata of a column of floats with a decimal comma.
 COMMA = {b"tokenmill": b"comma"}
 #: The metadata of a column of floats and integers with a decimal comma.
 COMMA_NUMBER = {b"tokenmill": b"comma number"}
+#: The metadata of a text column that only has numbers with a decimal comma, in another form than a column of numbers
+#: would show, such as 7,00 or 1.234,56. Templates show the text, and the output has the numbers.
+COMMA_DIGITS = {b"tokenmill": b"comma digits"}
 #: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
-#: The key of the metadata that say how templates write a column. Outputs leave it out.
+#: The key of the metadata above. Outputs leave it out.
 _OWN_KEY = b"tokenmill"
 OWN_METADATA = frozenset({_OWN_KEY})
 #: Columns of at most this many bytes are converted at once, larger ones row by row.
@@ -201,13 +205,29 @@ def python_rows(
         as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns
     ]
     for values in zip(*values_by_column, strict=True):
-        problem = next((value for value in values if isinstance(value, RowProblem)), None)
-        yield problem or dict(zip(columns, values, strict=True))
+        problems = [value for value in values if isinstance(value, RowProblem)]
+        if problems:
+            yield problems[0]
+        else:
+            yield dict(zip(columns, values, strict=True))
 
 
 def has_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers."""
-    return DIGITS.items() <= (field.metadata or {}).items()
+    return DIGITS.items() <= (field.metadata or {}).items() or has_comma_digits(field)
+
+
+def has_comma_digits(field: pa.Field) -> bool:
+    """Whether a text column holds only numbers with a decimal comma."""
+    return COMMA_DIGITS.items() <= (field.metadata or {}).items()
+
+
+def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
+    """Return the numbers of a text column with decimal commas. Any other column stays as it is."""
+    if not has_comma_digits(field):
+        return column
+    without_points = pc.replace_substring(column, ".", "")
+    return pc.replace_substring(without_points, ",", ".").cast(pa.float64())
 
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
@@ -218,25 +238,34 @@ def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         return map(_with_comma, values)
     if form == JSON[_OWN_KEY]:
-        return (
-            _from_json(field.name, value) if isinstance(value, str) else value for value in values
-        )
+        return (_from_json(field.name, value) for value in values)
     return values
 
 
 def _whole_as_integer(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return a whole float as an integer, and any other value as it is."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _with_comma(value: Any) -> Any:
-    return f"{value}".replace(".", ",") if isinstance(value, float) else value
+    """Return a float as a text with a decimal comma, and any other value as it is."""
+    if isinstance(value, float):
+        return f"{value}".replace(".", ",")
+    return value
 
 
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def _from_json(name: str, text: str) -> Any:
-    """Return the value in JSON that we wrote, or a problem if the JSON holds too many values."""
+def _from_json(name: str, text: Any) -> Any:
+    """Return the value in JSON that we wrote, or a problem if the JSON holds too many values.
+
+    text: the JSON. A null or a problem in its place is returned as it is.
+    """
+    if not isinstance(text, str):
+        return text
     if len(text) > MAX_NESTED_VALUES:
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(map(without_texts.count, ",[{"))
@@ -250,7 +279,9 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
 
     is_ours: the values are answers, which may be larger than a prompt.
     """
-    values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
+    values = _python_values(name, column)
+    if is_ours:
+        values = (scalar.as_py() for scalar in column)
     if not holds(column.type, pa.types.is_map):
         return values
     return (
@@ -260,6 +291,7 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
+    """Return each row's value, or its RowProblem. A small column is converted at once."""
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         try:
             values = column.to_pylist()
@@ -271,6 +303,7 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
 
 
 def _num_bytes(column: pa.Array) -> int:
+    """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
         size += len(column) * int(column.dictionary.nbytes)
@@ -278,8 +311,12 @@ def _num_bytes(column: pa.Array) -> int:
 
 
 def _value(name: str, row: pa.Array) -> Any:
+    """Return the one value in `row`, or its RowProblem. name: the column's."""
     try:
-        return _too_large(name, row) or row[0].as_py()
+        problem = _too_large(name, row)
+        if problem is not None:
+            return problem
+        return row[0].as_py()
     except UnicodeDecodeError as error:
         return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")
     except _NO_PYTHON_VALUE as error:
@@ -287,6 +324,7 @@ def _value(name: str, row: pa.Array) -> Any:
 
 
 def _too_large(name: str, row: pa.Array) -> RowProblem | None:
+    """Return the problem if the one value in `row` is too large for a prompt; else None."""
     scalar = row[0]
     if isinstance(scalar, pa.DictionaryScalar):
         scalar = scalar.value
@@ -307,6 +345,7 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
 
 
 def _beyond(name: str, size: int, unit: str, limit: int) -> RowProblem:
+    """Return the problem of a value that is larger than a limit."""
     return RowProblem(
         f"column {name!r} has a value of {size} {unit}, more than the limit of {limit}: shorten it"
     )

@@ -4,6 +4,7 @@ Row groups are not too small, because a footer with many row groups takes longer
 on this machine's disk, with few rows in memory at a time.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -26,17 +27,24 @@ GROUP_BYTES = 1 << 23
 def write_groups(
     sink: Any, schema: pa.Schema | None, batches: Iterable[pa.RecordBatch]
 ) -> list[int]:
-    """Write rows as Parquet; return the number of rows of each row group. schema: needed if there may be no rows."""
-    slices = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
-    tables = (pa.Table.from_batches(group) for _, _, group in grouped(slices))
-    groups: list[int] = []
-    # The first table has the schema if the caller gives none.
-    first = list(islice(tables, 1))
-    with pq.ParquetWriter(sink, schema or first[0].schema) as writer:
-        for table in chain(first, tables):
-            writer.write_table(table)
-            groups.append(table.num_rows)
-    return groups
+    """Write rows as Parquet; return the number of rows of each row group.
+
+    schema: of the rows; by default the first batch's. Needed if there may be no rows.
+    """
+    all_pieces = chain.from_iterable(map(pieces, batches))
+    slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
+    groups = grouped(slices)
+    first_groups = list(islice(groups, 1))
+    if schema is None:
+        [(_, _, first_pieces)] = first_groups
+        schema = first_pieces[0].schema
+
+    rows_of_groups: list[int] = []
+    with pq.ParquetWriter(sink, schema) as writer:
+        for num_rows, _, group in chain(first_groups, groups):
+            writer.write_table(pa.Table.from_batches(group))
+            rows_of_groups.append(num_rows)
+    return rows_of_groups
 
 
 def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
@@ -66,9 +74,10 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of at most GROUP_BYTES. A row with more bytes is a piece of its own."""
-    rows = max(1, batch.num_rows * GROUP_BYTES // max(GROUP_BYTES, batch.nbytes))
-    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+    """Cut a batch into pieces of about GROUP_BYTES at most, with as many rows each. A piece has at least one row."""
+    num_bytes = max(GROUP_BYTES, batch.nbytes)
+    piece_rows = max(1, batch.num_rows * GROUP_BYTES // num_bytes)
+    return (batch.slice(start, piece_rows) for start in range(0, batch.num_rows, piece_rows))
 
 
 #: The fewest rows of a bucket.
@@ -91,7 +100,7 @@ class RowBuckets(ExitStack):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self._bucket_rows = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
+        self._bucket_rows = max(BUCKET_ROWS, math.ceil(rows / MAX_BUCKETS))
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
         self._waiting_bytes = 0

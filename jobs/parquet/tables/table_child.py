@@ -23,9 +23,10 @@ Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
 def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Worker], Replies]:
-    """Make a child's task of a function that takes the question and the open file. An error of ours is a reply."""
+    """Make a child's task of a function that takes the question and the open file. JobsErrors become replies."""
 
     def do(worker: Worker) -> Replies:
+        """Answer the worker's question about a file, whose bytes the worker sends."""
         question = worker.question
         fetched = FetchedFile(
             lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"]
@@ -81,19 +82,21 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        sizes = (
-            (group.total_byte_size, group.num_rows)
-            for group in map(file.metadata.row_group, groups)
+        row_bytes = 1.0
+        for group in map(file.metadata.row_group, groups):
+            row_bytes = max(row_bytes, group.total_byte_size / max(1, group.num_rows))
+        batch_rows = max(1, min(question["rows"], int(GROUP_BYTES / row_bytes)))
+        batches = file.iter_batches(
+            batch_rows, row_groups=groups, columns=columns, use_threads=False
         )
-        row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
-        rows = max(1, min(question["rows"], int(GROUP_BYTES / max(1.0, row_bytes))))
-        for batch in file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
+        for batch in batches:
             for piece in pieces(batch.slice(skip)):
                 yield {}, packed(piece)
             skip = max(0, skip - batch.num_rows)
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:
+    """Open a Parquet file so that it reads few bytes of each column at once."""
     footer = pq.read_metadata(source)
     read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
     return pq.ParquetFile(

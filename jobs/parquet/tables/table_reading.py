@@ -69,7 +69,8 @@ def look_at(
 
     def look() -> Contents:
         with open_table(storage, path, input_format) as ask:
-            ((contents, schema),) = ask(task, question)
+            [reply] = ask(task, question)
+        contents, schema = reply
         return Contents(read_schema(schema), **contents)
 
     return asked_again(path, look)
@@ -116,7 +117,7 @@ class TableReading:
 def _read(
     storage: Storage, path: str, columns: ColumnChoice, first_group: int
 ) -> Generator[Any, None, None]:
-    """Yield a file's schema, then its batches."""
+    """Yield a file's schema, then its batches. A child that fails is replaced by one that goes on; see TableReading."""
     schema = None
     rows_done = 0
     batch_rows = list(BATCH_ROWS)
@@ -142,15 +143,13 @@ def _read(
                     yield batch
                 return
         except ChildFailed as error:
+            is_out_of_memory = isinstance(error, ChildOutOfMemory)
+            may_take_more = share < BYTES_SHARE and _has_bytes(schema, columns)
             if isinstance(error, ChildDied) and not was_replaced:
                 was_replaced = True
-            elif (
-                isinstance(error, ChildOutOfMemory)
-                and share < BYTES_SHARE
-                and _has_bytes(schema, columns)
-            ):
+            elif is_out_of_memory and may_take_more:
                 share = BYTES_SHARE
-            elif isinstance(error, ChildOutOfMemory) and len(batch_rows) > 1:
+            elif is_out_of_memory and len(batch_rows) > 1:
                 del batch_rows[0]
             else:
                 raise TableNotRead(path, str(error)) from None
@@ -178,12 +177,14 @@ def open_table(
     stack = ExitStack()
 
     def fetch(wanted: Mapping[str, Any]) -> bytes:
+        """Read the bytes that the child asks for."""
         storage.check_interrupted()
         with reading(path, input_format):
             content: bytes = source.read_at(wanted["size"], wanted["at"])
         return content
 
     def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
+        """Have the child do a task, and yield its replies. An error among them is raised here."""
         about_file = {"path": path, "input_format": input_format, "size": size}
         replies = child.replies(task, {**about_file, **question}, limits, fetch=fetch)
         stack.callback(replies.close)
@@ -203,7 +204,7 @@ def open_table(
         stack.close()  # stop the child's task after any error, so that the child can serve the next task
 
 
-#: All rows of a shard together may have this many times the limit of bytes, because they are read batch after batch.
+#: The rows of a shard may together have this many times the limit of bytes, because few are in memory at a time.
 SHARD_TIMES = 16
 
 
@@ -225,7 +226,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether the shard lies ahead, and a new reader would not start nearer to it."""
+        """Whether the shard lies ahead, and a new reader would start no nearer to it."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(
@@ -239,24 +240,27 @@ class RowReader(TableReading):
         shard_bytes = 0
         while self.next_row < end:
             check_interrupted()
-            batch = next(self.batches, None) if self._unread is None else self._unread
+            batch = self._unread
+            if batch is None:
+                batch = next(self.batches, None)
             if batch is None:
                 raise CorruptParquet(
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
                 )
+
+            # The batch may begin before the shard, and end after it.
             num_passed = min(batch.num_rows, end - self.next_row)
-            # Skip the rows before the shard.
             num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._unread = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
-            if num_passed > num_before:
-                batch = batch.slice(num_before, num_passed - num_before)
-                shard_bytes += batch.nbytes
-                if shard_bytes > self._limit:
-                    widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                    size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
-                    remedy = "submit with a smaller rows_per_shard"
-                    raise ShardTooLarge(
-                        self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy
-                    )
-                yield batch
+            if num_passed == num_before:
+                continue
+
+            batch = batch.slice(num_before, num_passed - num_before)
+            shard_bytes += batch.nbytes
+            if shard_bytes > self._limit:
+                widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
+                size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                remedy = "submit with a smaller rows_per_shard"
+                raise ShardTooLarge(self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy)
+            yield batch

@@ -88,8 +88,9 @@ def embed_task(
     remaining = {
         name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)
     }
-    for name in without_neutral(remaining):
-        raise InvalidValue("{} is no argument of jobs.embed", brief(name))
+    unknown = list(without_neutral(remaining))
+    if unknown:
+        raise InvalidValue("{} is no argument of jobs.embed", brief(unknown[0]))
     encoding = ENCODINGS[0]
     if encoding_format is not None:
         encoding = one_of("encoding_format", encoding_format, ENCODINGS)
@@ -120,6 +121,7 @@ def _response(
 
 
 def _shown(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
+    """Return an embedding as its response shows it."""
     if is_base64:
         return b64encode(array("f", numbers)).decode()
     # A float32 has nine digits at most. All digits of a float64 would take twice the room.

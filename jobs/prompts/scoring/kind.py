@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from jobs.context.adapters import ADAPTER
 from jobs.context.served_model import ServedModel
 from jobs.errors import unlike
 from jobs.prompts.arguments import Prompt, Unusable
@@ -12,7 +13,7 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The only sampling value of prompts for which nothing is generated.
+#: The only sampling value of prompts for which nothing is generated, beside an adapter.
 TRUNCATION = "truncate_prompt_tokens"
 
 #: The most probabilities of a shard's rows together. Each has 88 bytes, and all are held until the part is written.
@@ -44,7 +45,7 @@ class Scoring(abc.ABC):
 
     kind: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]
-    sampling: ClassVar[tuple[str, ...]] = (TRUNCATION,)
+    sampling: ClassVar[tuple[str, ...]] = (TRUNCATION, ADAPTER)
     asks_pairs: ClassVar[bool] = False
     is_tried: ClassVar[bool] = False
     is_compared: ClassVar[bool] = False
@@ -65,7 +66,7 @@ class Scoring(abc.ABC):
         return Request(None, prompt, self.values, chat, self.kind)
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
-        """Return a request for each prompt. A prompt that cannot be asked has its failure instead."""
+        """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
             requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))

@@ -14,7 +14,7 @@ from jobs.common.display import brief
 from jobs.context.served_model import ServedModel
 from jobs.context.values import listed
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
-from jobs.prompts.arguments import OF_VALUES, checked_text, one_prompt, parse_model
+from jobs.prompts.arguments import SPLIT_TOKENS, checked_text, one_prompt, parse_model
 from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import forces_call, normal_messages, split_chat_options
@@ -89,8 +89,8 @@ class Labels(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the softmax over the labels' log-likelihoods.
 
-        The answer is the likeliest label, or the first of equally likely labels. The margin is its probability less
-        that of the next label.
+        The answer is the likeliest label, or the first of equally likely labels. The margin is its probability minus
+        that of the second likeliest label.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)
@@ -117,6 +117,7 @@ class Labels(Scoring):
 
 
 def _logprobs(completion: Completion) -> list[float]:
+    """Return the log-likelihood of each label."""
     return [likelihood.logprob for likelihood in completion.loglikelihoods or ()]
 
 
@@ -144,6 +145,7 @@ def classify_task(
     respond = partial(_response, labels=scoring)
 
     def chat_task(messages: Parts) -> PromptTask:
+        """Return the task for a chat whose pictures are loaded."""
         requests = [scoring.request(messages, chat)]
         if is_calibrated:
             without_content = _messages_without_content(messages, calibrate)
@@ -155,8 +157,9 @@ def classify_task(
         return PromptTask(requests, respond, model_name)
 
     def task(kind: str, value: object) -> Task:
+        """Return the task for a prompt or a chat. kind: "prompt" or "messages"."""
         is_chat = kind == "messages"
-        known = CHAT_NAMES if is_chat else (OF_VALUES,)
+        known = CHAT_NAMES if is_chat else (SPLIT_TOKENS,)
         for name in options:
             if name not in known:
                 raise InvalidValue("{} is no argument of jobs.classify", brief(name))
@@ -170,7 +173,7 @@ def classify_task(
 
     return asked_task(
         task,
-        values_are_text=chat.get(OF_VALUES, True),
+        values_are_text=chat.get(SPLIT_TOKENS, True),
         prompt=prompt,
         messages=messages,
         prompt_template=prompt_template,
@@ -179,6 +182,7 @@ def classify_task(
 
 
 def _prompt_without_content(calibrate: object) -> str:
+    """Return the prompt that calibrates. Raises InvalidValue."""
     if calibrate is True:
         return CONTENT_FREE
     if not isinstance(calibrate, str):
@@ -187,6 +191,7 @@ def _prompt_without_content(calibrate: object) -> str:
 
 
 def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
+    """Return the chat that calibrates: by default these messages, with CONTENT_FREE in the last. Raises InvalidJob."""
     if calibrate is True:
         *before, last = messages
         return [*before, {**last, "content": CONTENT_FREE}]

@@ -29,6 +29,7 @@ def loglikelihood_task(
 
 
 def _continuations(continuations: object) -> list[str | list[int]]:
+    """Return continuations as texts or token ids. Raises InvalidJob."""
     parsed: list[str | list[int]] = []
     values = listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
     for number, value in enumerate(values):

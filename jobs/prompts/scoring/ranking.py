@@ -107,6 +107,7 @@ def rerank_task(
     shown_documents = texts if truth("return_documents", return_documents) else None
 
     def task(context: JobContext) -> PromptTask:
+        """Return the task, now that the served model is known."""
         context.model.check_ranks()
         scoring = Relevance(has_head=bool(context.model.classes), instruction=instruction)
         requests = [scoring.request((query, text)) for text in texts]
@@ -119,11 +120,13 @@ def rerank_task(
 
 
 def _documents(documents: object) -> list[str]:
+    """Return the texts of documents. Raises InvalidJob."""
     texts = []
     entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
     for number, entry in enumerate(entries):
-        text = entry["text"] if isinstance(entry, dict) and entry.keys() == {"text"} else entry
-        texts.append(checked_text(text, f"document {number}"))
+        if isinstance(entry, dict) and entry.keys() == {"text"}:
+            entry = entry["text"]
+        texts.append(checked_text(entry, f"document {number}"))
     return texts
 
 
@@ -149,6 +152,8 @@ def _response(
 
 
 def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
-    """Order results, the most relevant first. Results without a relevance come last."""
+    """Return the key that sorts results: the most relevant first, those without a relevance last."""
     score = result["relevance_score"]
-    return (True, 0.0) if score is None else (False, -score)
+    if score is None:
+        return True, 0.0
+    return False, -score

@@ -26,9 +26,10 @@ DEFAULT_MAX_SAMPLES = 16
 class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
-    agree: the share, above 0 and at most 1. agree_on: the part of a text that is compared. None compares the whole
-    text, "json" its JSON, a JSON pointer (RFC 6901) a part of the JSON, a pattern its first group. A sample that was
-    cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
+    agree: the share, above 0 and at most 1.
+    agree_on: the part of a text that is compared. None compares the whole text, "json" its JSON, a JSON pointer (RFC
+    6901) a part of the JSON, a pattern its first group.
+    A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
     """
 
     agree: float
@@ -54,7 +55,9 @@ class Agreement(Way):
     @property
     def questions(self) -> Sequence[RepairOptions]:
         """Return the question for the part of a text that is compared; nothing if whole texts are compared."""
-        return () if self.agree_on is None else (RepairOptions({AGREE_ON: self.agree_on}),)
+        if self.agree_on is None:
+            return ()
+        return (RepairOptions({AGREE_ON: self.agree_on}),)
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob if all samples would be equal, or would not be texts."""
@@ -71,13 +74,14 @@ class Agreement(Way):
             sampling = {**request.sampling, "n": min(ROUND, votes.num_left)}
             if rounds:
                 sampling = reseeded(sampling, f"sample {len(votes.samples)}")
-            (drawn,) = yield [replace(request, sampling=sampling)]
+            [drawn] = yield [replace(request, sampling=sampling)]
             rounds.append(drawn)
-            sound = [sample for sample in drawn if sample.finish_reason != "error"]
-            if not sound:
+            good = [sample for sample in drawn if sample.finish_reason != "error"]
+            if not good:
                 break  # the answer is made of the earlier samples
-            for sample in sound:
-                votes.add(sample, (yield from self._compared(sample)))
+            for sample in good:
+                answer = yield from self._compared(sample)
+                votes.add(sample, answer)
 
         if not votes.samples:
             return PromptAnswer(rounds[0][:1], [0])
@@ -90,5 +94,6 @@ class Agreement(Way):
             return None
         if not self.questions:
             return sample.text.strip()
-        (question,) = self.questions
-        return (yield Check(question, None, sample.text))  # type: ignore[no-any-return]
+        [question] = self.questions
+        part: str | None = yield Check(question, None, sample.text)
+        return part

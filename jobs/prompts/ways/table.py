@@ -22,11 +22,11 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
-    options = {
-        name: option.parse(name, values[name])
-        for name, option in WAY_OPTIONS.items()
-        if values.get(name) is not None and values[name] != []
-    }
+    options = {}
+    for name, option in WAY_OPTIONS.items():
+        value = values.get(name)
+        if value is not None and value != []:
+            options[name] = option.parse(name, value)
     return remaining, options
 
 
@@ -37,13 +37,13 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
     ways: list[Way] = []
     for way in WAYS:
         values = {name: options[name] for name in way.options if name in options}
-        name = next(iter(way.options))
-        if values and name not in values:
-            raise InvalidJob(
-                f"{next(iter(values))} is for {name}, which is missing: give {name} too"
-            )
-        if values:
-            ways.append(way.of(values))
+        if not values:
+            continue
+        main_name = next(iter(way.options))
+        if main_name not in values:
+            name = next(iter(values))
+            raise InvalidJob(f"{name} is for {main_name}, which is missing: give {main_name} too")
+        ways.append(way.of(values))
     if len(ways) > 1:
         names = " and ".join(next(iter(way.options)) for way in ways)
         raise InvalidJob(f"{names} do not go together: each says how a prompt gets its answer")

@@ -45,7 +45,7 @@ class ToolUse(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return a question for each function."""
+        """Return the question for each function, by which a child process calls it."""
         return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
@@ -64,6 +64,7 @@ class ToolUse(Way):
 
     @property
     def _function_of(self) -> dict[str, str]:
+        """The dotted name of each tool's function, by the tool's name."""
         return {function.rsplit(".", 1)[1]: function for function in self.tool}
 
     def item(self, request: Request) -> Item[PromptAnswer]:
@@ -77,7 +78,7 @@ class ToolUse(Way):
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
                 sampling.pop("tool_choice", None)  # the call that it forces is done
                 turn = replace(turn, sampling=sampling)
-            ((completion,),) = yield [turn]
+            [[completion]] = yield [turn]  # one request with one sample
             answers.append(completion)
             if completion.finish_reason == "error":
                 break
@@ -86,7 +87,7 @@ class ToolUse(Way):
                 break
             if len(answers) == self.max_turns:
                 error = (
-                    f"the answer of turn {self.max_turns} calls tools still: give more max_turns"
+                    f"the answer of turn {self.max_turns} still calls tools: give more max_turns"
                 )
             else:
                 chat = yield from after_calls(messages, completion, self._function_of)

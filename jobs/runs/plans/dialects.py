@@ -36,14 +36,16 @@ def parse_delimiter(name: str, value: Any) -> str | None:
     if value in _TABS:
         return _TAB
     is_character = isinstance(value, str) and len(value) == 1
-    if (
-        not is_character
-        or value == '"'
-        or value.isalnum()
-        or not (value == _TAB or value.isprintable())
-    ):
+    if not is_character or not _may_separate(value):
         raise unlike(name, value, "one character that stands between fields, such as ; or | or \\t")
     return str(value)
+
+
+def _may_separate(character: str) -> bool:
+    """Whether a character can stand between CSV fields."""
+    if character == '"' or character.isalnum():
+        return False
+    return character == _TAB or character.isprintable()
 
 
 def parse_decimal(name: str, value: Any) -> str | None:
@@ -61,5 +63,5 @@ def check_dialect(dialect: Mapping[str, str], input_format: str) -> None:
         formats = LINES if name == "encoding" else HEADED
         if input_format not in formats:
             raise InvalidJob(
-                f"{name} is of {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out"
+                f"{name} is for {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out"
             )

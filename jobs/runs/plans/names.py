@@ -31,7 +31,7 @@ LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 HEADED = frozenset({CSV, TSV})
 #: Formats of an output that is one file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
-#: Endings of compressed files of lines, after the format's own.
+#: Endings of compressed files of lines. They come after the format's ending.
 COMPRESSED = (".gz", ".zst", ".bz2")
 
 
@@ -68,14 +68,17 @@ def is_named(name: str, wanted: str | None) -> bool:
 
 
 def one_format(names: Iterable[str], wanted: str | None) -> str:
-    """Return the wanted format, or else the format that the files' names show, or else Parquet. Raises MixedFormats."""
+    """Return the wanted format; if none is wanted, the format that the files' names show, or Parquet.
+
+    Raises MixedFormats if the names show several.
+    """
     if wanted is not None:
         return wanted
     first_names: dict[str, str] = {}  # the first file's name, by format
     for name in names:
         first_names.setdefault(named_format(name) or PARQUET, name)
     if len(first_names) > 1:
-        (first_format, first_name), (other_format, other_name), *_ = first_names.items()
+        (first_format, first_name), (other_format, other_name) = list(first_names.items())[:2]
         raise MixedFormats(other_name, other_format, first_name, first_format)
     return next(iter(first_names), PARQUET)
 
@@ -141,10 +144,12 @@ def row_numbers_name(execution_id: str) -> str:
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:
-    """Return the names of the files that hold all parts' rows, in a format; none if the output is parts."""
+    """Return the names of the files that hold the rows of all parts; none if the output is the parts themselves."""
+    if single_file is None:
+        return ()
     if single_file == OPENAI_BATCH:
         return ("output.jsonl", "errors.jsonl")
-    return () if single_file is None else (f"output.{single_file}",)
+    return (f"output.{single_file}",)
 
 
 def part_shards(names: Iterable[str]) -> dict[int, str]:
@@ -152,8 +157,11 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
     parts = {}
     for name in names:
         match = _PART.fullmatch(name)
-        if match and part_name(int(match[1])) == name:
-            parts[int(match[1])] = name
+        if match is None:
+            continue
+        shard = int(match[1])
+        if part_name(shard) == name:  # and not a number with further zeros
+            parts[shard] = name
     return parts
 
 
@@ -163,8 +171,9 @@ def temporary_name(execution_id: str, name: str) -> str:
 
 
 def shard_job_id(run: str, shard: int, is_second: bool = False) -> str:
-    """Return the id of a shard's job, of characters that RQ allows. is_second: it asks a cascade's second model."""
-    return f"{run}-{shard:05d}{'-2' if is_second else ''}"
+    """Return the id of a shard's job. is_second: the job asks a cascade's second model."""
+    job_id = f"{run}-{shard:05d}"
+    return f"{job_id}-2" if is_second else job_id
 
 
 def plan_job_id(run: str) -> str:
@@ -180,7 +189,9 @@ def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
     match = _JOB.fullmatch(job_id)
     if match is None:
         return None
-    return match[1], int(match[2]) if match[2] else None
+    run, shard_text = match.groups()
+    shard = None if shard_text is None else int(shard_text)
+    return run, shard
 
 
 def job_shard(run: str, job_id: str) -> int | None:

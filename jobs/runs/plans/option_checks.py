@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard, column_name
 from jobs.errors import InvalidJob, InvalidValue, unlike
@@ -35,6 +36,7 @@ def column_names(name: str, value: Any) -> list[str]:
 
 
 def image_columns(name: str, value: Any) -> list[str] | None:
+    """Return the columns of pictures, each once; None for an empty list. Raises InvalidValue."""
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
@@ -54,8 +56,8 @@ _BESIDE_BATCHES = (
     "only_new",
     "rows_per_shard",
 )
-#: Arguments in the normal form of such a run, with their values.
-_OF_BATCHES = {
+#: Arguments that the normal form of such a run has, each with the values that it may have.
+_BATCH_VALUES = {
     "prompt_column": ("prompt",),
     "keep": (["custom_id"],),
     "single_file": (True, "openai-batch"),
@@ -69,7 +71,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
             continue  # the run's seed is for the lines without a seed
-        if value not in _OF_BATCHES.get(name, ()):
+        if value not in _BATCH_VALUES.get(name, ()):
             raise InvalidJob(
                 f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
                 "leave it out, or score the file as jsonl"
@@ -77,6 +79,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 
 def model_alias(name: str, value: Any) -> list[str] | None:
+    """Return the names that stand for the served model; None for an empty list. Raises InvalidValue."""
     if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
@@ -117,6 +120,7 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
 
 
 def defaults(name: str, value: Any) -> dict[str, str]:
+    """Return the texts that stand for null, by column. Raises InvalidValue."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
@@ -131,7 +135,7 @@ TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob if the served model cannot do what a run asks for. options: the run's options."""
+    """Raise InvalidJob if the served model cannot do what a run asks for."""
     task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
@@ -143,7 +147,8 @@ def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
         )
 
 
-_OF_ANSWERS = (
+#: Options about answers that are generated.
+_ANSWER_OPTIONS = (
     "labels",
     "calibrate",
     "check",
@@ -151,16 +156,20 @@ _OF_ANSWERS = (
     "continue_on_length",
     "repair_template",
 )
-#: Sampling values that say only how a prompt is read. They do not change an answer.
-OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
+#: Sampling values that say how a prompt is read, and by which model. They do not shape an answer.
+PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
 
 
 def check_read(
     values: Mapping[str, Any], ask: str, read: Collection[str], owner: str = "sampling"
 ) -> None:
-    """Raise InvalidValue for a sampling value that shapes a generated answer. ask: the kind of ask."""
+    """Raise InvalidValue for a sampling value that shapes a generated answer, where nothing is generated.
+
+    read: the values that are read all the same. ask, owner: what asks, and what has the values, for the message.
+    """
     for name in values:
-        if name not in read or (name == "tool_choice" and forces_call(values)):
+        shapes_answer = name == "tool_choice" and forces_call(values)
+        if name not in read or shapes_answer:
             raise InvalidValue(
                 f"{owner} has {{}}, and for {ask} nothing is generated: leave it out", brief(name)
             )
@@ -176,19 +185,21 @@ def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> Non
 
 
 def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Raise InvalidJob for options that a task such as embedding cannot have."""
     if is_chat:
         raise InvalidJob(
             f"task {task!r} is for texts: give prompt_column or a template that is a text"
         )
     ask = f"task {task!r}"
     check_read(options["sampling"], ask, RUN_SCORINGS[task].sampling)
-    _refuse(("sampling_columns", "prompts", *_OF_ANSWERS), options, ask)
+    _refuse(("sampling_columns", "prompts", *_ANSWER_OPTIONS), options, ask)
 
 
 def _check_labels(options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for options that cannot be combined with labels."""
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
     if not options["prompts"]:  # with several prompts, answers to all but the last are generated
-        check_read(options["sampling"], "labels", OF_PROMPTS)
+        check_read(options["sampling"], "labels", PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
             "calibrate and prompts do not go together: without content, earlier prompts have no answers"
@@ -197,6 +208,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], ask: str) -> None:
+    """Raise InvalidJob if one of these options has a value. ask: what asks, for the message."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {ask} do not go together: nothing is generated")

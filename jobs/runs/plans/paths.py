@@ -25,14 +25,15 @@ def run_path(path: object) -> str:
         raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
     uri = _URI.fullmatch(path)
     if uri is not None:
-        scheme = uri[1].lower()
-        host = uri[2].rpartition("@")[2]
-        inner = uri[3]
-        # Errors show no user, password or query, because these may hold a store's keys. A key that is not encoded may
-        # hold a slash, so the search for @ does not stop at the host's end.
-        safe = f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}"
+        scheme, authority, inner, query = uri.groups()
+        scheme = scheme.lower()
+        host = authority.rpartition("@")[2]
+        # Errors show no user, password or query, because these may hold a store's keys. A password that is not encoded
+        # may hold a slash, so it may reach beyond the authority. So the last @ of all is looked for.
+        without_secrets = (authority + inner).rpartition("@")[2]
+        safe = f"{scheme}://{without_secrets}"
         if scheme in STORES:
-            return _stored_path(scheme, uri, safe)
+            return _stored_path(scheme, authority, inner, query, safe)
         if scheme != "file":
             raise UnsupportedScheme(safe, scheme)
         if host not in ("", "localhost"):
@@ -52,22 +53,23 @@ def real_path(path: str) -> str:
     return path if is_stored(path) else os.path.realpath(path)
 
 
-def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
+def _stored_path(scheme: str, bucket: str, inner: str, query: str, safe: str) -> str:
     """Return the path of an object. Raises InvalidJob if the URI names none. safe: the URI without secrets."""
-    if not _BUCKET.fullmatch(uri[2]) or uri[4]:
+    if not _BUCKET.fullmatch(bucket) or query:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
             "keys for the store belong into the worker's environment"
         )
-    key = uri[3].strip("/")
-    if any(segment in ("", ".", "..") for segment in key.split("/")) and key:
+    key = inner.strip("/")
+    if key and any(segment in ("", ".", "..") for segment in key.split("/")):
         raise InvalidJob(
             f"{safe} has an empty segment, '.' or '..': name the object as the store lists it"
         )
     _check_text(key or "/")
-    return f"{scheme}://{uri[2]}/{key}".rstrip("/")
+    return f"{scheme}://{bucket}/{key}".rstrip("/")
 
 
 def _check_text(path: str) -> None:
+    """Raise InvalidValue for a text that no file system takes as a path."""
     if "\0" in path or not is_unicode(path):
         raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", brief(path))

@@ -125,7 +125,9 @@ class Plan:
     def rows(self) -> int:
         """Return how many rows the run asks."""
         num_rows = sum(file.num_asked for file in self.files)
-        return num_rows if self.spec.limit is None else min(num_rows, self.spec.limit)
+        if self.spec.limit is not None:
+            num_rows = min(num_rows, self.spec.limit)
+        return num_rows
 
     @property
     def shares(self) -> list[int]:
@@ -155,9 +157,9 @@ class Plan:
         return self.second if is_second and self.second else self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queues of a shard's jobs, in turn, each with whether its job asks the second model.
+        """Return the queues of a shard's jobs, the first job's first. queue: the run's queue.
 
-        queue: the run's queue.
+        Each comes with a flag: whether its job asks the second model.
         """
         queues = [(queue, False)]
         if self.second:
@@ -217,7 +219,8 @@ class Plan:
         content["digest"] = self._digest
         # Shards are written one by one: ten thousand at once would leave 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        return f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}]}}'
+        unclosed = json.dumps(content, default=_as_object).removesuffix("}")
+        return f'{unclosed}, "shards": [{shards}]}}'
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -231,7 +234,7 @@ class Plan:
             plan = cls(
                 spec=RunSpec.from_json(content["arguments"]),
                 seed=content["seed"],
-                model=PinnedModel(**content["model"]),
+                model=_model(content["model"]),
                 version=content["version"],
                 files=tuple(_planned_file(file) for file in content["files"]),
                 shards=tuple(map(Shard._make, content["shards"])),
@@ -241,7 +244,7 @@ class Plan:
                 as_json=tuple(content.get("as_json", ())),  # earlier plans have none
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
-                second=PinnedModel(**content["second"]) if content.get("second") else None,
+                second=_model(content["second"]) if content.get("second") else None,
                 planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -251,6 +254,20 @@ class Plan:
         if "digest" in content and content["digest"] != plan._digest:  # earlier plans have none
             raise ValueError("numbers of rows are not as they were written")
         return plan
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    """Return a record as a mapping. Older versions know no model with adapters, so none are left out."""
+    content = asdict(value)
+    if isinstance(value, PinnedModel) and not value.adapters:
+        del content["adapters"]
+    return content
+
+
+def _model(content: dict[str, Any]) -> PinnedModel:
+    """Return the model that a plan has written with `_as_object`."""
+    adapters = tuple(content.get("adapters", ()))
+    return PinnedModel(**{**content, "adapters": adapters})
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
@@ -272,7 +289,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Near a run's end, a shard holds this fraction of the remaining rows, so that all workers end together.
+#: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
 #: The fewest rows of such a shard: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
@@ -284,33 +301,39 @@ def cut_shards(
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
     In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard, so
-    that it has a part and readers find the schema. row_groups: the rows of each row group, by file. limit: the most
-    rows to take, counted from the first row. Raises InvalidJob for more than MAX_SHARDS shards.
+    that it has a part and readers find the schema.
+    row_groups: for each file, the rows of each row group. limit: the most rows to take, counted from the first row.
+    Raises InvalidJob for more than MAX_SHARDS shards.
     """
     rows = sum(map(sum, row_groups))
     if limit is not None:
         rows = min(rows, limit)
-    shards = None
-    if rows // rows_per_shard <= MAX_SHARDS:
+
+    are_too_many = rows // rows_per_shard > MAX_SHARDS
+    shards: list[Shard] = []
+    if not are_too_many:
         shards = list(_cut(row_groups, rows_per_shard, rows))
-    if shards is None or len(shards) > MAX_SHARDS:
+        are_too_many = len(shards) > MAX_SHARDS
+    if are_too_many:
         raise InvalidJob(
             f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
             f"{rows_per_shard} rows: give a larger rows_per_shard, or make several runs of it"
         )
-    return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
+    if not shards:
+        shards = [Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)]
+    return tuple(shards)
 
 
-def _cut(row_groups: Sequence[Sequence[int]], most: int, num_left: int) -> Iterator[Shard]:
-    """Yield shards of at most `most` rows, which hold the files' first `left` rows."""
-    least = most
-    if num_left > TAIL_SHARE * most:
-        least = max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
+def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> Iterator[Shard]:
+    """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
+    min_rows = max_rows
+    if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
+        min_rows = max(max_rows // TAIL_SHARE, min(max_rows, MIN_TAIL_ROWS))
     for number, groups in enumerate(row_groups):
         ends = list(accumulate(groups))
         start = 0
         while num_left and ends and start < ends[-1]:
-            wanted = min(most, max(least, num_left // TAIL_SHARE))
+            wanted = min(max_rows, max(min_rows, num_left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start, num_left)
             yield _shard(number, ends, start, rows)
             start += rows
@@ -319,7 +342,14 @@ def _cut(row_groups: Sequence[Sequence[int]], most: int, num_left: int) -> Itera
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
     """Return the shard of one range of rows. ends: for each row group, the row after its last row."""
-    first = bisect_right(ends, start)
-    last = bisect_left(ends, start + rows)
-    group_start = ends[first - 1] if first else 0
-    return Shard(file, start, rows, first, last - first + 1, start - group_start)
+    first_group = bisect_right(ends, start)
+    last_group = bisect_left(ends, start + rows)
+    group_start = ends[first_group - 1] if first_group > 0 else 0
+    return Shard(
+        file=file,
+        start=start,
+        rows=rows,
+        first_group=first_group,
+        num_groups=last_group - first_group + 1,
+        skip=start - group_start,
+    )

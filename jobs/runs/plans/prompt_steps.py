@@ -14,7 +14,7 @@ from jobs.prompts.responses import LOGPROBS, run_values
 from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import KEPT_BESIDE
-from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
+from jobs.runs.plans.option_checks import PROMPT_VALUES, check_read
 
 #: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
 MAX_SHARD_PIECES = 20_000_000
@@ -98,17 +98,24 @@ def _parse_text(text: str, text_name: str) -> Pieces:
     pieces: list[tuple[str, str | None]] = []
     try:
         for literal, column, form, conversion in Formatter().parse(text):
-            is_plain = column is None or (
-                0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
-            )
-            is_jinja_tag = column is not None and column.startswith("%") and column.endswith("%")
-            if form or conversion or not is_plain or is_jinja_tag:
-                field = 1 + sum(column is not None for _, column in pieces)
-                raise InvalidJob(f"{text_name}: field {field} is no plain column name; {BRACES}")
+            is_name = column is None or _is_column_name(column)
+            if form or conversion or not is_name:
+                num_before = sum(name is not None for _, name in pieces)
+                raise InvalidJob(
+                    f"{text_name}: field {num_before + 1} is no plain column name; {BRACES}"
+                )
             pieces.append((literal, column))
     except ValueError as error:
         raise InvalidJob(f"{text_name}: {error}; {BRACES}") from None
     return tuple(pieces)
+
+
+def _is_column_name(text: str) -> bool:
+    """Whether the text between braces is a plain column name."""
+    if not 0 < len(text) <= MAX_NAME_CHARS or set(text) & set(".[]"):
+        return False
+    is_jinja_tag = text.startswith("%") and text.endswith("%")
+    return not is_jinja_tag
 
 
 #: The most prompts of a row. Each prompt is a turn in the batch.
@@ -153,7 +160,10 @@ class PromptStep:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the prompt's columns, each with the answer's column that it holds. The completion comes first."""
+        """Return the columns that the output has for this prompt, and what each holds, by the name in an answer.
+
+        For example, the prompt `summary` has summary: completion, and summary_finish_reason: finish_reason.
+        """
         if self.is_scored:
             return {name: name for name in Labels.columns}
         columns = {}
@@ -172,11 +182,9 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {
-        "name",
-        "template",
-        "sampling",
-    }:
+    """Return one prompt of `parse_prompts`. number: its place, for messages."""
+    has_keys = isinstance(value, dict) and "name" in value and "template" in value
+    if not has_keys or not value.keys() <= {"name", "template", "sampling"}:
         raise unlike(
             f"prompts[{number}]", value, "an object of name, template and, if at all, sampling"
         )
@@ -203,12 +211,12 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     return prompt
 
 
-#: These limits exist because a shard's prompts and answers are held in memory until its part is written.
+#: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Check and return the sampling values of a run's rows, without values that ask for nothing. Raises InvalidJob.
+    """Check a run's sampling values, and return those that ask for something. Raises InvalidJob.
 
     Equal values get one form, so that equal runs have one id. For example, 0.0 becomes 0.
     """
@@ -272,8 +280,8 @@ def make_steps(
 
         is_scored = has_labels and number == len(prompts)
         if is_scored:
-            check_read(prompt_sampling, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
-            read_by_scoring = set(OF_PROMPTS)
+            check_read(prompt_sampling, "labels", PROMPT_VALUES, f"the sampling of prompt {name!r}")
+            read_by_scoring = set(PROMPT_VALUES)
             if forces_call(sampling):
                 read_by_scoring.discard("tool_choice")
             sampling = {key: value for key, value in sampling.items() if key in read_by_scoring}

@@ -56,6 +56,7 @@ class _Reader:
             raise _unfit(path, f"it is nested more than {MAX_DEPTH} times")
         if not isinstance(schema, dict):
             raise _unfit(path, f"its schema is {brief(schema)}, which names no type")
+
         if "$ref" in schema:
             return self._referred(schema["$ref"], path, references)
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -74,6 +75,7 @@ class _Reader:
         return self._plain(kinds, schema, path, references)
 
     def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
+        """Return the type of the schema that a `$ref` names."""
         if reference in references:
             raise _unfit(path, f"{brief(reference)} holds itself, and a column has an end")
         schema = self._root
@@ -105,14 +107,17 @@ class _Reader:
             return ValueType(_FORMATS.get(str(schema.get("format")), STRING))
         if kind in (INTEGER, NUMBER, BOOLEAN):
             return ValueType(kind)
+
         if kind == ARRAY:
             items = schema.get("items")
             if schema.get("prefixItems"):
                 raise _unfit(path, "prefixItems give each place a type of its own")
             return ValueType(ARRAY, item=self.type_of(items, f"{path}[]", references))
+
         if kind != OBJECT:
             problem = "null alone" if kind == "null" else "no type"
             raise _unfit(path, f"its schema names {problem}")
+
         properties = schema.get("properties")
         if isinstance(properties, dict) and properties:
             fields = {}
@@ -121,6 +126,7 @@ class _Reader:
                     raise _unfit(path, "the name of a property is no valid Unicode")
                 fields[name] = self.type_of(inner, f"{path}.{name}", references)
             return ValueType(OBJECT, fields, frozenset(schema.get("required") or ()))
+
         values = schema.get("additionalProperties")
         if not isinstance(values, dict):
             raise _unfit(path, "an object without properties has no columns")
@@ -128,6 +134,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
+    """Return the one type of the values of an enum."""
     types = []
     is_nullable = False
     for value in values:
@@ -160,6 +167,7 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
 
 
 def _unfit(path: str, reason: str) -> InvalidJob:
+    """Return the error for a part of a schema that fits into no column."""
     return InvalidJob(
         f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give it one type"
     )

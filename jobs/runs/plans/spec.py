@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.adapters import ADAPTER
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
@@ -35,6 +36,7 @@ DEFAULT_PROMPT_COLUMN = "prompt"
 
 
 def _inputs(name: str, value: Any) -> list[str]:
+    """Return the paths of a run's input. Raises InvalidJob or UnsupportedScheme."""
     items = value if isinstance(value, list) else [value]
     if not items:
         raise InvalidJob(f"{name} is an empty list: name at least one file, folder or glob")
@@ -43,6 +45,7 @@ def _inputs(name: str, value: Any) -> list[str]:
 
 
 def _prefix(name: str, value: Any) -> str:
+    """Return a prefix of column names, which may be empty. Raises InvalidValue."""
     return "" if value == "" else some_text(name, value, MAX_NAME_CHARS)
 
 
@@ -128,8 +131,8 @@ class RunSpec:
         See RepairOptions for check and the like, and `tokenmill submit` for all others. Raises InvalidJob or
         UnsupportedScheme.
         """
-        known = [field.name for field in fields(cls)]
-        known = [name for name in known if name not in ("input", "output", "way_options")]
+        own_fields = {"input", "output", "way_options"}
+        known = [field.name for field in fields(cls) if field.name not in own_fields]
         known += WAY_OPTIONS
         unknown = options.keys() - set(known)
         if unknown:
@@ -137,14 +140,16 @@ class RunSpec:
                 "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
                 brief(min(unknown)),
             )
+
         options = {name: value for name, value in options.items() if value is not None}
         options, way_options = split_way(options)
         sources = _sources(options)
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             sources = [OPENAI_BATCH]
-            # In the normal form single_file has this value. No option gives it.
+            # A value that the option may have. The format of batches replaces it below, which no option may name.
             options["single_file"] = True
+
         arguments = {"input": input, "output": output, **options}
         if options.get("task") == checks.RERANK:
             arguments = {"query_column": "query", "document_column": "document", **arguments}
@@ -152,18 +157,20 @@ class RunSpec:
                 raise InvalidJob(
                     f"task 'rerank' asks query_column and document_column: leave {sources[0]} out"
                 )
+
         values = {}
         for name, value in arguments.items():
             values[name] = _PARSERS[name](name, value) if name in _PARSERS else value
         values["way_options"] = way_options
-        if sources not in ([], ["prompt_column"]) or "query_column" in arguments:
+        completes_column = sources in ([], ["prompt_column"]) and "query_column" not in arguments
+        if not completes_column:
             values["prompt_column"] = None
         if sources == [OPENAI_BATCH]:
-            values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
-        is_chat = isinstance(values.get("template"), list) or sources in (
-            ["messages_column"],
-            ["prompts"],
-        )
+            values["single_file"] = OPENAI_BATCH
+            values["keep"] = ["custom_id"]
+
+        has_chat_template = isinstance(values.get("template"), list)
+        is_chat = has_chat_template or sources in (["messages_column"], ["prompts"])
         rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
         values["sampling"] = prompt_steps.run_sampling(
             values.get("sampling", {}), rows_per_shard, is_chat=is_chat
@@ -193,7 +200,10 @@ class RunSpec:
 
     @property
     def parts_folder(self) -> str:
-        return self.output if self.single_file is None else os.path.join(self.output, PARTS)
+        """Return the folder of the parts: the output, or a folder in it if the output is a single file."""
+        if self.single_file is None:
+            return self.output
+        return os.path.join(self.output, PARTS)
 
     @property
     def dialect(self) -> dict[str, str]:
@@ -203,6 +213,7 @@ class RunSpec:
 
     @property
     def is_chat(self) -> bool:
+        """Whether each row asks a chat."""
         return self.messages_column is not None or isinstance(self.template, list)
 
     @property
@@ -219,7 +230,7 @@ class RunSpec:
 
     @cached_property
     def chat(self) -> tuple[dict[str, Any], ChatOptions]:
-        """Return the sampling values for the engine, and the options of its rows' chats."""
+        """Return the run's sampling values, split into those for the engine and those for its chats."""
         return split_chat_options(self.sampling)
 
     @property
@@ -254,29 +265,34 @@ class RunSpec:
         )
 
     @cached_property
-    def parsed_type(self) -> ValueType | None:
-        """Return the type of the values that answers are parsed into; None if they stay texts. Raises InvalidJob."""
+    def parsed_types(self) -> Mapping[str, ValueType]:
+        """Return the types of the values that answers are parsed into, by the names of their prompts.
+
+        The name is "" if rows have one prompt. Answers to prompts that are left out stay texts. Raises InvalidJob.
+        """
         if not self.parse:
-            return None
-        structured = self.sampling.get("structured_outputs")
-        schema = structured.get("json") if isinstance(structured, dict) else None
-        if schema is None:
-            schema = (self.check or {}).get("json")
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
-        if schema is None:
+            return {}
+        samplings = {step.name: step.sampling for step in self.steps if not step.is_scored}
+        if not samplings:
+            samplings = {"": self.sampling}
+        schemas = {}
+        for name, sampling in samplings.items():
+            structured = sampling.get("structured_outputs")
+            schema = structured.get("json") if isinstance(structured, dict) else None
+            if schema is None:
+                schema = (self.check or {}).get("json")
+            if schema is not None:
+                schemas[name] = schema
+        if not schemas:
             raise InvalidJob(
                 "parse gives answers the types of their schema, but there is no schema: give response_format, "
                 "structured_outputs with json, or check_schema too"
             )
-        return type_of_schema(schema)
+        return {name: type_of_schema(_from_json(schema)) for name, schema in schemas.items()}
 
     @cached_property
     def way(self) -> Way | None:
-        """Return the way to each row's answer; None for rows that are asked once."""
+        """Return the way in which several requests lead to a row's answer; None for rows that are asked once."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:
@@ -294,7 +310,9 @@ class RunSpec:
     def functions_version(self, checks: Checks) -> str:
         """Return a version of the functions that look at answers, from their files. Raises InvalidJob."""
         version = checks.version(self.repairs)
-        return version if self.way is None else f"{version}{self.way.version(checks)}"
+        if self.way is not None:
+            version += self.way.version(checks)
+        return version
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise InvalidJob for sampling values that no request could use, and for unknown names."""
@@ -306,11 +324,13 @@ class RunSpec:
 
     def differences(self, other: Self) -> list[str]:
         """Return the names of arguments that differ."""
-        mine = self.to_json()
-        theirs = other.to_json()
-        return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        arguments = self.to_json()
+        others = other.to_json()
+        names = {**arguments, **others}
+        return [name for name in names if arguments.get(name) != others.get(name)]
 
 
+#: The function in the type of each field that has one.
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     name: get_args(kind)[1]
     for name, kind in get_type_hints(RunSpec, include_extras=True).items()
@@ -318,8 +338,21 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
+def _from_json(schema: Any) -> Any:
+    """Return a schema that may be given as its JSON. Raises InvalidJob."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
+
+
 def _sources(options: Mapping[str, Any]) -> list[str]:
-    """Return the option that says what each row asks. Raises InvalidJob for more than one."""
+    """Return a list of the one option that says what each row asks; empty for the default column of prompts.
+
+    Raises InvalidJob for more than one.
+    """
     sources = [
         name
         for name in ("prompt_column", "messages_column", "template", "prompts")
@@ -362,11 +395,11 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     )
     _check_used(
         spec.parse,
-        spec.task == checks.GENERATE and not spec.labels and not spec.prompts,
-        "parse is for answers to one prompt of each row: leave it out",
+        spec.task == checks.GENERATE and (not spec.labels or spec.prompts is not None),
+        "parse is for generated answers: leave it out",
     )
-    # Reading the type raises an error for a schema that fits into no column.
-    _ = spec.parsed_type
+    # Reading the types raises an error for a schema that fits into no column.
+    _ = spec.parsed_types
     if spec.way is not None:
         _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
 
@@ -472,6 +505,11 @@ def _check_escalation(spec: RunSpec) -> None:
     )
     _check_used(
         bound,
+        ADAPTER not in spec.sampling,
+        "escalate_below asks a second model, which does not have this one's adapter: leave one of them out",
+    )
+    _check_used(
+        bound,
         second,
         "escalate_below asks a second model, but none is named: give escalate_to or escalate_model too",
     )
@@ -526,16 +564,12 @@ def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
 
 
 def check_num_files(num_files: int) -> None:
+    """Raise InvalidJob if an input names too many files."""
     check_limit(num_files, MAX_FILES, "the input names {} files", "make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
-    if (
-        not isinstance(value, str)
-        or not value.isprintable()
-        or not 0 < len(value) <= MAX_NAME_CHARS
-    ):
-        raise unlike(
-            name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters"
-        )
-    return value
+    """Return a queue's name. name: the argument's name, for the message. Raises InvalidValue."""
+    if isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_NAME_CHARS:
+        return value
+    raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")

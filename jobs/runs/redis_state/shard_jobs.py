@@ -46,7 +46,10 @@ class EarlierJob:
     in_queue: bool = False
 
     def was_cancelled(self, cancelled: int) -> bool:
-        """Whether the run was cancelled after the job was enqueued. cancelled: see _ShardQueue.look."""
+        """Whether the run was cancelled after the job was enqueued.
+
+        cancelled: the number of the run's last cancelled submission, 0 for none.
+        """
         return cancelled > 0 and self.submission <= cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
@@ -76,7 +79,10 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return the jobs that Redis has, all read at one moment. queue: the queue on which to look for them, too."""
+    """Return those of the jobs that Redis has, all read at one moment.
+
+    queue: if given, the jobs are looked for on this queue too, for `in_queue`.
+    """
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
@@ -136,11 +142,13 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
     """Return how many of the jobs a worker holds."""
-    remaining = iter(job_ids)
+    keys = map(rq_jobs.executions_key, job_ids)
     count = 0
-    while chunk := [rq_jobs.executions_key(job_id) for job_id in islice(remaining, _CHUNK)]:
+    while True:
+        chunk = list(islice(keys, _CHUNK))
+        if not chunk:
+            return count
         count += int(connection.exists(*chunk))
-    return count
 
 
 #: How long RQ keeps the jobs' results. They only help people who look at them, because the parts are a run's own
@@ -152,6 +160,7 @@ CHUNK = 100
 #: Entries of a queue that are read at once. They keep Redis busy for about a millisecond.
 PAGE = 5000
 
+#: A job with one of these statuses still waits for a worker or runs.
 _ALIVE = {
     JobStatus.QUEUED,
     JobStatus.STARTED,
@@ -196,10 +205,12 @@ class _NewJobs:
         self._is_second = num_low is not None
         # If a shard has a job for the second model, it needs no job for the first model. So both queues are read before
         # jobs for the first model are enqueued.
-        phases = plan.queues(queue_name)[1:] if self._is_second else plan.queues(queue_name)
         self._queues = []
-        for name, is_second in phases:
-            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+        for name, is_second in plan.queues(queue_name):
+            if is_second or not self._is_second:
+                self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+        # The jobs are enqueued here.
+        self._target = self._queues[0]
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
         """Enqueue the shards that no live job works on; return how many these are. pipe: see RunState.write."""
@@ -221,21 +232,22 @@ class _NewJobs:
         self._state.take_turn(pipe)
         for job, is_alive in earlier_jobs:
             if not is_alive:
-                job.delete(pipe, from_queue=job.origin != self._queues[0].queue.name)
+                job.delete(pipe, from_queue=job.origin != self._target.queue.name)
                 pipe.delete(results_key(job.id))
             elif job.was_cancelled(cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
         if job_ids:
             # Since the look, one of these jobs may have been stopped, and so have failed.
-            pipe.zrem(self._queues[0].keys.failed, *job_ids.values())
+            pipe.zrem(self._target.keys.failed, *job_ids.values())
         jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
-        self._queues[0].queue.enqueue_many(jobs, pipeline=pipe)
+        self._target.queue.enqueue_many(jobs, pipeline=pipe)
         for shard, job_id in job_ids.items():
             pipe.hset(job_key(job_id), mapping=self._fields(shard, submission))
         return len(job_ids)
 
     def _job(self, shard: int, job_id: str) -> Any:
+        """Return a shard's job, for RQ's `enqueue_many`."""
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
@@ -283,7 +295,7 @@ class _ShardQueue:
         self._is_second = is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs of the shards, each with whether it will bring its shard to an end.
+        """Return the jobs of the shards. Each comes with a flag: whether it will bring its shard to an end.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
@@ -297,6 +309,7 @@ class _ShardQueue:
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
+        """Whether a job will bring its shard to an end."""
         if job.was_cancelled(cancelled):  # a worker that holds the job ends it without a part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:

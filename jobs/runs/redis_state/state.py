@@ -1,4 +1,4 @@
-"""Keeps a run's state in Redis: the facts that the CLI shows, and the count of parts, by which the last shard is known.
+"""Keeps a run's state in Redis: the facts that the CLI shows, and the count of parts, which tells when the run ends.
 
 Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
@@ -22,6 +22,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
+from jobs.common.display import safe_name
 from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
@@ -55,7 +56,7 @@ MAX_PARTS = 1000
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 #: Fields of a run's hash about its last submission: the rows, the rows with an error and the generated tokens of the
 #: parts that were recorded since; when work began, and when the last part ended.
-OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
+SUBMISSION_TOTALS = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
 
@@ -112,6 +113,12 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
     return reasons
 
 
+def submitted_by(connection: Redis, run: str) -> str:
+    """Return who submitted a run last, safe to show; "" if Redis does not know it."""
+    name: Any = connection.hget(run_key(run), SUBMITTED_BY)
+    return safe_name(name or "")
+
+
 @dataclass(frozen=True)
 class PartCount:
     """How many of a run's shards are done.
@@ -126,8 +133,10 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return the count from a reply of Redis. length: of the parts' hash, which also holds the total."""
-        return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
+        """Return the count from a reply of Redis. length: the entries of the parts' hash, one of which is the total."""
+        if total is None:
+            return cls(length, None, failed)
+        return cls(length - 1, int(total), failed)
 
     @property
     def is_whole(self) -> bool:
@@ -211,9 +220,10 @@ class RunState:
         known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
-        number = _number(numbers[0])
+        last_number, cancelled_number = map(_number, numbers)
+        number = last_number
         if is_new:
-            number = max(*map(_number, numbers), _now_ms()) + 1
+            number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts: dict[str, str | int] = {
             "output": output,
@@ -237,7 +247,7 @@ class RunState:
             "plan_model",
             DEADLINE,
             PLAN_ERROR,
-            *OF_SUBMISSION,
+            *SUBMISSION_TOTALS,
             *ASKED_FOR,
         )
 
@@ -255,6 +265,7 @@ class RunState:
         """
 
         def enter(pipe: Pipeline) -> None:
+            """Write the submission, unless the run has it already."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():
@@ -356,6 +367,7 @@ class RunState:
         """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
 
         def record(pipe: Pipeline) -> PartCount:
+            """Add the shard to the failed ones, unless it has a part, and count."""
             has_part = pipe.hexists(self._parts_key, str(shard))
             pipe.multi()
             if not has_part:
@@ -364,7 +376,8 @@ class RunState:
             pipe.hlen(self._parts_key)
             pipe.hget(self._parts_key, _TOTAL)
             pipe.scard(self._failed_key)
-            return PartCount.of(*pipe.execute()[-3:])
+            *_, length, total, failed = pipe.execute()
+            return PartCount.of(length, total, failed)
 
         return self._change(record, self._parts_key)
 
@@ -402,7 +415,7 @@ class RunState:
                 "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
-            "newest": TOTALS[-1],
+            "newest": TOTALS[-1],  # the totals of an older version lack this one, and count as lost
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
         }
@@ -416,6 +429,7 @@ class RunState:
         """Record the parts that a listing found, and drop those that it did not find.
 
         gone: the records of parts that are to be dropped. A record that has changed since the listing stays.
+        total: the number of the run's shards.
         """
         shards = [*unrecorded, *gone]
 
@@ -427,6 +441,7 @@ class RunState:
                 current = dict(zip(shards, records_now, strict=True))
             new = [stats for shard, stats in unrecorded.items() if current.get(shard) is None]
             dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
+
             counts = Counter(dict.fromkeys(TOTALS, 0))
             for stats in new:
                 counts.update(_counts(stats))
@@ -491,7 +506,7 @@ class RunState:
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change. If there is a lease, its job must be held."""
+        """Make a change as one transaction. Raises RunBusy if there is a lease and its job is not held any more."""
         lease = self._lease
         if lease is None:
             return transact(self._redis, change, *watched)
@@ -505,6 +520,7 @@ class RunState:
 
 
 def _counts(part: PartStats) -> dict[str, int]:
+    """Return a part's numbers by their names in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 

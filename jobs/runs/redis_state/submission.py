@@ -1,4 +1,4 @@
-"""Holds a submission's own arguments, such as: who gets notices of the run's end, and how many errors stop the run."""
+"""Holds a submission's own arguments, such as who gets notices of the run's end and how many errors stop the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ErrorLimit:
     def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Return a sentence that says that too many rows have an error; None if there are not too many.
+        """Say that too many rows have an error. Return None if there are not too many.
 
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
         also judged before MIN_JUDGED_ROWS rows are finished.
@@ -72,9 +72,9 @@ class ErrorLimit:
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
-        most = self.rows if self.share is None else self.share * rows
-        says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
-        if most is None or errors <= most or says_nothing:
+        max_errors = self.rows if self.share is None else self.share * rows
+        is_too_early = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
+        if max_errors is None or errors <= max_errors or is_too_early:
             return None
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
@@ -82,14 +82,16 @@ class ErrorLimit:
         )
 
     def __str__(self) -> str:
-        return str(self.rows) if self.share is None else f"{self.share * 100:g}%"
+        if self.share is None:
+            return str(self.rows)
+        return f"{self.share * 100:g}%"
 
 
 #: If nearly every row fails, the run has a wrong column, template or model.
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue belongs to it too.
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. So does the queue.
 WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, "reuse", _ANY_MODEL)
 
 

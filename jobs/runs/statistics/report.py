@@ -45,7 +45,7 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: A chart's size in the units of its SVG, and the room at the left of the bars and below them.
+#: The width and height of a chart in the units of its SVG, and the room to the left of the bars and below them.
 _WIDTH = 640
 _HEIGHT = 190
 _LEFT = 64
@@ -100,6 +100,7 @@ def report_html(
 def _figures(
     manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None
 ) -> str:
+    """Return the numbers at the top of the page."""
     seconds = statistics["working_seconds"]
     worker_seconds = statistics["worker_seconds"]
     prompt_tokens = manifest["prompt_tokens"]
@@ -222,6 +223,7 @@ def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
 
 
 def _examples(examples: Examples | None) -> str:
+    """Return the table of example rows."""
     if examples is None or not examples.columns or not examples.rows:
         return ""
     heads = "".join(f"<th>{_text(name)}</th>" for name in ("Row", *examples.columns))
@@ -250,6 +252,7 @@ def _long(value: Any) -> str:
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
+    """Return the chart of tokens generated a second."""
     width = timeline["bin_s"]
     tokens = timeline["tokens"]
     if width <= 0 or not any(tokens):
@@ -260,6 +263,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
+    """Return the chart of how many rows have which number of tokens."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}
@@ -268,7 +272,8 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     chart = _chart(
         title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds]
     )
-    return f"<section>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
+    note = "Rows by their number of tokens. A bar's number is the most tokens that it counts."
+    return f"<section>{chart}<p class=soft>{note}</p></section>"
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
@@ -293,7 +298,10 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 def _table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
 ) -> str:
-    """Return a table, with the number of rows that it leaves out below it. Empty if there are no rows."""
+    """Return a table, and below it how many rows are left out. Return "" if there are no rows.
+
+    num_more: how many rows are left out. more_of: the word for them.
+    """
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)
@@ -309,6 +317,7 @@ def _cell(value: Any) -> str:
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the reasons for which rows have an error."""
     rows = []
     num_listed = 0
     for reason in reasons:
@@ -321,6 +330,7 @@ def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
+    """Return the table of workers and their shares of the run."""
     workers = statistics["workers"]
     rows = []
     for worker in workers:
@@ -332,6 +342,7 @@ def _workers(statistics: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
+    """Return a value's text, safe in HTML."""
     return escape(safe_name(str(value), MAX_TEXT_CHARS))
 
 

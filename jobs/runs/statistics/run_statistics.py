@@ -86,7 +86,7 @@ class PartStats:
         return json.dumps(asdict(self))
 
     def to_record(self) -> str:
-        """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
+        """Return the JSON that Redis keeps. It is short, because showing a run reads it for every part."""
         short = replace(self, prompt_lengths={}, completion_lengths={})
         return replace(short, finish_reasons={}, labels={}, left_out={}).to_text()
 
@@ -158,7 +158,8 @@ class Reasons:
         text = text[:MAX_REASON_CHARS]
         kind = re.sub(r"\d+", "0", text)
         if kind not in self._by_kind and len(self._by_kind) >= MAX_KINDS:
-            kind = text = OTHERS
+            kind = OTHERS
+            text = OTHERS
         reason = self._by_kind.setdefault(kind, Reason(text))
         if rows and reason.examples and rows[0] < reason.examples[0]:
             reason.text = text
@@ -203,6 +204,7 @@ MAX_PART_LABELS = 1000
 
 
 def _lasted(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds of all spans together. A span is a start and an end."""
     return fsum(end - start for start, end in spans)
 
 
@@ -219,6 +221,8 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Part(NamedTuple):
+    """What the statistics need of a part."""
+
     worker: str
     start: float
     end: float
@@ -294,7 +298,7 @@ def _by_bound(lengths: Counter[int]) -> dict[str, int]:
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Divide the busy times into equal stretches; return the tokens that were generated in each."""
+    """Divide the busy times into equal bins; return a bin's seconds, and the tokens generated in each bin."""
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]  # seconds, by busy time
     starts = [start for start, _ in busy]
     tokens = [0.0] * min(MAX_BINS, 3 * len(parts))
@@ -304,16 +308,17 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
 
     last_bin = len(tokens) - 1
     for part in parts:
-        place = bisect_right(starts, part.start) - 1
-        began = worked_before[place] + part.start - starts[place]
+        # Began and ended count the seconds of the busy times alone.
+        span = bisect_right(starts, part.start) - 1
+        began = worked_before[span] + part.start - starts[span]
         ended = began + max(0.0, part.end - part.start)
-        first = min(last_bin, int(began / width))
-        last = min(last_bin, int(ended / width))
-        for place in range(first, last + 1):
+        first_bin = min(last_bin, int(began / width))
+        final_bin = min(last_bin, int(ended / width))
+        for place in range(first_bin, final_bin + 1):
             left = place * width
-            right = (place + 1) * width
+            right = left + width
             share = 1.0
-            if last > first:
+            if final_bin > first_bin:
                 share = (min(ended, right) - max(began, left)) / (ended - began)
             tokens[place] += part.tokens * share
     return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}

@@ -41,7 +41,9 @@ class Followed:
         if self.end is End.FINISHED:
             if snapshot.too_many_errors is not None:
                 return f"it is finished, but {snapshot.too_many_errors}"
-            return f"it is expired: {expired_text(snapshot)}" if snapshot.expired else None
+            if snapshot.expired:
+                return f"it is expired: {expired_text(snapshot)}"
+            return None
 
         if self.end is End.CANCELLED and snapshot.stopped is not None:
             return f"it was stopped: {snapshot.stopped}"
@@ -114,6 +116,7 @@ def follow(
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
+    """Return how the run ended; None if it goes on. previous: the look before this one."""
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in REFUSED:

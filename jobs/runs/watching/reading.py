@@ -4,6 +4,7 @@ import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -13,13 +14,14 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, are_held, are_suspended, read_workers, served_on
+from jobs.context.served_model import is_served
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
 from jobs.runs.redis_state.state import (
-    OF_SUBMISSION,
     PLAN_ERROR,
     REUSE_DIFFERS,
+    SUBMISSION_TOTALS,
     SUBMITTED_BY,
     TOTALS,
     RunState,
@@ -65,7 +67,7 @@ _FACTS = (
     REUSE_DIFFERS,
     SUBMITTED_BY,
 )
-_COUNTS = (*TOTALS, *OF_SUBMISSION)
+_COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 
 
 class QueueLook(NamedTuple):
@@ -90,9 +92,10 @@ class _Measured(NamedTuple):
 class RunLook:
     """Collects what one look sees of a run.
 
-    done: the number of shards that have a part. claimed: jobs of the run that a worker holds. gone: shards without a
-    part whose job is no longer in Redis. is_worked_on: whether shards run, and a worker of its queues is alive.
-    stopped: failed jobs that an earlier cancel has stopped.
+    done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
+    gone: the number of shards that have neither a part nor a job in Redis.
+    progress: of the running shards, in their order. is_worked_on: whether shards run, and a worker of its queues lives.
+    stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
     done = 0
@@ -127,23 +130,24 @@ class RunLook:
     def see_parts(
         self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
     ) -> None:
-        """Leave out the jobs of shards that have a part, because another execution has written the part.
+        """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: the shards with a part, among the shards with a running or failed job.
+        with_part: the shards with a part, among the shards with a running or failed job. Another execution has written
+        the part.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
 
-        # Once every shard has a part, a job may still have failed while it ended the run.
-        is_unended = num_parts >= (self.shards or 1) and not self.is_finished and not self.started
+        # If every shard has a part and the run has not finished, a job has failed while it ended the run.
+        has_all_parts = num_parts >= (self.shards or 1)
+        failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
-        if not is_unended:
+        if not failed_at_end:
             superseded.update(with_part)
-        self.failed = {
-            shard: self.failed[shard] for shard in sorted(self.failed.keys() - superseded)
-        }
+        shards = sorted(self.failed.keys() - superseded)
+        self.failed = {shard: self.failed[shard] for shard in shards}
 
     def see_stopped(self, connection: Redis) -> None:
         """Find out which failed jobs an earlier cancel has stopped."""
@@ -166,24 +170,18 @@ class RunLook:
     @property
     def is_still(self) -> bool:
         """Whether the run is planned and not over, and no shard is seen to run."""
-        is_over = self.is_finished or "cancelled" in self.facts
-        return (
-            bool(self.shards)
-            and not self.running
-            and not is_over
-            and self.plan_status not in WAITING
-        )
+        if self.is_finished or "cancelled" in self.facts:
+            return False
+        is_planned = bool(self.shards) and self.plan_status not in WAITING
+        return is_planned and not self.running
 
     @property
     def is_stalled(self) -> bool:
         """Whether shards wait, nobody works on a shard, and no shard has failed."""
-        is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
-        return (
-            bool(self.shards)
-            and not self.is_worked_on
-            and not is_over
-            and self.done < (self.shards or 0)
-        )
+        if self.is_finished or "cancelled" in self.facts or self.failed:
+            return False
+        are_left = self.done < (self.shards or 0)
+        return are_left and not self.is_worked_on
 
     def seek(self, connection: Redis) -> None:
         """Look for the jobs of unfinished shards one by one, to see whether a worker holds them or they are gone."""
@@ -191,10 +189,9 @@ class RunLook:
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
         if not self.length:
-            held_ids = (
-                job_id for shard in unfinished or planned for job_id in self._job_ids(shard)
-            )
-            self.claimed = num_held(connection, held_ids)
+            # Without unfinished shards, any shard's job may be the one that ends the run.
+            shards = unfinished or planned
+            self.claimed = num_held(connection, chain.from_iterable(map(self._job_ids, shards)))
 
         sought = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
@@ -215,9 +212,10 @@ class RunLook:
         facts = self.facts
         progress = self.progress
         counts = self.counts
-        needed = ("model", "model_text")
+        # The names of the facts with the model's identity and with its text.
+        model_facts = ("model", "model_text")
         if self.plan_status in WAITING:
-            needed = ("plan_model", "plan_model")
+            model_facts = ("plan_model", "plan_model")
         # A submission's number is its time in milliseconds.
         submitted_at = _number(facts, "submission") / 1000 or None
 
@@ -263,7 +261,7 @@ class RunLook:
             silent_workers=tuple(sorted({shard.worker for shard in progress} - _alive(workers))),
             is_held=are_held(worker for worker in workers if facts["queue"] in worker.queues),
             is_suspended=are_suspended(workers),
-            awaited_model=self._awaited(workers, facts["queue"], *needed),
+            awaited_model=self._awaited(workers, facts["queue"], *model_facts),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
@@ -288,7 +286,10 @@ class RunLook:
     def _measured(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
     ) -> "_Measured | None":
-        """Return the numbers for the rates. None if nobody works on the run, because an old rate would mislead."""
+        """Return the rows, tokens and seconds from which the rates are computed; None if the rates are not known.
+
+        A run on which nobody works has no rates, because old ones would mislead. worked_s: see RunSnapshot.
+        """
         facts = self.facts
         if worked_s:
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
@@ -316,11 +317,11 @@ class RunLook:
                 running[shard] = progress
 
         # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
-        # under way. Parts after the shards under way come from an earlier pass, and count as older.
+        # under way. Parts after the shards under way come from an earlier submission, and count as older.
         recorded = state.recorded()
-        ordered = sorted(recorded)
-        split = bisect(ordered, max(self.running, default=-1))
-        oldest_first = [*ordered[split:], *ordered[:split]]
+        in_order = sorted(recorded)
+        num_before = bisect(in_order, max(self.running, default=-1))
+        oldest_first = [*in_order[num_before:], *in_order[:num_before]]
         latest = state.parts_of(oldest_first[-MAX_LOOKED:])
 
         shares: Any = connection.hget(run_key(self.run), "sizes")
@@ -330,6 +331,7 @@ class RunLook:
         return None if self.is_stalled else left_s
 
     def _plan_error(self, connection: Redis) -> str | None:
+        """Say why the last planning made no plan; None if it made one, or may still make one."""
         facts = self.facts
         status = self.plan_status
         if status in (JobStatus.STOPPED, JobStatus.CANCELED):
@@ -350,7 +352,7 @@ class RunLook:
         needed, shown: the names of the facts with the model's identity and with its text.
         """
         _, models = served_on(workers, queue)
-        if models is None or needed not in self.facts or self.facts[needed] in models:
+        if models is None or needed not in self.facts or is_served(self.facts[needed], models):
             return None
         return _shown(self.facts, shown)
 
@@ -376,9 +378,17 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     """
     looks = begin_looks(connection, runs)
     workers = [worker for worker in read_workers(connection) if worker.queues]
-    busy = {name for look in looks if not look.is_finished for name in look.queues}
-    names = {name for look in looks for name in look.queues}
-    queues = {name: read_queue(connection, name, most if name in busy else 1) for name in names}
+    alive = [worker for worker in workers if not worker.is_silent]
+
+    max_entries: dict[
+        str, int
+    ] = {}  # by queue; the entries of a finished run's queue do not matter
+    for look in looks:
+        for name in look.queues:
+            if not look.is_finished:
+                max_entries[name] = most
+            max_entries.setdefault(name, 1)
+    queues = {name: read_queue(connection, name, number) for name, number in max_entries.items()}
     for look in looks:
         look.see_queues(queues)
     # Parts are read after the queues. So a shard that ends in between is seen as done, and not as lost.
@@ -387,15 +397,16 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
-        alive = [worker for worker in workers if not worker.is_silent]
         is_served = any(name in worker.queues for worker in alive for name in look.queues)
         look.is_worked_on = bool(look.progress) and is_served
         look.see_stopped(connection)
+
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
-        if look.is_still and (not most or num_left > look.length):
+        may_lack_jobs = num_left > look.length
+        if look.is_still and (most == 0 or may_lack_jobs):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
-        if not most and snapshot.state == "running":
+        if most == 0 and snapshot.state == "running":
             snapshot = replace(snapshot, left_s=look.left_s(connection, workers))
         snapshots.append(snapshot)
     return snapshots
@@ -448,7 +459,10 @@ def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
 
     with_deadline = []
     for run, values in zip(run_ids, replies, strict=True):
-        if isinstance(values, list) and values[0] and not values[1] and not values[2]:
+        if not isinstance(values, list):
+            continue  # an error, because producers may write to these keys too
+        deadline, finished, cancelled = values
+        if deadline and not finished and not cancelled:
             with_deadline.append(run)
     return [run for run in read_runs(connection, with_deadline) if run.deadline_holds is False]
 
@@ -461,13 +475,12 @@ def run_reasons(connection: Redis, run: str) -> list[Reason]:
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, or a sentence that says that it left no error."""
-    return (
-        error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
-    )
+    error = rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))
+    return error_line(error) or "it left no error"
 
 
 def error_line(error: str) -> str:
-    """Return the last line of an error, safe to show, but not the line about whose fault it is; "" if there is none."""
+    """Return the last line of an error, safe to show, or "". The line that says whose fault it is does not count."""
     lines = [line for line in error.strip().splitlines() if not line.startswith(FAULT_PREFIX)]
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
 
@@ -486,6 +499,7 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
 def _progress(
     meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
+    """Return the progress that a job's hash tells."""
     shown = stored.json_object(meta)
     tokens = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
@@ -575,10 +589,12 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
 
 
 def _alive(workers: Collection[Worker]) -> set[str]:
+    """Return the names of the workers that live."""
     return {worker.name for worker in workers if not worker.is_silent}
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return values of Redis as texts, by their names. A missing value is left out."""
     return {
         name: stored.text(value)
         for name, value in zip(names, values, strict=True)
@@ -587,7 +603,10 @@ def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, st
 
 
 def _shown(facts: Mapping[str, str], name: str) -> str | None:
-    return safe_name(facts[name], MAX_TEXT_CHARS) if name in facts else None
+    """Return a fact's text, safe to show; None if it is missing."""
+    if name not in facts:
+        return None
+    return safe_name(facts[name], MAX_TEXT_CHARS)
 
 
 def _number(facts: Mapping[str, str], name: str) -> int:

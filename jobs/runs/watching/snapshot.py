@@ -1,4 +1,4 @@
-"""Describes a run at one moment: its state as a word, and sentences about what it needs and what is ahead of it."""
+"""Describes a run at one moment: its state as a word, and what it needs and what is ahead of it as sentences."""
 
 import time
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from jobs.common.rq_jobs import JobStatus, QueueKeys
 from jobs.common.workers import RESTORED_TEXT, SUSPENDED_TEXT
 from jobs.runs.plans.names import is_run_id, job_shard
 
+#: States of a planning job that waits or runs.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
@@ -156,10 +157,12 @@ class RunSnapshot:
         """Whether the run is expected to end before its deadline. None without a deadline, or if not known yet."""
         if self.deadline is None or self.finished:
             return None
-        left_s = self.deadline - time.time()
-        if left_s <= 0:
+        until_deadline_s = self.deadline - time.time()
+        if until_deadline_s <= 0:
             return False
-        return None if self.left_s is None else self.left_s <= left_s
+        if self.left_s is None:
+            return None
+        return self.left_s <= until_deadline_s
 
     @property
     def is_planning(self) -> bool:
@@ -273,10 +276,9 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             "emptied perhaps: submit it again, which enqueues them"
         )
     sentences += needs(snapshot)
-    is_queued = (
-        snapshot.is_planning or snapshot.queued
-    ) and snapshot.plan_status != JobStatus.STARTED
-    if is_queued and snapshot.workers and not snapshot.shards_started:
+    has_waiting = snapshot.is_planning or snapshot.queued > 0
+    runs_nothing = snapshot.plan_status != JobStatus.STARTED and not snapshot.shards_started
+    if has_waiting and runs_nothing and snapshot.workers:
         sentences += _jobs_ahead(connection, snapshot)
     return sentences
 

@@ -72,27 +72,29 @@ def time_left(
             generated = work[shard] * _generated_share(vars(part))
             spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
 
-    # Only new texts take time. Equal rows are answered once.
-    new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    # Equal rows are answered once, so only rows with a new text take time.
+    share_so_far = _generated_share(parts.counts)
+    new_now, new_later = _new_shares(parts.counts["rows"], share_so_far, rows)
     remaining = [
         work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
     ]
     for shard, progress in running.items():
         if progress.started_at is not None and shard < shards:
             done = min(1.0, progress.rows / max(1, progress.shard_rows))
-            spans.append(
-                Span(progress.worker, progress.started_at, now, work[shard] * done * new_now)
-            )
+            done_work = work[shard] * done * new_now
+            spans.append(Span(progress.worker, progress.started_at, now, done_work))
             remaining.append(work[shard] * (1 - done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how long the busy workers take for `work`, at the rate of the run's last half; None if none is busy."""
-    first = min((span.began_at for span in spans), default=now)
-    rate = _rate(spans, (first + now) / 2) or _rate(spans, first)
+    """Return how many seconds the busy workers take for `work`, at their rate of late; None if no worker is busy."""
+    began_at = min((span.began_at for span in spans), default=now)
+    rate = _rate(spans, since=(began_at + now) / 2)
+    if rate == 0:  # nothing was done in the last half of the time
+        rate = _rate(spans, since=began_at)
     workers = {span.worker for span in spans if now - span.ended_at < LATELY_S}
-    if rate and workers:
+    if rate > 0 and workers:
         return work / rate / len(workers)
     return 0.0 if work <= 0 else None
 
@@ -145,4 +147,6 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
 def _generated_share(counts: Mapping[str, int]) -> float:
     """Return the share of the answers' tokens that was generated, and not copied from an equal row."""
     tokens = counts["completion_tokens"]
-    return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0
+    if tokens == 0:
+        return 1.0
+    return min(1.0, counts["generated_tokens"] / tokens)

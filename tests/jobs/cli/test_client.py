@@ -142,7 +142,15 @@ def test_a_wait_that_is_cancelled_ends_its_thread(runs: Runs, source: Path) -> N
 def test_each_option_of_a_run_has_a_name_a_type_and_a_sentence() -> None:
     of_run = {field.name for field in fields(RunSpec)} - {"input", "output", "way_options"}
     sampling = SAMPLING_NAMES - {"echo"}  # no run has it
-    expected = {*of_run, *sampling, *WISHES, *WAY_OPTIONS, *client._OPTIONS, *client._CHECKS}
+    expected = {
+        *of_run,
+        *sampling,
+        *WISHES,
+        *WAY_OPTIONS,
+        *client._ARGUMENT_OF,
+        *client._CHECK_KINDS,
+    }
+    expected.add("adapter_column")  # which becomes one of sampling_columns
     assert set(RunOptions.__annotations__) == expected
     source = inspect.getsource(RunOptions)
     sentences = re.findall(r'^    (\w+): .+\n    """[^"\n].*\.', source, re.MULTILINE)

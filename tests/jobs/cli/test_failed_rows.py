@@ -92,6 +92,24 @@ def test_rows_of_parquet_keep_their_types_and_cut_ones_come_on_wish(
         assert invoke("errors", runs.output, *options).exit_code > 0
 
 
+def test_failed_rows_come_in_the_dialect_of_a_european_excel(
+    runs: Runs, invoke: Invoke, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_bytes("prompt;größe;sum\na;1,5;7,00\n;2;1.234,56\n".encode("cp1252"))
+    dialect = {"delimiter": ";", "decimal": ",", "encoding": "cp1252"}
+    runs.plan(source, sampling_columns={"temperature": "größe"}, **dialect)
+    runs.work()
+    csv = tmp_path / "failed.csv"
+    assert invoke("errors", runs.output, "--export", csv).exit_code == 0
+    (row,) = pd.read_csv(csv, sep=";", decimal=",", encoding="cp1252").to_dict("records")
+    assert (row["größe"], row["sum"], row["file_row"]) == (2.0, 1234.56, 1)
+    assert row["line"] == ";2;1.234,56"
+    assert "prompt" in row["reason"]
+    _header, line = csv.read_text("cp1252").splitlines()
+    assert line.startswith(";2,0;1234,56;1;")
+
+
 def test_failed_lines_of_a_batch_come_as_they_are(
     runs: Runs, invoke: Invoke, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import time
 import zlib
 from base64 import b64encode
 from pathlib import Path
@@ -16,6 +17,7 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
+from jobs.common.keys import FAR_S
 from jobs.queues.flood import read_producers
 from tests.worker.test_hostile_jobs import Bomb
 
@@ -56,7 +58,10 @@ def test_a_pickle_written_as_a_job_does_not_run(
     redis.sadd("rq:workers", "rq:worker:w")
     shown = tokenmill(redis_url, "info")
     assert shown.exit_code == 0
-    assert "1 waiting, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed" in shown.output
+    assert (
+        "1 waiting, 0 claimed, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed"
+        in shown.output
+    )
     assert "worker w: busy on bulk, job failed" in shown.output
     assert (
         tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
@@ -165,10 +170,30 @@ def test_info_shows_names_that_others_chose_escaped_and_cut(redis: Redis, redis_
     redis.hset("rq:worker:w", mapping={"state": "busy\r", "current_job": "\x9b2J"})
     shown = tokenmill(redis_url, "info").output
     assert shown.startswith(r"queue red\x1b[31m\n\xffxxx")
-    assert "xxx...: 0 waiting, 0 executing" in shown
+    assert "xxx...: 0 waiting, 0 claimed, 0 executing" in shown
     assert r"worker w: busy\r on ?, job \x9b2J; 0 finished" in shown
     assert len(shown.splitlines()) == 2
     assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_info_is_right_where_a_full_redis_took_nothing_from_a_worker(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    """Jobs were claimed and could not be shown as begun; the worker could not write that it goes on."""
+    queue.enqueue("jobs.complete", "a")
+    redis.hset("tokenmill:held:bulk", mapping={"a:1": "|", "b:1": "|", "c:1": "|"})
+    redis.zadd("rq:wip:bulk", {"c:1": time.time() + FAR_S})
+    redis.hset("rq:worker:w", mapping={"state": "suspended", "queues": "bulk"})
+    redis.sadd("rq:workers", "rq:worker:w")
+
+    resumed = tokenmill(redis_url, "info").output
+    assert "queue bulk: 1 waiting, 2 claimed, 1 executing, " in resumed
+    assert "worker w: was suspended on bulk; " in resumed
+    assert "rq resume" not in resumed
+    redis.set("rq:suspended", 1)
+    suspended = tokenmill(redis_url, "info").output
+    assert "worker w: suspended on bulk; " in suspended
+    assert "all workers are suspended and claim nothing: `rq resume` lets them go on" in suspended
 
 
 def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
@@ -182,7 +207,7 @@ def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
 
 
 def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
-    redis: Redis, redis_url: str, queue: Queue
+    redis: Redis, redis_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = "625c814dbfdb9778"
     queue.enqueue("jobs.score_shard", job_id=f"{run}-00003")
@@ -191,26 +216,31 @@ def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
         queue.enqueue("jobs.complete", "x", meta={"producer": "team a\x1b"}) for _ in range(250)
     ]
     held = flood[-1]
+    others = [queue.enqueue("jobs.complete", "x", meta={"producer": "team b"}).id for _ in range(3)]
     redis.zadd(f"rq:executions:{held.id}", {"execution": 1e12})
     redis.hset("rq:job:mine", "meta", pickle.dumps({"producer": "team a"}))
 
     shown = tokenmill(redis_url, "flood", "bulk").output.splitlines()
-    assert shown[0].startswith("queue bulk: 252 waiting, the first for ")
+    assert shown[0].startswith("queue bulk: 255 waiting, the first for ")
     assert [line.split("  ")[0].split() for line in shown[1:2]] == [["JOBS"]]
     assert [re.split("  +", line.strip()) for line in shown[2:]] == [
         ["250", r"team a\x1b", r"tokenmill flood bulk --stop 'team a\x1b'"],
+        ["3", "team b", "tokenmill flood bulk --stop 'team b'"],
         ["1", f"run {run}", f"tokenmill cancel {run}"],
         ["1", "no producer named", "tokenmill flood bulk --stop -"],
     ]
 
+    monkeypatch.setattr("jobs.queues.flood._PAGE", 100)
     stopped = tokenmill(redis_url, "flood", "bulk", "--stop", r"team a\x1b")
     assert stopped.output == "cancelled 249 waiting jobs\n"
-    assert queue.job_ids == [f"{run}-00003", "mine", held.id], "a worker has the last one"
+    assert queue.job_ids == [f"{run}-00003", "mine", held.id, *others], "a worker has the last one"
     assert flood[0].get_status() == JobStatus.CANCELED
+    assert 0 < redis.ttl(flood[0].key) <= 3600, "it would take memory for ever"
+    assert redis.ttl("rq:job:mine") == -1
     assert tokenmill(redis_url, "flood", "bulk", "--stop", f"run {run}").exit_code == 2
-    typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team b")
+    typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team c")
     assert typo.exit_code == 1
-    assert f"no job of team b waits on queue bulk: there are run {run}, -" in typo.output
+    assert f"no job of team c waits on queue bulk: there are team b, run {run}" in typo.output
     assert tokenmill(redis_url, "flood", "nothing").output == "queue nothing: 0 waiting\n"
 
 

@@ -199,6 +199,9 @@ def test_shards_are_told_one_by_one(runs: Runs, redis: Redis, source: Path) -> N
     runs.run(last)
     fail(redis, failed, "ValueError")
     redis.hset(failed.key, "worker_name", "w\x1b[2J")
+    last.delete()
+    part = json.loads(redis.hget(run_key(run, "parts"), "4"))
+    redis.hset(run_key(run, "parts"), "4", json.dumps({**part, "worker": "gpu-1"}))
     shards = list_shards(redis, run, 2)
     assert [(each.shard, each.state) for each in shards] == [
         (2, "queued"),
@@ -206,6 +209,7 @@ def test_shards_are_told_one_by_one(runs: Runs, redis: Redis, source: Path) -> N
         (4, "done"),
     ]
     assert (shards[-1].rows_done, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
+    assert (shards[-1].worker, shards[-1].job_id) == ("gpu-1", ""), "as its part says"
 
 
 def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(

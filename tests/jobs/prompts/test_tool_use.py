@@ -133,7 +133,7 @@ def test_a_chat_that_calls_tools_for_ever_ends(context: JobContext, max_turns: i
     answer = FakeCompletion("", 0, [1], "stop", 10, tool_calls=[call("add", a=1, b=1)])
     assert len(feed(task, lambda request: answer)) == max_turns
     (choice,) = task.result()["choices"]
-    assert "calls tools still" in choice["error"]
+    assert "still calls tools" in choice["error"]
     assert choice["turns"] == max_turns
 
 

@@ -287,7 +287,8 @@ def test_a_dry_run_without_an_answer_tells_no_time_or_cost(
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
     found = survey(context, tmp_path / "in.parquet", lambda request: refuse("no"))
     lines = dry_run_lines(found, 2.0)
-    assert lines[-1].startswith("but      all 2 rows that were tried failed")
+    assert lines[-1].startswith("but      all 2 rows that were tried failed, so nothing tells")
+    assert lines[-1].endswith("and cost: no"), "the commonest reason"
     assert not any(line.startswith(("time", "cost", "answers")) for line in lines)
 
 

@@ -228,6 +228,27 @@ def test_several_answers_of_a_row_are_parsed_each(parsed: Runs) -> None:
     assert failed["llm_parsed"] == ""
 
 
+def test_each_of_several_prompts_with_a_schema_has_its_columns(parsed: Runs) -> None:
+    schema = {"json": json_schema_of(Stars)}
+    prompts = [
+        {"name": "first", "template": "{prompt}", "sampling": {"structured_outputs": schema}},
+        {"name": "second", "template": "of {first}"},
+        {"name": "third", "template": "{prompt}", "sampling": {"structured_outputs": schema}},
+    ]
+    parsed.plan(parse=True, prompts=prompts, sampling={"temperature": 0})
+    parsed.work(stars)
+    table = pq.read_table(parsed.output)
+    assert [name for name in table.column_names if "_parse" in name] == [
+        "first_parsed",
+        "first_parse_error",
+        "third_parsed",
+        "third_parse_error",
+    ]
+    for name in ("first", "third"):
+        assert table[f"{name}_parsed"].to_pylist() == [{"stars": 1}, None, None]
+        assert "it is not JSON" in table[f"{name}_parse_error"][1].as_py()
+
+
 def test_an_answer_that_failed_its_check_has_the_checks_reason(
     parsed: Runs, checks: Checks, make_context: MakeContext
 ) -> None:

@@ -649,6 +649,13 @@ def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -
     assert asked.prompts == ["cut"]
 
 
+def test_failed_rows_explain_that_few_answers_are_taken(runs: Runs) -> None:
+    runs.write(["a", "b", "c", "d"])
+    runs.score(answer=lambda request: shout(request) if request.prompt == "a" else refuse("no"))
+    _, asked, manifest = new_run(runs, sampling={})
+    assert (len(asked), manifest["rows_reused"], manifest["reused"][0]["differs"]) == (3, 1, [])
+
+
 def test_cut_rows_explain_that_few_answers_are_taken(runs: Runs) -> None:
     def cuts(request: Request) -> FakeCompletion:
         reason = "stop" if request.prompt == "a" else "length"

@@ -285,7 +285,7 @@ def test_a_store_that_overwrites_what_is_there_is_refused(
     s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.put_rows("data/in.parquet", rows(1))
-    monkeypatch.setattr(object_files, "_fit", set())
+    monkeypatch.setattr(object_files, "_safe_buckets", set())
     copy = obstore.copy
     monkeypatch.setattr(object_files.obstore, "copy", lambda *each, overwrite=True: copy(*each))
     with pytest.raises(filesystem.StoreUnfit, match="If-None-Match"):

@@ -46,9 +46,10 @@ def test_failed_jobs_come_newest_first_over_all_queues(redis: Redis) -> None:
 def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(
     redis: Redis,
 ) -> None:
-    fail(redis, "one")
+    fail(redis, "one", meta=json.dumps({"producer": "team a", "note": "secret"}))
     end(redis, "one", f"{ERROR}tokenmill: client")
     [seen] = read_failed(redis, [("one", "bulk")])
+    assert seen.producer == "team a"
     assert (seen.function, seen.ended_at) == ("jobs.complete", 1767225600.0)
     assert seen.error == "jobs.errors.PromptTooLong: 9 tokens"
     assert "secret" not in repr(seen)

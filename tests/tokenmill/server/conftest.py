@@ -36,7 +36,11 @@ def served(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> I
     log = root / "server.log"
     with running_redis_server(executable=redis_executable) as url:
         workers = ForkedWorkers(url, root)
-        workers.start(queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(root))
+        (root / "adapters").mkdir()
+        workers.start(
+            queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(root),
+            TOKENMILL_ADAPTERS=str(root / "adapters"),
+        )  # fmt: skip
         folder = root / "api"
         try:
             with running_server(url, log, "--folder", str(folder)) as address:

@@ -1,6 +1,7 @@
 """OpenAI's client calls the server as it calls OpenAI."""
 
 import json
+import shutil
 import threading
 import urllib.request
 from http.client import HTTPConnection
@@ -38,6 +39,23 @@ def test_the_models_are_those_of_living_workers(served: Served) -> None:
     assert served.client.models.retrieve("fake").owned_by == "tokenmill"
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("gpt-4o")
+
+
+def test_an_adapter_is_a_model_as_soon_as_its_folder_is_there(served: Served) -> None:
+    folder = served.folder.parent / "adapters" / "sql"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    header = b"{}"  # the fake engine reads no tensors
+    weights = len(header).to_bytes(8, "little") + header
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    wait_until(lambda: [model.id for model in served.client.models.list().data] == ["fake", "sql"])
+    answer = served.client.completions.create(model="sql", prompt="hello", max_tokens=3)
+    assert (answer.choices[0].text, answer.model) == ("echo:hello", "sql")
+    fingerprint = served.client.completions.create(model="fake", prompt="x").system_fingerprint
+    assert (answer.system_fingerprint or "").startswith(f"{fingerprint}/")
+    shutil.rmtree(folder)
+    wait_until(lambda: [model.id for model in served.client.models.list().data] == ["fake"])
 
 
 def test_another_model_is_not_found(served: Served) -> None:

@@ -12,6 +12,7 @@ from jobs.common.display import printable, safe_name
 from jobs.common.keys import PROGRESS_FIELD
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
+from jobs.queues.flood import named_producer
 from jobs.runs.job_cancel import CANCELLABLE
 from jobs.runs.watching.reading import error_line
 
@@ -29,7 +30,10 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 
 @dataclass(frozen=True)
 class FailedJob:
-    """One of a queue's failed jobs. error: its last line. is_stopped: by a cancel, which RQ counts as failed."""
+    """One of a queue's failed jobs.
+
+    error: its last line. is_stopped: by a cancel, which RQ counts as failed. producer: whose it is, as its meta says.
+    """
 
     job_id: str
     queue: str
@@ -37,15 +41,16 @@ class FailedJob:
     ended_at: float | None
     error: str
     is_stopped: bool
+    producer: str
 
 
 @dataclass(frozen=True)
 class JobSeen:
     """One job, as it may be shown. origin: its queue, not safe to show. texts, times: fields of its hash; Unix seconds.
 
-    function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable. is_failed:
-    whether it can be put back. is_under_way: it waits or runs. error: the end of its text. error_line: its last
-    line. whole_error: all of it, with the line that classes it; not to be shown.
+    function: None where its name cannot be read. producer: whose it is, as its meta says. arguments, meta: JSON, None
+    unless asked for and readable. is_failed: whether it can be put back. is_under_way: it waits or runs. error: the end
+    of its text. error_line: its last line. whole_error: all of it, with the line that classes it; not to be shown.
     """
 
     job_id: str
@@ -56,6 +61,7 @@ class JobSeen:
     arguments: str | None
     meta: str | None
     progress: dict[str, int]
+    producer: str
     depends_on: list[str]
     dependents: list[str]
     is_failed: bool
@@ -118,6 +124,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         function=function,
         arguments=arguments if with_arguments else None,
         meta=_json_text(kept) if kept and with_arguments else None,
+        producer=named_producer(kept),
         progress={
             safe_name(name, 40): number
             for name, value in list(stored.json_object(shown).items())[:20]
@@ -142,20 +149,27 @@ def read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[F
         for key, (job_id, _) in zip(keys, entries, strict=True):
             pipe.hmget(key, "ended_at", "status")
             pipe.hstrlen(key, "data")
+            pipe.hstrlen(key, "meta")
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
         told = pipe.execute()
-        for key, data_bytes in zip(keys, told[1::3], strict=True):
+        for key, data_bytes, meta_bytes in zip(keys, told[1::4], told[2::4], strict=True):
             pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
-        payloads = pipe.execute()
+            pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
+        fields = pipe.execute()
     found = []
-    for entry, (ended_at, status), results, data in zip(
-        entries, told[::3], told[2::3], payloads, strict=True
+    for entry, (ended_at, status), results, data, meta in zip(
+        entries, told[::4], told[3::4], fields[::2], fields[1::2], strict=True
     ):
         error = _error(results)
         is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
         found.append(
             FailedJob(
-                *entry, called(data)[0], stored.moment(ended_at), error_line(error), is_stopped
+                *entry,
+                called(data)[0],
+                stored.moment(ended_at),
+                error_line(error),
+                is_stopped,
+                named_producer(stored.json_object(meta)),
             )
         )
     return found

@@ -46,7 +46,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
         job_id = shard_job_id(run, shard, is_second=two.has_job) if each.has_job else ""
         if (part := parts.get(shard)) is not None:
             counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
-            found.append(ShardSeen(shard, "done", *counts, each.worker, job_id))
+            found.append(ShardSeen(shard, "done", *counts, part.worker or each.worker, job_id))
         elif shard in look.started:
             found.append(
                 ShardSeen(

@@ -230,6 +230,24 @@ function choose(wanted) {
   }
 }
 
+// Arrow keys move the moment in all charts as the pointer does; Escape lets go of it.
+const KEYS = { ArrowLeft: -1, ArrowRight: 1, Escape: 0 };
+
+function move(event) {
+  const charts = [...drawn.values()].map((each) => each.chart);
+  const step = KEYS[event.key];
+  const isTaken = event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, dialog, .scroll");
+  if (step === undefined || isTaken || !charts.length) return;
+  event.preventDefault();
+  const last = told.times.length - 1;
+  const now = charts[0].cursor.idx;
+  const next = Math.max(0, Math.min(last, now == null ? last : now + step));
+  for (const chart of charts) {
+    const place = step === 0 ? -10 : chart.valToPos(told.times[next], "x");
+    chart.setCursor({ left: place, top: step === 0 ? -10 : 0 });
+  }
+}
+
 function redraw() {
   for (const { chart } of drawn.values()) chart.destroy();
   drawn.clear();
@@ -257,6 +275,7 @@ if (root) {
     update();
   });
   document.addEventListener("visibilitychange", update);
+  document.addEventListener("keydown", move);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   const resized = new ResizeObserver(() => {
     for (const [figure, { chart }] of drawn) {

@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from jobs.common.display import safe_name
 from jobs.runs.plans.names import is_run_id
+from jobs.runs.redis_state.state import submitted_by
 from tokenmill.dashboard.failures.groups import Remedy, cause_of
 from tokenmill.dashboard.seen.jobs_seen import read_job
 from tokenmill.dashboard.views.site import Missing, Site
@@ -18,6 +19,7 @@ def job(site: Site, request: Request) -> dict[str, Any]:
     if found is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")
     run, _, rest = job_id.partition("-")
+    is_of_run = is_run_id(run) and (rest == "plan" or rest[:1].isdigit())
     is_stopped = found.texts.get("status") == "stopped"
     return {
         "job": found,
@@ -25,5 +27,6 @@ def job(site: Site, request: Request) -> dict[str, Any]:
         "wrong": Remedy.CLIENT,
         "shown_id": safe_name(job_id),
         "show_prompts": site.show_prompts,
-        "run": run if is_run_id(run) and (rest == "plan" or rest[:1].isdigit()) else None,
+        "owner": submitted_by(site.connection, run) if is_of_run else found.producer,
+        "run": run if is_of_run else None,
     }

@@ -60,12 +60,12 @@ class HeldJob:
     is_overdue: its function was interrupted because it ran too long.
     num_requests: the requests of its task, as last counted; None if the task does not say.
     next_index: the index of its next request.
-    in_engine: its sequences in the engine.
+    num_in_engine: how many of its sequences are in the engine.
     unscheduled: the indices of requests whose sequences no step has scheduled yet.
-    open_requests: the completions so far of each request in the engine, by index.
+    open_requests: for each request in the engine, by index, the completions that have come so far.
     inspected: the answers that the task inspects in a thread, by their requests' indices.
-    samples: the number of sequences of each request in the engine, by index.
-    begun: the progress of its requests that run in the engine, by index.
+    num_samples: for each request in the engine, by index, its number of sequences.
+    running: for each request that runs in the engine, by index, its progress.
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
@@ -96,12 +96,12 @@ class HeldJob:
     is_overdue: bool = False
     num_requests: int | None = None
     next_index: int = 0
-    in_engine: int = 0
+    num_in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
     inspected: dict[int, list[Completion]] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)
-    begun: dict[int, RequestProgress] = field(default_factory=dict)
+    num_samples: dict[int, int] = field(default_factory=dict)
+    running: dict[int, RequestProgress] = field(default_factory=dict)
     reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
@@ -192,6 +192,12 @@ class HeldJob:
         """Whether its first sequence was scheduled, or its function began. Its time limit runs from then on."""
         return self.started_at is not None
 
+    def is_over_limit(self, moment: float) -> bool:
+        """Whether it has run for longer than its time limit at `moment` (monotonic seconds)."""
+        if self.started_at is None or self.limit_s <= 0:
+            return False
+        return moment - self.started_at > self.limit_s
+
     @property
     def is_complete(self) -> bool:
         """Whether every request was sent and delivered."""
@@ -221,13 +227,13 @@ class HeldJob:
 
     def tokens_open(self) -> dict[str, int]:
         """Count the tokens of its open requests: of prompts, of prompts not yet computed, and of answers."""
-        running = [
-            progress for index, progress in self.begun.items() if index in self.open_requests
+        open_progress = [
+            progress for index, progress in self.running.items() if index in self.open_requests
         ]
         return {
-            "prompt_tokens_open": sum(progress.prompt_tokens for progress in running),
-            "prompt_tokens_ahead": sum(progress.prompt_tokens_left for progress in running),
-            "tokens_open": sum(progress.generation_tokens for progress in running),
+            "prompt_tokens_open": sum(progress.prompt_tokens for progress in open_progress),
+            "prompt_tokens_ahead": sum(progress.prompt_tokens_left for progress in open_progress),
+            "tokens_open": sum(progress.generation_tokens for progress in open_progress),
         }
 
     def changed_progress(self) -> dict[str, Any] | None:
@@ -253,7 +259,8 @@ class HeldJob:
         running: the token ids of all sequences in the engine, by request id and sample index.
         """
         tokens: dict[int, Mapping[int, Sequence[int]]] = {}
-        for index, completions in (*self.open_requests.items(), *self.inspected.items()):
+        undelivered = {**self.open_requests, **self.inspected}
+        for index, completions in undelivered.items():
             completed = {}
             for completion in completions:
                 if completion.finish_reason != "error":
@@ -334,11 +341,11 @@ class HeldJobs:
     def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
         """Note the progress of the requests that run in the engine, by their ids."""
         for job in self._jobs.values():
-            job.begun = {}
+            job.running = {}
         for request_id, progress in requests.items():
             request_job, index = self.of_request(request_id)
             if request_job is not None:
-                request_job.begun[index] = progress
+                request_job.running[index] = progress
 
 
 def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:

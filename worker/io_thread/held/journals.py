@@ -51,12 +51,12 @@ class Journals:
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
         self._num_unanswered = 0
-        # By job number: the report that came while the entry was written.
+        # The jobs whose entries are being written, by number; for each the last report that came meanwhile.
         self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
-    def look(self, moment: float) -> None:
-        """Ask the engine for the tokens by now, if a period is over."""
+    def ask_if_due(self, moment: float) -> None:
+        """Ask the engine for the tokens that it has sampled so far, if a period is over."""
         if self.pool is None or self._leave_by is not None:
             return
         if moment < self._due_at or self._num_unanswered > 0:
@@ -87,7 +87,8 @@ class Journals:
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
             running_s = moment - (job.started_at or moment)
-            if self._leave_by is None and not job.is_file and running_s < self._period_s:
+            is_young_prompt = not job.is_file and running_s < self._period_s
+            if is_young_prompt and self._leave_by is None:
                 continue  # most prompts end before their first entry
             if job.number in self._writing:
                 self._writing[job.number] = report
@@ -96,6 +97,7 @@ class Journals:
                 self._enter(job, report)
 
     def _streaming(self) -> list[HeldJob]:
+        """Return the jobs whose state a journal can keep."""
         return [
             job
             for job in self._jobs
@@ -110,8 +112,11 @@ class Journals:
         if write is None:
             return
         self._writing[job.number] = None
-        written = partial(self._guard.call, job, self._written, job)
-        self.pool.submit(write, lambda _, error: self._post(partial(written, error)), raises=False)
+
+        def done(_: object, error: BaseException | None) -> None:
+            self._post(partial(self._guard.call, job, self._written, job, error))
+
+        self.pool.submit(write, done, raises=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
         """Note that an entry is written, and write the next one if a report came meanwhile."""

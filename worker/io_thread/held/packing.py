@@ -33,10 +33,10 @@ _REFILLS_REMEMBERED = 16
 class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
-    The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. All further
-    requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences, or twice the number that lately left
-    the engine between two refills, because completions of equal length end together. The reserve is refilled when half
-    of it is gone.
+    The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These are the
+    reserve. All further requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences, or twice the
+    number that lately left the engine between two refills, because completions of equal length end together. It is
+    refilled when half of it is gone.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
     and those of more urgent lanes, so a full bulk batch never holds back an urgent prompt. Every lane may have
@@ -46,7 +46,11 @@ class Packer:
     def __init__(
         self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int
     ) -> None:
-        """slots: sequences that the engine runs at once. max_functions, max_files: the most at the same time."""
+        """Take the limits.
+
+        slots: the sequences that the engine runs at once. prefetch: the smallest reserve. max_functions: the most
+        functions that run at the same time. max_files: the most files that are opened at the same time.
+        """
         self.slots = slots
         self._min_reserve = max(1, prefetch)
         self._reserve = self._min_reserve
@@ -133,41 +137,45 @@ class Packer:
         """Drop the stream of a stopped or lost job, and stop counting its sequences."""
         if job in self._streams[job.lane]:
             self._streams[job.lane].remove(job)
-        self._in_engine[job.lane] -= job.in_engine
-        job.in_engine = 0
+        self._in_engine[job.lane] -= job.num_in_engine
+        job.num_in_engine = 0
 
     def delivered(self, job: HeldJob, num_sequences: int) -> None:
         """Count sequences of a job that have left the engine."""
         self._num_left += num_sequences
         self._in_engine[job.lane] -= num_sequences
-        job.in_engine -= num_sequences
+        job.num_in_engine -= num_sequences
 
     def claim_room(self, lane: int) -> int:
         """Return how many more sequences' worth of jobs the lane should claim now.
 
-        Opening a file takes many steps, so the next one is claimed when less than one batch of requests is left.
-        Functions and unopened files take no room.
+        While requests of open jobs are left, only the next file is claimed, as soon as they fill less than one batch.
+        Opening a file takes many steps. Functions and unopened files take no room.
         """
-        unread = sum(job.unread for job in self._streams[lane])
-        if unread == 0:
+        num_unread = sum(job.unread for job in self._streams[lane])
+        if num_unread == 0:
             return self._refill(lane)
-        if unread < self.slots and self._streams[lane][-1].is_file:
-            return self.slots - int(unread)
+        is_last_a_file = self._streams[lane][-1].is_file
+        if is_last_a_file and num_unread < self.slots:
+            return self.slots - int(num_unread)
         return 0
 
     def _room(self, lane: int) -> int:
         """Return how many further sequences of the lane the engine may get."""
-        return max(self._shared_room(lane), self._min_reserve - self._in_engine[lane], 0)
+        own_room = self._min_reserve - self._in_engine[lane]
+        return max(self._shared_room(lane), own_room, 0)
 
     def _shared_room(self, lane: int) -> int:
         """Return the room that the lane shares with more urgent lanes."""
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill(self, lane: int) -> int:
-        """Return the lane's room once half of the reserve, or half of the lane's own places, is free; else 0."""
+        """Return the lane's room; 0 while more than half of the reserve and of the lane's own places is taken."""
         is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
         is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
-        return self._room(lane) if is_reserve_low or is_lane_low else 0
+        if is_reserve_low or is_lane_low:
+            return self._room(lane)
+        return 0
 
     def pull(self, guard: JobGuard) -> Iterator[tuple[HeldJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
@@ -180,13 +188,13 @@ class Packer:
                 job = streams[0]
                 request = None
                 with guard.around(job):
-                    request = self._next_of(job, lane)
+                    request = self._take_request(job, lane)
                 if request is not None:
                     yield job, job.next_index - 1, request
                 elif streams and streams[0] is job:
                     self._ended_streams.append(streams.popleft())
 
-    def _next_of(self, job: HeldJob, lane: int) -> Request | None:
+    def _take_request(self, job: HeldJob, lane: int) -> Request | None:
         """Take the next request of a job's stream and count its sequences. Returns None at the stream's end."""
         request = _next_request(job)
         if request is None:
@@ -196,9 +204,9 @@ class Packer:
         num_samples = samples_of(request)
         job.next_index += 1
         job.open_requests[index] = []
-        job.samples[index] = num_samples
+        job.num_samples[index] = num_samples
         job.unscheduled.add(index)
-        job.in_engine += num_samples
+        job.num_in_engine += num_samples
         self._in_engine[lane] += num_samples
         return request
 
@@ -226,14 +234,14 @@ class Packer:
 
 
 _TURN_BYTES = 1 << 20
-"""Bytes of payloads after which no further payload of a lane is unpacked in the same turn of the I/O thread."""
+"""Once a lane has unpacked this many bytes of payloads, its next payload waits for the next turn of the I/O thread."""
 
 
 class PayloadBudget:
     """Decides when a claimed job's payload is unpacked. Used by the I/O thread only.
 
-    max_held_bytes: bytes of hashes and unpacked payloads that the open jobs of a lane may hold. With more, the lane's
-    next job waits with its payload packed. A lane without open jobs always opens one.
+    max_held_bytes: the most bytes that the hashes and unpacked payloads of a lane's open jobs may have. While they have
+    more, the lane's next job waits with its payload packed. A lane without open jobs always opens one.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
@@ -295,5 +303,6 @@ class PayloadBudget:
             self._count(job, job.payload_bytes)
 
     def _count(self, job: HeldJob, num_bytes: int) -> None:
+        """Count further bytes of a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

@@ -24,8 +24,8 @@ THREADS = 2
 class Inspections:
     """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
 
-    Tasks take turns, so the long checks of one task delay those of another by one check only.
-    post: queues a call for the I/O thread. checks: what tasks check answers with; each check has a time limit.
+    Tasks take turns, so a task with long checks delays another task by one check only.
+    post: queues a call for the I/O thread. checks: closed at the end, when no task uses them any more.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
@@ -52,6 +52,7 @@ class Inspections:
         self._turns[task] = turn
 
         def inspect() -> None:
+            """Begin the turn. Called in a thread of the pool."""
             self._turn = turn
             if is_wanted():
                 task.inspect(index, completions)
@@ -134,7 +135,7 @@ class Streams:
                 self._take(job, index, completion)
 
     def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
-        """Take a completion. The last completion of a request hands the request over."""
+        """Note a completion. With the last one of its request, hand the request's samples to the task."""
         self._tally.completed(completion)
         if job.trace is not None:
             job.trace.completed(completion)
@@ -142,12 +143,12 @@ class Streams:
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
-        if completion.finish_reason == "error" or len(samples) == job.samples[index]:
+        if completion.finish_reason == "error" or len(samples) == job.num_samples[index]:
             self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Give a request's samples to its task, after an inspection if the task wants one."""
-        self._packer.delivered(job, job.samples.pop(index))
+        self._packer.delivered(job, job.num_samples.pop(index))
         del job.open_requests[index]
         ordered = sorted(samples, key=lambda sample: sample.index)
         assert job.open_task is not None

@@ -6,7 +6,7 @@
 -- and jobs that this claim or a running execution has taken and nobody has enqueued again since.
 --
 -- These jobs stay where they are in the queue, for other workers:
---   jobs whose field `tokenmill_model` is not among `models`;
+--   jobs whose field `tokenmill_model` has a line that is not among `models`: the model, or an adapter;
 --   jobs whose `tokenmill_format` is above `format`, and shards with any other format, as only the version that wrote
 --   their plan can read it;
 --   jobs whose `tokenmill_kind` is 'function' beyond `max_functions`, or 'file' beyond `max_files`.
@@ -78,6 +78,12 @@ if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 'suspended',
 local places = {['function'] = args.max_functions, file = args.max_files}
 local is_served = {}
 for _, name in ipairs(args.models) do is_served[name] = true end
+local function serves_all(needed)
+  for name in string.gmatch(needed, '[^\n]+') do
+    if not is_served[name] then return false end
+  end
+  return true
+end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local num_newer = 0
@@ -116,7 +122,7 @@ local function consider(id)
   local is_newer = format > args.format
   local is_unread = is_newer or (format < args.format and fields[5] == 'file')
   num_newer = num_newer + (is_newer and 1 or 0)
-  local is_foreign = is_unread or (fields[4] and not is_served[fields[4]])
+  local is_foreign = is_unread or (fields[4] and not serves_all(fields[4]))
   local free = places[fields[5] or '']
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id

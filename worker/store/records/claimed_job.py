@@ -32,13 +32,13 @@ class ClaimedJob:
     worker_name: str
     record: JobRecord = field(default_factory=JobRecord)
     damage: Exception | None = None
-    """The error of reading the job's hash. Such a job can only be failed."""
+    """The error that reading the job's hash raised; None if it could be read. A damaged job can only be failed."""
     has_ended: bool = False
     """Whether the job's end is written. Then only its dependents may still wait."""
     deaths: int = 0
     """How many workers have died with it."""
     left_before: str = ""
-    """The id of the last job before this one that the claim left in the queue for lack of a place; "" for none."""
+    """The id of the last job before this one that the claim left in the queue, for lack of a place. "" for none."""
     journal: bytes | None = None
     """The journal that an earlier execution has left; None without a journal."""
     pieces: Sequence[Any] = ()

@@ -50,11 +50,11 @@ _CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
 
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
-_PAYLOAD = (b"data", b"description", b"meta")
+_PAYLOAD_FIELDS = (b"data", b"description", b"meta")
 """The fields that nobody reads any more once all requests of a job are in the batch."""
 
 _LIGHT_BYTES = 1 << 11
-"""Bytes of a hash up to which a smaller copy of its record saves no memory."""
+"""For a hash of at most this many bytes, a copy of its record without the payload saves no memory."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class JobRecord:
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self) -> JobRecord:
-        """Return a copy without the fields that nobody reads any more."""
-        fields = {name: value for name, value in self.fields.items() if name not in _PAYLOAD}
+        """Return a copy without the payload, for a job whose requests are all in the batch."""
+        fields = {name: value for name, value in self.fields.items() if name not in _PAYLOAD_FIELDS}
         hash_bytes = sum(map(len, fields.values()))
         fields[b"data"] = b""
         return replace(self, fields=MappingProxyType(fields), hash_bytes=hash_bytes, meta={})
@@ -130,21 +130,21 @@ def read_record(
             name.decode()
         for name, parse in _PARSERS.items():
             text = values.get(name)
-            if text or (text is not None and name in _NEVER_EMPTY):
-                parsed[name] = _parsed(name, text, parse)
+            if text is None or (text == b"" and name not in _NEVER_EMPTY):
+                continue
+            parsed[name] = _parsed(name, text, parse)
         _policy(parsed).check()
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
         damage = error
+
+    held_fields = {name: value for name, value in values.items() if name in _HELD_FIELDS}
+    callbacks = {role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}
     record = JobRecord(
-        fields=MappingProxyType(
-            {name: value for name, value in values.items() if name in _HELD_FIELDS}
-        ),
+        fields=MappingProxyType(held_fields),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
         policy=_policy(parsed),
-        callbacks=MappingProxyType(
-            {role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}
-        ),
+        callbacks=MappingProxyType(callbacks),
         webhooks=parsed.get(b"webhooks", ()),
         timeout_s=parsed.get(b"timeout"),
         meta=parsed.get(b"meta", {}),
@@ -163,17 +163,19 @@ def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _policy(parsed: Mapping[bytes, Any]) -> Policy:
+    """Return those fields that decide what becomes of the job after its end."""
     return Policy(**{name.decode(): parsed[name] for name in _POLICY if name in parsed})
 
 
 def _count(text: bytes) -> int:
-    """Parse a count that scripts increase. Raises ValueError if it is so large that Redis might refuse to."""
+    """Parse a count that scripts increase. Raises ValueError if Redis could not increase it further."""
     if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
         raise ValueError
     return int(text)
 
 
 def _intervals(text: bytes) -> list[Any] | None:
+    """Parse the seconds between tries. Raises ValueError."""
     intervals = json.loads(text)
     if not isinstance(intervals, list | None):
         raise ValueError
@@ -181,6 +183,7 @@ def _intervals(text: bytes) -> list[Any] | None:
 
 
 def _meta(text: bytes) -> Any:
+    """Parse the job's meta."""
     try:
         return JSONSerializer.loads(text)
     except Exception:  # noqa: BLE001  # as RQ does
@@ -188,6 +191,7 @@ def _meta(text: bytes) -> Any:
 
 
 def _webhooks(text: bytes) -> tuple[Webhook, ...]:
+    """Parse the job's webhooks. If one cannot be read, there are none."""
     try:
         return tuple(Webhook.from_dict(data) for data in json.loads(text.decode()))
     except Exception:  # as RQ does
@@ -226,25 +230,27 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
         (name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())
     ),
 }
-"""The fields that RQ's `Job` reads, in its order, without the payload and the fields in which old versions kept a job's
-end."""
+"""How to parse the fields that RQ's `Job` reads, in its order. The payload is left out, and so are the fields in which
+old versions kept a job's end."""
 
 _NEVER_EMPTY = {
     b"enqueue_at_front",
     *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
 }
+"""The fields that RQ parses even if they are empty, which damages the job. It skips other empty fields."""
+
 _POLICY = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _STREAM = STREAM_FIELD.encode()
 _HELD_FIELDS = frozenset((b"data", _STREAM, *_PARSERS))
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
-    """Return the most bytes of a job's hash in Redis: its payload, the description that repeats it, other fields."""
+    """Return the most bytes of a job's hash in Redis: the payload, the description (which repeats it), other fields."""
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
 def unpack(packed: bytes, max_bytes: int) -> bytes:
-    """Unpack a payload as RQ does. Raises TooLarge if it has more than `max_bytes` bytes, without unpacking further."""
+    """Unpack a payload as RQ does. Stops after `max_bytes` bytes, and raises TooLarge if there are more."""
     text = unpacked(packed, max_bytes)
     if text is None:
         raise TooLarge(
@@ -255,22 +261,19 @@ def unpack(packed: bytes, max_bytes: int) -> bytes:
 
 
 def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
-    """Raise TooLarge if JSON holds more lists and objects than `max_bytes` bytes may hold. It is not parsed.
+    """Raise TooLarge if a JSON text holds more lists and objects than `max_bytes` allow. The text is not parsed.
 
     field_name: names the text in the error's message.
     """
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
         return
-    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn. Two
-    # quotes without a bracket between them change nothing, and go too.
-    marks = (
-        text.replace(b"\\\\", b"")
-        .replace(b'\\"', b"")
-        .translate(None, _NO_MARKS)
-        .replace(b'""', b"")
-    )
-    outside_strings = marks.split(b'"')[::2]
+    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn. So every
+    # second piece between quotes is outside strings. Two quotes without a bracket between them change nothing, and go
+    # too.
+    unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES).replace(b'""', b"")
+    outside_strings = quotes_and_brackets.split(b'"')[::2]
     num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:
         raise TooLarge(
@@ -279,7 +282,8 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
         )
 
 
-_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
+_OTHER_BYTES = bytes(set(range(256)) - set(b'"[{'))
+"""All bytes but quotes and opening brackets."""
 
 
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:

@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def retry_wait_s(self) -> int:
-        """The seconds that the next try waits. If intervals are too few, the first one serves several tries."""
+        """The seconds that the next try waits. If there are fewer intervals than tries, the first tries share one."""
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
@@ -55,7 +55,7 @@ class Policy:
         return (self.number_of_retries or 0) < returned_retry.max
 
     def check(self) -> None:
-        """Raise an error if a value is not of the right kind."""
+        """Raise an error, of whatever class, for a value that cannot be used. Users may have given anything."""
         if self.has_retries:
             _ = self.retry_wait_s
         if self.repeats_left and self.repeats_left > 0:
@@ -69,8 +69,8 @@ class Policy:
 class NextStep:
     """What becomes of an ended job.
 
-    kept_s: seconds for which the job is kept; for a job that is retried, its earlier results are kept so long. A
-    negative number means for ever. None leaves the time to live as it is.
+    kept_s: seconds for which the job is kept, or the earlier results of a job that is retried. A negative number means
+    for ever. None leaves the time to live as it is.
     wait_s: seconds after which the job runs again; None for never.
     counter: the hash's field that counts the runs. count: its new value.
     at_front: whether the job goes to the front of its queue.

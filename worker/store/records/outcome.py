@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether this is the last try of a job that failed or was stopped."""
+        """Whether a job that failed or was stopped is not tried again."""
         return not (self.retries and self.policy.has_retries)
 
     @property
@@ -90,7 +90,7 @@ class Outcome:
         )
 
     def as_left_by(self, job: Job | None) -> Outcome:
-        """Return the outcome with the policy of the user code's copy of the job, if there is one.
+        """Return the outcome with the policy that user code has left in its copy of the job. job: None without a copy.
 
         Raises any error if its values cannot be used to write an end, such as a text for `result_ttl`.
         """
@@ -140,7 +140,7 @@ def printable(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return the calls in which an error was raised, innermost first, without its message, which may quote a prompt."""
+    """Return the calls in which an error was raised, innermost first. Its message, which may quote a prompt, is not."""
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
     return ", ".join(
         f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
@@ -162,12 +162,13 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
     if value is None:
         return None
     try:
-        least_bytes, num_values = (0, 0) if known_small else _measure(value, max_bytes)
-        if least_bytes > max_bytes:
-            raise ResultTooLarge(max_bytes)
-        text = (
-            json.dumps(value) if num_values <= _SMALL_VALUES else _dump_in_pieces(value, max_bytes)
-        )
+        has_few_values = known_small
+        if not known_small:
+            least_bytes, num_values = _measure(value, max_bytes)
+            if least_bytes > max_bytes:
+                raise ResultTooLarge(max_bytes)
+            has_few_values = num_values <= _SMALL_VALUES
+        text = json.dumps(value) if has_few_values else _dump_in_pieces(value, max_bytes)
     except ResultTooLarge:
         raise
     except Exception:  # noqa: BLE001  # as RQ does
@@ -178,6 +179,7 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
 
 
 def _dump_in_pieces(value: Any, max_bytes: int) -> str:
+    """Return a value's JSON. Other threads may run between its pieces. Raises ResultTooLarge."""
     text = io.StringIO()
     for piece in json.JSONEncoder().iterencode(value):
         text.write(piece)
@@ -200,7 +202,9 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
         if isinstance(item, str):
             num_bytes += len(item) + 2
         elif isinstance(item, (dict, list, tuple)):
-            num_bytes += 2 * len(item) or 2
+            num_bytes += max(
+                2, 2 * len(item)
+            )  # brackets, and a character and a comma for each item
             if num_bytes <= max_bytes:
                 waiting.extend(item)
                 if isinstance(item, dict):

@@ -21,7 +21,7 @@ from worker.store.records.job_record import (
 )
 from worker.threads.interrupts import as_class, current_call
 
-_PACKED: Any = object()
+_STILL_PACKED: Any = object()
 """Stands in RQ's `_data` for a payload that is still packed."""
 
 
@@ -29,7 +29,10 @@ __all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "
 
 
 class StoredJob(Job):
-    """RQ's job with a payload that is unpacked when it is read. Raises TooLarge then if it has more than max_bytes."""
+    """RQ's job with a payload that stays packed until it is read.
+
+    max_bytes: reading a payload that is larger when unpacked raises TooLarge.
+    """
 
     max_bytes = DEFAULT_MAX_JOB_BYTES
     _packed = b""
@@ -37,7 +40,7 @@ class StoredJob(Job):
     @property
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked again each time, because it may be large."""
-        if self._data is not _PACKED:
+        if self._data is not _STILL_PACKED:
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)
 
@@ -47,6 +50,7 @@ class StoredJob(Job):
         Job.data.fset(self, value)  # type: ignore[attr-defined]
 
     def _deserialize_data(self) -> None:
+        """Unpack and read the payload. Raises TooLarge or DeserializationError."""
         text = self.data
         check_containers("payload", text, self.max_bytes)
         try:
@@ -60,7 +64,7 @@ class StoredJob(Job):
         packed = values.pop(b"data")
         dates = {name: values.pop(name.encode(), None) for name in DATES}
         super().restore({**values, b"data": b""})
-        self._data = _PACKED
+        self._data = _STILL_PACKED
         self._packed = packed
         for name, value in dates.items():
             if value:
@@ -70,7 +74,8 @@ class StoredJob(Job):
         """Show the job as running in this copy, as RQ does."""
         self._status = JobStatus.STARTED
         self.worker_name = worker_name
-        self.started_at = self.last_heartbeat = began_at
+        self.started_at = began_at
+        self.last_heartbeat = began_at
 
 
 def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> StoredJob:

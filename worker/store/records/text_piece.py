@@ -1,4 +1,4 @@
-"""TextPiece: what a sample's text has grown by, and the tokens that it is the text of."""
+"""TextPiece: new text of a sample, and the tokens that have made it."""
 
 from array import array
 from collections.abc import Sequence
@@ -34,7 +34,10 @@ class TextPiece(NamedTuple):
             "tokens": array("i", self.token_ids).tobytes(),
             "owner": self.owner,
         }
-        return [part for entry in values.items() for part in entry]
+        flat: list[Any] = []
+        for name, value in values.items():
+            flat += [name, value]
+        return flat
 
 
 NUM_VALUES = 14

@@ -27,9 +27,14 @@ def test_batches_have_their_state_counts_and_deadline(redis: Redis, page: TestCl
     put_batch(redis, "batch_1", "search")
     put_batch(redis, "batch_2", "mail", OTHER_RUN, NOW + 1)
     text = text_of(page.get("/batches").text)
-    expected = f"batch_1 search in_progress 0 100 0 2027-01-15 08:00:00 2027-01-16 08:00:00 {RUN}"
+    expected = (
+        f"batch_1 search in_progress 0 100 0 2027-01-15 08:00:00 UTC 2027-01-16 08:00:00 UTC {RUN}"
+    )
     assert expected in text
-    assert f"batch_2 mail unknown – – – 2027-01-15 08:00:01 2027-01-16 08:00:01 {OTHER_RUN}" in text
+    assert (
+        f"batch_2 mail unknown – – – 2027-01-15 08:00:01 UTC 2027-01-16 08:00:01 UTC {OTHER_RUN}"
+        in text
+    )
     assert text.index("batch_2") < text.index("batch_1"), "the latest is first"
 
     text = text_of(page.get("/batches?project=search").text)

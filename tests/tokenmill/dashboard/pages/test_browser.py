@@ -63,6 +63,16 @@ def test_charts_tell_the_values_under_the_pointer_and_what_became_of_workers(
         assert 0 < number(then) < number(latest), "earlier, less waited"
         assert cells(page, "workers")[0][1] != "–", "the other charts tell of that moment too"
 
+        at_pointer = page.inner_text(".moment")
+        page.keyboard.press("ArrowLeft")
+        earlier = page.inner_text(".moment")
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text(".moment") == at_pointer != earlier
+        page.keyboard.press("Escape")
+        assert page.inner_text(".moment") == ""
+        page.keyboard.press("ArrowLeft")
+        assert "UTC" in page.inner_text(".moment"), "it begins at the latest moment"
+
         page.click("[data-range='24h']")
         page.wait_for_function("document.querySelector('[data-range=\"24h\"]').ariaPressed")
         assert "range=24h" in page.url

@@ -17,6 +17,8 @@ def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(
     for listed in ("/", "/failed"):
         assert 'class="id" href="/jobs/a_job-1"' in page.get(listed).text
     assert "of this very job" in page.get("/jobs/a_job-1").text
+    html = page.get("/jobs/a_job-1").text
+    assert re.search(r'<summary>Delete</summary>\s*<form[^>]* action="/delete"', html)
     to, text = act(page, "/jobs/a_job-1", "/retry")
     assert to.startswith("/jobs/a_job-1?done=")
     assert "1 put back." in text

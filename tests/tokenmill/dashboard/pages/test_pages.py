@@ -178,11 +178,16 @@ def test_a_jobs_page_leads_to_its_dependencies_and_dependents_and_shows_its_meta
         open_page(show_prompts=show_prompts),
     )
     first = queue.enqueue(
-        "jobs.complete", "a", job_id="first", meta={"customer": "blue", "tries": 2}
+        "jobs.complete",
+        "a",
+        job_id="first",
+        meta={"customer": "blue", "tries": 2, "producer": "team a"},
     )
     queue.enqueue("jobs.complete", "b", job_id="then", depends_on=first)
     shown = text_of(page.get("/jobs/first").text)
     assert re.search(r"Dependents\s+then\s", shown)
+    assert re.search(r"Submitted by\s+team a\s", shown)
+    assert re.search(r"Created\s+[-0-9: ]+ UTC\s", shown)
     assert ("blue" in shown) is show_prompts
     html = page.get("/jobs/then").text
     assert re.search(r'Depends on.*href="/jobs/first"', html)

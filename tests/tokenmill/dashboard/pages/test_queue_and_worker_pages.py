@@ -89,7 +89,7 @@ def test_a_workers_page_says_where_it_runs_what_it_holds_and_how_it_died_before(
         host="node-7",
         pid=4711,
         version="1.2",
-        commit="c0ffee",
+        commit="c0ffee0123" + "9" * 30,
         fingerprint="9f31",
         model_source="/models/m",
         memory_bytes=3 << 30,
@@ -97,7 +97,9 @@ def test_a_workers_page_says_where_it_runs_what_it_holds_and_how_it_died_before(
         held_jobs=["job-1", "job-2"],
     )
     put_worker(redis, "silent", silent_s=60, jobs_held=5)
-    assert "Jobs held 22" in text_of(page.get("/workers/gpu-1").text)
+    html = page.get("/workers/gpu-1").text
+    assert "Jobs held 22" in text_of(html)
+    assert f'title="c0ffee0123{"9" * 30}"' in html
     html = page.get("/workers/silent").text
     assert re.findall(r"<dt>(Batch|Jobs held)</dt><dd>([^<]*)<", html) == [
         ("Batch", "–"),
@@ -108,7 +110,7 @@ def test_a_workers_page_says_where_it_runs_what_it_holds_and_how_it_died_before(
         assert told.json()["is_now"] == is_now
     record_deaths(redis, {"gpu-1": ["job-8", "job-9"], "other": ["x"]})
     text = text_of(page.get("/workers/gpu-1").text)
-    told = ("Host node-7", "Process 4711", "Version 1.2", "Commit c0ffee", "Fingerprint 9f31")
+    told = ("Host node-7", "Process 4711", "Version 1.2", "Commit c0ffee0123 ", "Fingerprint 9f31")
     for each in (*told, "Loaded from /models/m", "Memory 3.0 GiB", "job-2 and 20 more"):
         assert each in text, each
     assert re.search(r"gpu-1 0 s ago 2 job-8 , job-9", text)
@@ -215,6 +217,14 @@ def test_a_runs_page_says_what_it_asks_and_shows_its_template_only_when_asked(
     done = CliRunner().invoke(main, ["--url", redis_url, *words])
     assert done.exit_code == 0, done.output
     assert run in done.output
+
+
+def test_a_shards_job_says_who_submitted_its_run(redis: Redis, page: TestClient) -> None:
+    put_run(redis, submitted_by="anna on host1")
+    Queue("bulk", connection=redis, serializer="json").enqueue("a.b", job_id=f"{RUN}-00000")
+    assert "Submitted by anna on host1 " in " ".join(
+        text_of(page.get(f"/jobs/{RUN}-00000").text).split()
+    )
 
 
 def test_shards_lead_to_their_jobs(redis: Redis, page: TestClient) -> None:

@@ -1,0 +1,44 @@
+"""AdapterRows: which rows of a step have which adapter, sorted once for all layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+
+class Product(Protocol):
+    """What an adapter adds to one layer."""
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """Add the product with x [rows, in] to y [rows, out], in place."""
+
+
+class AdapterGroup(NamedTuple):
+    """The rows of a step that have one adapter.
+
+    products: by layer; others are left as they are. rows: a range, or [rows] int64.
+    """
+
+    products: Mapping[nn.Module, Product]
+    rows: slice | Tensor
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """The groups of a step's rows. Rows of no group have no adapter."""
+
+    groups: tuple[AdapterGroup, ...]
+
+    def add_to(self, y: Tensor, layer: nn.Module, x: Tensor) -> None:
+        """Add each adapter's product to its rows of y = layer(x), in place."""
+        for products, rows in self.groups:
+            product = products.get(layer)
+            if product is None:
+                continue
+            if isinstance(rows, slice):
+                product.add_to(y[rows], x[rows])
+            else:
+                own = y.index_select(0, rows)
+                product.add_to(own, x.index_select(0, rows))
+                y.index_copy_(0, rows, own)

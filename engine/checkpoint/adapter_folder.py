@@ -1,0 +1,199 @@
+"""AdapterFolder: the adapters in a folder of PEFT checkpoints, found by name. Loads no torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.fingerprint import check_file
+from engine.checkpoint.model_config import read_json
+from engine.errors import AdapterRefused, ConfigError, UnknownAdapter
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+#: The most names that an error lists.
+MAX_LISTED = 20
+#: A name with the fingerprint that its files must have.
+PINNED = re.compile(r"(.+)@([0-9a-f]{32})")
+
+#: Keys of adapter_config.json that change no answer, or that `scale_of` reads. Any other one must be off.
+KNOWN_KEYS = frozenset(
+    {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "bias"}
+    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    | {"base_model_name_or_path", "revision", "auto_mapping", "task_type", "peft_version"}
+    | {"inference_mode", "lora_dropout", "init_lora_weights", "runtime_config"}
+    | {"eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"}
+)
+#: Ways to begin a training that leave the model's own weights as they are.
+PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as its files are now. fingerprint: 32 hexadecimal digits, a hash of both files."""
+
+    name: str
+    fingerprint: str
+    folder: Path
+
+    @property
+    def pinned(self) -> str:
+        """Return the name with the fingerprint: only these files answer to it."""
+        return f"{self.name}@{self.fingerprint}"
+
+
+class AdapterFolder:
+    """Finds adapters by name: each sub-folder with both files is one. Any thread may call it.
+
+    Files are read again if their size or time changes, so a new sub-folder is found at once.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        """folder: None for none. Raises ConfigError if it is not there."""
+        self._folder = None if folder is None else Path(folder).expanduser()
+        if self._folder is not None and not self._folder.is_dir():
+            raise ConfigError(
+                f"adapters={folder!r} is no folder; name one whose sub-folders are PEFT checkpoints"
+            )
+        self._known: dict[str, tuple[object, Adapter]] = {}  # by name, with the files' state
+
+    def names(self) -> list[str]:
+        """Return the names of all adapters, sorted."""
+        if self._folder is None:
+            return []
+        return sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+
+    def find(self, asked: str) -> Adapter:
+        """Return the adapter of a name, or of a name pinned to a fingerprint.
+
+        Raises UnknownAdapter if there is none, or if its files are others, and AdapterRefused if they are not usable.
+        """
+        match = PINNED.fullmatch(asked)
+        name = asked if match is None else match[1]
+        adapter = self._read(name)
+        if adapter is None:
+            raise UnknownAdapter(f"there is no adapter {name!r}; {self._listed()}")
+        if match is not None and adapter.fingerprint != match[2]:
+            raise UnknownAdapter(
+                f"the files of adapter {name!r} have changed: {match[2][:8]} is asked for, and "
+                f"{adapter.fingerprint[:8]} is there; ask again, or put the old files back"
+            )
+        return adapter
+
+    def look(self) -> tuple[list[Adapter], dict[str, str]]:
+        """Return all adapters whose files can be used, and by name why others cannot."""
+        found: list[Adapter] = []
+        problems: dict[str, str] = {}
+        for name in self.names():
+            try:
+                adapter = self._read(name)
+            except AdapterRefused as error:
+                problems[name] = str(error)
+                continue
+            if adapter is not None:
+                found.append(adapter)
+        return found, problems
+
+    def _listed(self) -> str:
+        if self._folder is None:
+            return "this model is served without adapters"
+        names = self.names()
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        return f"known are {', '.join(names[:MAX_LISTED])}{more}" if names else "there are none yet"
+
+    def _read(self, name: str) -> Adapter | None:
+        """Return the adapter in a sub-folder; None if there is none."""
+        if self._folder is None or not name or name.startswith(".") or Path(name).name != name:
+            return None
+        folder = self._folder / name
+        try:
+            state = [_state(folder / file) for file in (CONFIG, WEIGHTS)]
+        except FileNotFoundError as error:
+            if not (folder / CONFIG).exists():
+                return None
+            raise AdapterRefused(name, f"it has no {WEIGHTS}; copy it there") from error
+        except (OSError, ValueError):
+            return None
+        known = self._known.get(name)
+        if known is not None and known[0] == state:
+            return known[1]
+        check_files(name, folder)
+        adapter = Adapter(name, _fingerprint(name, folder), folder)
+        self._known[name] = state, adapter
+        return adapter
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _fingerprint(name: str, folder: Path) -> str:
+    """Hash both files. Raises AdapterRefused if one cannot be read."""
+    digest = blake2b(digest_size=16)
+    try:
+        for file in (CONFIG, WEIGHTS):
+            digest.update((folder / file).stat().st_size.to_bytes(8, "little"))
+            with (folder / file).open("rb") as opened:
+                while part := opened.read(1 << 20):
+                    digest.update(part)
+    except OSError as error:
+        raise AdapterRefused(name, f"its files cannot be read ({error})") from error
+    return digest.hexdigest()
+
+
+def check_files(name: str, folder: Path) -> None:
+    """Raise AdapterRefused unless the configuration asks for plain LoRA, and the weights' file is whole."""
+    try:
+        values = read_json(folder / CONFIG)
+        entries = check_file(folder / WEIGHTS)
+    except ConfigError as error:
+        raise AdapterRefused(name, str(error)) from error
+    problem = _problem(values)
+    if problem is not None:
+        raise AdapterRefused(name, problem)
+    for entry in entries:
+        if not entry.name.endswith((".lora_A.weight", ".lora_B.weight")):
+            raise AdapterRefused(
+                name,
+                f"{WEIGHTS} holds {entry.name!r}, and only lora_A and lora_B of linear layers are read",
+            )
+
+
+def _problem(values: Mapping[str, Any]) -> str | None:
+    """Say what of a configuration is not built; None if nothing is."""
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        return f"peft_type is {kind!r}, and only 'LORA' is built"
+    if values.get("bias", "none") != "none":
+        return f"bias is {values['bias']!r}, and only 'none' is built"
+    beginning = values.get("init_lora_weights")
+    if beginning not in PLAIN_BEGINNINGS:
+        return (
+            f"init_lora_weights is {beginning!r}, which changes the model's own weights; save it again with "
+            "path_initial_model_for_weight_conversion"
+        )
+    for name, value in values.items():
+        if name not in KNOWN_KEYS and value:
+            return (
+                f"{name} is set, which is not built: train without it, or merge it into the model"
+            )
+    patterns = values.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        return f"alpha_pattern must be an object, found {type(patterns).__name__}"
+    for alpha in (values.get("lora_alpha"), *patterns.values()):
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+            return f"lora_alpha must be a number, got {alpha!r}"
+    return None
+
+
+def scale_of(values: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of a module's product. values: adapter_config.json. rank: rows of lora_A."""
+    alpha: float = values["lora_alpha"]
+    for pattern, value in (values.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):  # as in PEFT
+            alpha = value
+            break
+    return alpha / (rank**0.5 if values.get("use_rslora") else rank)

@@ -1,0 +1,171 @@
+"""Adapters: loads the adapters that requests name, keeps those in use, and lets the others go as room is needed."""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.checkpoint.adapter_folder import Adapter, AdapterFolder
+from engine.errors import RankFailed
+from engine.run.forward.runner import Runner
+from engine.schedule.prepared_prompt import ROOT
+from engine.schedule.sequence import Sequence, SequenceStatus
+
+#: The most requests that go before one that waits for a place.
+MAX_OVERTAKES = 64
+
+#: Roots of adapters begin here: no block's content has such a number.
+FIRST_ROOT = 1 << 63
+
+
+@dataclass
+class _Place:
+    """A place for one loaded adapter. users: sequences that have it; last_used: orders places by use."""
+
+    number: int
+    adapter: Adapter | None = None
+    users: list[Sequence] = field(default_factory=list)
+    last_used: int = 0
+
+    def take_back(self) -> None:
+        """Forget the sequences that are finished."""
+        self.users = [seq for seq in self.users if seq.status is not SequenceStatus.FINISHED]
+
+
+@dataclass
+class _Waiting:
+    """A request's sequences that wait for their adapter.
+
+    held: those that go to the scheduler then. num_overtaken: later requests that went before this one.
+    """
+
+    adapter: Adapter
+    seqs: list[Sequence]
+    held: list[Sequence]
+    num_overtaken: int = 0
+
+    @property
+    def lane(self) -> int:
+        """The lane of the request."""
+        return self.seqs[0].lane
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the request was aborted meanwhile."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.held)
+
+
+class Adapters:
+    """Owns the places for loaded adapters. A request waits until its adapter is loaded, urgent lanes first.
+
+    If all places are in use, the first request waits for one. MAX_OVERTAKES later ones of its lane whose adapters are
+    loaded may go before it, and no more: so none waits for ever. `find` and `root` are for any thread.
+    """
+
+    def __init__(self, folder: AdapterFolder, runner: Runner, most: int) -> None:
+        """most: adapters that are loaded at a time."""
+        self.folder = folder
+        self._runner = runner
+        self._places = [_Place(number) for number in range(most)]
+        self._loaded: dict[str, _Place] = {}  # by fingerprint
+        self._waiting: list[_Waiting] = []
+        self._roots: dict[str, int] = {}
+        self._numbers = count(FIRST_ROOT)
+        self._uses = count(1)
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait for their adapter."""
+        return len(self._waiting)
+
+    def find(self, name: str | None) -> Adapter | None:
+        """Return the adapter of a name; None for none. Raises UnknownAdapter or AdapterRefused."""
+        return None if name is None else self.folder.find(name)
+
+    def root(self, adapter: Adapter | None) -> int:
+        """Return the number that stands before the first block of a sequence with this adapter."""
+        if adapter is None:
+            return ROOT
+        return self._roots.setdefault(adapter.fingerprint, next(self._numbers))
+
+    def add(self, adapter: Adapter, seqs: list[Sequence]) -> None:
+        """Have a request's sequences wait until their adapter is loaded."""
+        held = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
+        for seq in held:
+            seq.status = SequenceStatus.HELD
+        insort(self._waiting, _Waiting(adapter, seqs, held), key=lambda each: each.lane)
+
+    def look(self) -> list[Sequence]:
+        """Return sequences whose adapter is there now, or which have failed.
+
+        One adapter at most is loaded, so that running sequences do not wait for long.
+        """
+        ready: list[Sequence] = []
+        may_load = True
+        while self._waiting:
+            request = self._waiting[0]
+            place = self._loaded.get(request.adapter.fingerprint)
+            if place is None and not request.is_dropped:
+                place = self._free_place()
+                if place is None or not may_load:
+                    break
+                may_load = not self._load(place, request)
+            del self._waiting[0]
+            if place is not None:
+                ready += self._admit(request, place)
+        return ready + self._overtake()
+
+    def _overtake(self) -> list[Sequence]:
+        """Let later requests whose adapters are loaded go before the first one, which waits for a place."""
+        ready: list[Sequence] = []
+        if not self._waiting:
+            return ready
+        first = self._waiting[0]
+        staying = [first]
+        for request in self._waiting[1:]:
+            place = self._loaded.get(request.adapter.fingerprint)
+            may_overtake = request.lane == first.lane and first.num_overtaken < MAX_OVERTAKES
+            if place is not None and may_overtake:
+                first.num_overtaken += 1
+                ready += self._admit(request, place)
+            else:
+                staying.append(request)
+        self._waiting = staying
+        return ready
+
+    def _admit(self, request: _Waiting, place: _Place) -> list[Sequence]:
+        """Give a request its adapter, unless it has failed; return the sequences that go on from here."""
+        held = [seq for seq in request.held if seq.status is SequenceStatus.HELD]
+        for seq in held:
+            seq.status = SequenceStatus.WAITING
+        if place.adapter is not None:
+            place.last_used = next(self._uses)
+            place.take_back()
+            place.users += request.seqs
+            for seq in request.seqs:
+                seq.adapter = place.number
+        return held
+
+    def _free_place(self) -> _Place | None:
+        """Return the place that was used least lately of those that nobody uses; None if all are in use."""
+        for place in self._places:
+            place.take_back()
+        free = [place for place in self._places if not place.users]
+        return min(free, key=lambda place: place.last_used, default=None)
+
+    def _load(self, place: _Place, request: _Waiting) -> bool:
+        """Load a request's adapter in place of the one before; return False if that failed, and the request with it."""
+        adapter = request.adapter
+        if place.adapter is not None:
+            del self._loaded[place.adapter.fingerprint]
+            place.adapter = None
+        try:
+            self._runner.load_adapter(place.number, adapter)
+            self.folder.find(adapter.pinned)  # the files are still those that were asked for
+        except RankFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever one adapter's files make it raise
+            for seq in request.held:
+                seq.fail(error)
+            return False
+        place.adapter = adapter
+        self._loaded[adapter.fingerprint] = place
+        return True

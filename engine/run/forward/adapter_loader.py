@@ -1,0 +1,162 @@
+"""Loads an adapter for a model's layers, or for one rank's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.adapter_folder import CONFIG, WEIGHTS, Adapter, scale_of
+from engine.checkpoint.model_config import read_json
+from engine.checkpoint.weights import CheckpointTensor, open_tensors
+from engine.errors import AdapterRefused, ConfigError
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.lora import Block, LowRank
+from engine.layers.parallel import Share
+from engine.models.load import ModelPath
+from engine.models.loader import BODY, PACKED
+
+#: What PEFT writes before a module's name.
+PREFIX = "base_model.model."
+
+Linear = ColumnParallelLinear | RowParallelLinear
+
+
+def check_takes_adapters(path: ModelPath) -> None:
+    """Raise ConfigError for models that adapters are not built for."""
+    if path.decoder is None:
+        raise ConfigError(
+            f"adapters cannot be used: this model {path}, and they are built for native models; leave it unset"
+        )
+
+
+class AdapterLoader:
+    """Reads adapters into the layout and the dtype of a model's layers."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._layers: dict[str, Linear] = {
+            name: module for name, module in model.named_modules() if isinstance(module, Linear)
+        }
+
+    def load(self, adapter: Adapter) -> dict[nn.Module, LowRank]:
+        """Read an adapter. Raises AdapterRefused if it does not fit the model."""
+        try:
+            values = read_json(adapter.folder / CONFIG)
+            with open_tensors([adapter.folder / WEIGHTS]) as tensors:
+                places = self._places(_pairs(tensors, values))
+                return {layer: self._low_rank(layer, found) for layer, found in places.items()}
+        except _Misfit as error:
+            raise AdapterRefused(adapter.name, str(error)) from error
+        except (ConfigError, OSError) as error:
+            raise AdapterRefused(adapter.name, f"its files cannot be read: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise AdapterRefused(
+                adapter.name,
+                "the device's memory ran out; lower memory_utilization or max_adapters",
+            ) from error
+
+    def _places(self, pairs: Iterator[_Pair]) -> dict[Linear, dict[str | None, _Pair]]:
+        """Return the pairs of each layer by shard; None stands for a pair for all that is stacked there."""
+        places: dict[Linear, dict[str | None, _Pair]] = {}
+        for pair in pairs:
+            layer, shard = self._find(pair.module)
+            places.setdefault(layer, {})[shard] = pair
+        return places
+
+    def _find(self, module: str) -> tuple[Linear, str | None]:
+        for name in (module, BODY + module):  # models for embeddings have no prefix
+            parents, _, last = name.rpartition(".")
+            stacked, shard = PACKED.get(last, (last, None))
+            layer = self._layers.get(f"{parents}.{stacked}")
+            if layer is not None:
+                return layer, shard
+        raise _Misfit(f"it changes {module!r}, and this model has no such linear layer")
+
+    def _low_rank(self, layer: Linear, pairs: dict[str | None, _Pair]) -> LowRank:
+        parts: list[Tensor] = []
+        blocks: list[Block] = []
+        num_ranks = 0
+        for shard, pair in pairs.items():
+            ranks = slice(num_ranks, num_ranks + pair.rank)
+            num_ranks += pair.rank
+            if isinstance(layer, RowParallelLinear):
+                pair.check(layer.columns.total, layer.out_features)
+                parts.append(layer.columns.read(pair.a, 1))
+                blocks.append(
+                    self._block(slice(0, layer.out_features), ranks, pair.b.whole(), pair)
+                )
+                continue
+            total = sum(share.total for share in layer.rows.values())
+            pair.check(layer.in_features, total if shard is None else layer.rows[shard].total)
+            parts.append(pair.a.whole())
+            for rows, share in _rows_of(layer, shard):
+                b = pair.b.read(0, share.start, share.length)
+                blocks.append(self._block(rows, ranks, b, pair))
+        return LowRank(torch.cat([self._placed(part) for part in parts]), tuple(blocks))
+
+    def _block(self, rows: slice, ranks: slice, b: Tensor, pair: _Pair) -> Block:
+        return Block(rows, ranks, self._placed(b), pair.scale)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype)
+
+
+class _Misfit(Exception):
+    """An adapter does not fit the model."""
+
+
+class _Pair:
+    """The matrices A [rank, in] and B [out, rank] for one of the checkpoint's modules, and their factor."""
+
+    def __init__(
+        self, module: str, a: CheckpointTensor, b: CheckpointTensor, values: Mapping[str, object]
+    ) -> None:
+        """values: adapter_config.json."""
+        self.module, self.a, self.b = module, a, b
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+            raise _Misfit(
+                f"{module!r}: lora_A has the shape {list(a.shape)} and lora_B {list(b.shape)}, "
+                "expected [rank, in] and [out, rank]"
+            )
+        self.rank = a.shape[0]
+        self.scale = scale_of(values, module, self.rank)
+
+    def check(self, num_in: int, num_out: int) -> None:
+        """Raise _Misfit unless the pair is for a matrix [num_out, num_in]."""
+        found = [self.b.shape[0], self.a.shape[1]]
+        if found != [num_out, num_in]:
+            raise _Misfit(
+                f"{self.module!r}: it is for a weight of shape {found}, and this model's has "
+                f"{[num_out, num_in]}; was it trained on another model?"
+            )
+
+
+def _pairs(
+    tensors: Mapping[str, CheckpointTensor], values: Mapping[str, object]
+) -> Iterator[_Pair]:
+    """Pair an adapter's tensors by module. Raises _Misfit if one has no partner."""
+    halves: dict[str, dict[str, CheckpointTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, half = name.removesuffix(".weight").rpartition(".")
+        halves.setdefault(module.removeprefix(PREFIX), {})[half] = tensor
+    if not halves:
+        raise _Misfit(f"{WEIGHTS} holds no tensors")
+    for module, found in halves.items():
+        if found.keys() != {"lora_A", "lora_B"}:
+            raise _Misfit(f"{module!r} has {' and '.join(found)}, and needs lora_A and lora_B")
+        yield _Pair(module, found["lora_A"], found["lora_B"], values)
+
+
+def _rows_of(layer: ColumnParallelLinear, shard: str | None) -> Iterator[tuple[slice, Share]]:
+    """Yield the rows of this rank's output that a shard has, all shards' for None, with their share of B's rows."""
+    start = stacked = 0
+    for name, share in layer.rows.items():
+        rows = slice(start, start + share.length)
+        if shard is None:
+            yield rows, Share(stacked + share.start, share.length, share.total)
+        elif name == shard:
+            yield rows, share
+        start += share.length
+        stacked += share.total

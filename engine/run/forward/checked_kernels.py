@@ -1,0 +1,452 @@
+"""Compares the GPU kernels that a model uses with plain torch, one by one, on the model's own shapes.
+
+A small model is built with random weights and one layer of each kind that the checkpoint has. It takes a few steps,
+and each launch of a kernel is compared with its reference on the same inputs.
+
+A kernel that faults ends its process, so a child does this: `python -m engine.run.forward.checked_kernels`. It prints
+each kernel's name before it launches it, so that its parent knows which one was the last.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionMetadata, Lens
+from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.state_pool import StateParts, StatePool
+from engine.attention.torch_backend import TorchBackend
+from engine.attention.triton_backend import TritonBackend
+from engine.checkpoint.model_config import read_model_config
+from engine.errors import AttentionRefused, KernelDiffers
+from engine.kernels.upload import Arrays
+from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.moe import ExpertGroups, GroupedLinear, choose_experts
+from engine.layers.parallel import TensorParallel
+from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.stream import ClampedSwigluAndMul, GatedActivation, RMSNorm
+from engine.layers.weighted_module import WeightedModule
+from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.decoder_config import DecoderConfig, LayerConfig
+from engine.models.load import choose_path
+from engine.run.forward.kernel_check import CheckedModel
+from engine.run.forward.transfers import to_device
+from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
+from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.step_batch import StepBatch
+
+#: Two values of a dtype agree when a row's difference is at most this share of the row's length. Rounding stays
+#: below a third of it; a token left out of 100 changes a row of attention by a tenth, a scale off by 5 % by 0.05.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
+VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
+QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
+WINDOW = 50
+NUM_SAMPLED = 3
+
+
+class KernelComparison:
+    """Runs kernels beside their references."""
+
+    def __init__(
+        self, announce: Callable[[str], object], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """announce: is told a kernel's name before each launch. dtype: the model's."""
+        self._announce = announce
+        self._device = device
+        self._tolerance = TOLERANCE[dtype]
+
+    def run(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        reference: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        changed: Sequence[Tensor] = (),
+        tolerance: float | None = None,
+    ) -> Any:
+        """Return kernel(*arguments). Raises KernelDiffers unless reference(*arguments) gives about the same.
+
+        The kernel may return more tensors than the reference, which are not compared.
+        changed: tensors among the arguments, or within them, that both write to. tolerance: 0 asks for equality.
+        """
+        before = [tensor.clone() for tensor in changed]
+        expected = _tensors(reference(*arguments)) + [tensor.clone() for tensor in changed]
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+
+        self._announce(name)
+        result = kernel(*arguments)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+        found = [*_tensors(result)[: len(expected) - len(changed)], *changed]
+        limit = self._tolerance if tolerance is None else tolerance
+        for place, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+            difference = _difference(value, wanted)
+            if not difference <= limit:
+                raise KernelDiffers(
+                    f"differs from plain torch by {difference:.3g} of a row's length (result {place}), "
+                    f"at most {limit:.3g} was expected"
+                )
+        return result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """List the tensors that a function has returned."""
+    if result is None:
+        return []
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two rows over the row's length; infinity for another shape or a NaN."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
+
+    found = found.float().flatten(0, -2) if found.dim() > 1 else found.float()
+    expected = expected.float().view(found.shape)
+    same_infinity = (found == expected) & expected.isinf()
+    difference = (found - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
+    length = expected.masked_fill(expected.isinf(), 0.0).norm(dim=-1)
+    shortest = 1e-3 * float(length.max()) if length.numel() else 0.0
+    ratio = difference / length.clamp_min(max(shortest, 1e-30))
+    return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0
+
+
+class CheckedBackend(TritonBackend):
+    """The Triton backend with each launch compared."""
+
+    def __init__(self, device: torch.device, comparison: KernelComparison) -> None:
+        super().__init__(device)
+        self._comparison = comparison
+        self._plain = TorchBackend(device)
+        assert self.layer_kernels is not None
+        self.layer_kernels = checked_layer_kernels(self.layer_kernels, comparison)
+
+    def build_metadata(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
+    ) -> tuple[AttentionMetadata, list[Tensor]]:
+        self._plain_metadata, _ = self._plain.build_metadata(block_tables, context_lens, query_lens)
+        return super().build_metadata(block_tables, context_lens, query_lens, beside)
+
+    def forward(
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+    ) -> Tensor:
+        def reference(query: Tensor, *rest: Any) -> Tensor:
+            return self._plain.forward(query, cache, self._plain_metadata, features, sinks, slopes)
+
+        out: Tensor = self._comparison.run(
+            "attention",
+            super().forward,
+            reference,
+            (query, cache, metadata, features, sinks, slopes),
+            tolerance=FP8_TOLERANCE if cache.keys.dtype == FP8 else None,
+        )
+        return out
+
+    def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Edit random logits [rows, vocab_size] and draw from them, both bit by bit as plain torch does."""
+        generator = torch.Generator().manual_seed(0)
+        logits = (4 * torch.randn(NUM_SAMPLED, vocab_size, generator=generator)).to(dtype)
+        logits = logits.to(self._device)
+        step = make_step([1] * NUM_SAMPLED, [2] * NUM_SAMPLED, 16, NUM_SAMPLED)
+        sampling = nucleus_sampling(NUM_SAMPLED)
+        _, rows = to_device(step, self, None, sampling)
+        assert rows is not None
+
+        def plain_sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+            return self._plain.sample(logits, rows)
+
+        self._comparison.run("sampler", super().sample, plain_sample, (logits, rows), tolerance=0.0)
+        for edited in with_edits(sampling, vocab_size):
+            self._comparison.run(
+                "edits of logits",
+                lambda logits, edits=edited.edits: super(CheckedBackend, self).edit(
+                    logits.clone(), edits, None
+                ),
+                lambda logits, edits=edited.edits: self._plain.edit(logits.clone(), edits, None),
+                (logits,),
+                tolerance=0.0,
+            )
+
+    def check_pending_tokens(self) -> None:
+        """Put tokens of the step before into a step."""
+        sampled = torch.arange(5, 15, device=self._device)
+        sampled[3] = -1
+        places = torch.tensor([2, 3, 9], device=self._device)
+        rows = torch.tensor([4, 0, 7], device=self._device)
+        token_ids = torch.zeros(8, dtype=torch.int64, device=self._device)
+        self._comparison.run(
+            "tokens of the step before",
+            super().fill_pending,
+            self._plain.fill_pending,
+            (token_ids, rows, sampled, places),
+            changed=[token_ids],
+        )
+
+
+def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
+    """Return the kernels with each launch compared."""
+    experts = kernels.experts
+    assert experts is not None
+
+    def compared(
+        name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return lambda *arguments: comparison.run(name, kernel, reference, arguments)
+
+    def norm_rotate_and_store(*arguments: Any) -> Tensor:
+        cache: LayerKVCache = arguments[6]
+        queries: Tensor = comparison.run(
+            "rotation and storing",
+            kernels.norm_rotate_and_store,
+            _plain_norm_rotate_and_store,
+            arguments,
+            changed=[cache.keys, cache.values],
+            tolerance=FP8_TOLERANCE if cache.keys.dtype == FP8 else None,
+        )
+        return queries
+
+    def delta_net(
+        x: Tensor,
+        memory: Sequence[Tensor],
+        parts: StateParts,
+        weights: Sequence[Tensor],
+        heads: DeltaHeads,
+    ) -> Tensor:
+        assert kernels.delta_net is not None
+        mixed: Tensor = comparison.run(
+            "delta net",
+            kernels.delta_net,
+            mix,
+            (x, memory, parts, weights, heads),
+            changed=list(memory),
+        )
+        return mixed
+
+    def choose(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+        def by_kernel(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            weights, chosen = experts.choose(scores, num_chosen, normalised=normalised)
+            return weights, scores.gather(1, chosen), chosen
+
+        def by_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
+            weights, chosen = choose_experts(scores, num_chosen, normalised=normalised)
+            return weights, scores.gather(1, chosen)  # of equal scores either may be chosen
+
+        weights, _, chosen = comparison.run("choice of experts", by_kernel, by_torch, (scores,))
+        return weights, chosen
+
+    return replace(
+        kernels,
+        add_rms_norm=compared("norm of a sum", kernels.add_rms_norm, _plain_add_rms_norm),
+        rms_norm=compared("norm", kernels.rms_norm, _plain_rms_norm),
+        norm_rotate_and_store=norm_rotate_and_store,
+        silu_and_mul=compared("SiLU", kernels.silu_and_mul, GatedActivation("silu")),
+        gelu_and_mul=compared("GELU", kernels.gelu_and_mul, GatedActivation("gelu_pytorch_tanh")),
+        experts=ExpertKernels(
+            choose=choose,
+            group=compared("grouping by expert", experts.group, _plain_group),
+            product=compared("products of experts", experts.product, _plain_grouped_product),
+            clamped_swiglu_and_mul=compared(
+                "clamped SwiGLU",
+                experts.clamped_swiglu_and_mul,
+                lambda gate_up, alpha, limit: ClampedSwigluAndMul(alpha, limit)(gate_up),
+            ),
+        ),
+        delta_net=None if kernels.delta_net is None else delta_net,
+    )
+
+
+def _plain_norm(weight: Tensor, eps: float) -> RMSNorm:
+    norm = RMSNorm(len(weight), eps, dtype=weight.dtype)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed: Tensor = _plain_norm(weight, eps)(x)
+    return normed
+
+
+def _plain_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _plain_norm(weight, eps).add_and_norm(x, residual)
+
+
+def _plain_norm_rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cache: LayerKVCache,
+    slot_mapping: Tensor,
+) -> Tensor:
+    if norms is not None:
+        query = _plain_rms_norm(query, norms[0], eps)
+        key = _plain_rms_norm(key, norms[1], eps)
+    cache.write(apply_rotary(key, *rotation), value, slot_mapping)
+    return apply_rotary(query, *rotation)
+
+
+def _plain_group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    groups = ExpertGroups.of(chosen, num_experts)
+    return groups.tokens, groups.places, groups.ends
+
+
+def _plain_grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    places = torch.empty(0, dtype=torch.int64, device=x.device)
+    product: Tensor = GroupedLinear(nn.Parameter(weight, requires_grad=False), None)(
+        x, bias, ExpertGroups(places, places, ends)
+    )
+    return product
+
+
+@torch.inference_mode()
+def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> None:
+    """Launch the kernels of a native model, and compare them.
+
+    announce: is told each kernel's name before a launch. Raises KernelDiffers, or what a launch raises.
+    """
+    device, dtype = torch.device(model.device), getattr(torch, model.dtype)
+    config = read_model_config(Path(model.folder))
+    decoder = choose_path(config, "native").decoder
+    assert decoder is not None, "a native model has one"
+
+    backend = CheckedBackend(device, KernelComparison(announce, device, dtype))
+    backend.check_pending_tokens()
+    backend.check_sampler(config.vocab_size, dtype)
+
+    tp = TensorParallel(0, model.tensor_parallel_size)
+    small = _one_layer_of_each_kind(decoder)
+    try:
+        built = _random_model(small, DecoderParts(small, tp, backend, dtype), device)
+    except AttentionRefused:
+        return  # the engine takes another backend
+    steps = _make_steps(model.block_size)
+    num_blocks = 1 + int(max(step.block_tables.max() for step in steps))
+    is_fp8 = model.kv_cache_dtype != "auto"
+    cache = KVCache(
+        built.attention_layers,
+        num_blocks=num_blocks,
+        block_size=model.block_size,
+        dtype=FP8 if is_fp8 else dtype,
+        device=device,
+        scales=[_unit_scales(layer, device) for layer in built.attention_layers]
+        if is_fp8
+        else None,
+    )
+    if built.states:
+        cache.states = StatePool(built.states, len(QUERY_LENS[0]), device)
+    for step in steps:
+        batch, _ = to_device(step, backend, None, None)
+        built.hidden_states(batch, cache)
+
+
+def _one_layer_of_each_kind(decoder: DecoderConfig) -> DecoderConfig:
+    """Return the decoder with fewer layers, a small vocabulary, and windows that the steps go beyond."""
+    kinds: list[LayerConfig] = []
+    for layer in decoder.layers:
+        kind = layer if layer.window is None else replace(layer, window=min(WINDOW, layer.window))
+        if kind not in kinds:
+            kinds.append(kind)
+    sizes = replace(decoder.sizes, vocab_size=VOCABULARY)
+    return replace(decoder, layers=tuple(kinds), sizes=sizes)
+
+
+def _random_model(
+    config: DecoderConfig, parts: DecoderParts, device: torch.device
+) -> DecoderForCausalLM:
+    """Build a model with random weights whose activations stay near 1."""
+    torch.manual_seed(0)
+    num_positions = sum(map(sum, QUERY_LENS))
+    rotation_dtype = torch.float32 if config.flags.float32_rotation else parts.dtype
+    with device:
+        rotaries = [
+            RotaryEmbedding(rope, num_positions, dtype=rotation_dtype, device=device)
+            for rope in config.ropes
+        ]
+        model = DecoderForCausalLM(parts, rotaries)
+    model.tie_weights()
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.normal_(1.0, 0.1)
+        else:
+            weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    for module in model.modules():
+        if isinstance(module, WeightedModule):
+            module.finish_loading()
+    return model.eval()
+
+
+def _unit_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor, Tensor]:
+    ones = torch.ones(layer.num_kv_heads, device=device)
+    return 2.0**-4 * ones, 2.0**-4 * ones
+
+
+def _make_steps(block_size: int) -> list[StepBatch]:
+    """Make prefills of three sequences, then their decodes, then both in one step."""
+    num_seqs = len(QUERY_LENS[0])
+    longest = sum(max(lens) for lens in QUERY_LENS)
+    width = -(-longest // block_size)
+    tables = np.arange(num_seqs * width, dtype=np.int32).reshape(num_seqs, width)
+    contexts = np.zeros(num_seqs, np.int64)
+    steps = []
+    for lens in QUERY_LENS:
+        query_lens = np.array(lens, np.int64)
+        contexts = contexts + query_lens
+        step = make_step(list(lens), contexts.tolist(), block_size, tables.size)
+        seqs = np.repeat(np.arange(num_seqs), query_lens)
+        blocks = tables[seqs, step.positions // block_size].astype(np.int64)
+        parts = step.state_parts.copy()
+        parts[:, 2] = np.where(parts[:, 2] >= 0, np.arange(num_seqs), -1)
+        parts[:, 3] = np.arange(num_seqs)
+        steps.append(
+            replace(
+                step,
+                token_ids=np.arange(len(step.positions), dtype=np.int64) * 7919 % VOCABULARY,
+                slot_mapping=blocks * block_size + step.positions % block_size,
+                block_tables=tables,
+                state_parts=parts,
+            )
+        )
+    return steps
+
+
+def main() -> None:
+    """Check the kernels of the model that the only argument describes, as CheckedModel's JSON."""
+    (described,) = sys.argv[1:]
+
+    def announce(name: str) -> None:
+        print(name, flush=True)
+
+    check_kernels(CheckedModel(**json.loads(described)), announce)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""MixedGraphs: steps with prompts in them, replayed from graphs between one layer's attention and the next.
+
+A decode step is one graph, see decode_graphs.py. Where prompts are computed beside decodes, each step has other numbers
+of sequences and tokens, which attention depends on and nothing else does. So the parts between attention calls are
+recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size. Its
+padding has slot -1: it stores nothing, nothing attends to it, and its hidden states are never read.
+
+Larger steps are not recorded: they compute for longer than the host takes to start their kernels.
+Source: vLLM's piecewise graphs, https://docs.vllm.ai/en/latest/design/cuda_graphs.html.
+"""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBreak, CapturableBackend, ForwardBatch
+from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import LayerKVCache
+
+MOST_TOKENS = 1024
+PADDING_SLOT = -1
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A layer's attention between two recorded pieces.
+
+    query, out: [tokens, heads, head_dim], what the piece before has written and what the piece behind reads.
+    """
+
+    query: Tensor
+    out: Tensor
+    cache: LayerKVCache
+    features: AttentionFeatures
+    sinks: Tensor | None
+    slopes: Tensor | None
+
+
+Attend = Callable[[AttentionCall], None]
+ReplayPieces = Callable[[Attend], None]
+CapturePieces = Callable[[Callable[[Attend], None]], ReplayPieces]
+
+
+class CudaPieces:
+    """Records what a callable launches between its attention calls, as one CUDA graph for each piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[Attend], None]) -> ReplayPieces:
+        """Run once, to compile and set up, then record. run: is told what to do at each attention call.
+
+        Raises RuntimeError if a piece waits for the device.
+        """
+        graphs: list[torch.cuda.CUDAGraph] = []
+        calls: list[AttentionCall] = []
+
+        def begin_piece() -> None:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def end_piece(call: AttentionCall) -> None:
+            graphs[-1].capture_end()
+            calls.append(call)
+            begin_piece()
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            run(lambda call: None)
+            torch.cuda.synchronize(self._stream.device)
+            gc.collect()
+            torch.cuda.empty_cache()
+            begin_piece()
+            try:
+                run(end_piece)
+            finally:
+                graphs[-1].capture_end()
+
+        def replay(attend: Attend) -> None:
+            for graph, call in zip_longest(graphs, calls):
+                graph.replay()
+                if call is not None:
+                    attend(call)
+
+        return replay
+
+
+def step_sizes(max_num_batched_tokens: int) -> list[int]:
+    """List the numbers of tokens to capture: by 64 to 512, then by 128 to 1,024, and not beyond the largest step."""
+    most = min(MOST_TOKENS, max_num_batched_tokens)
+    ladder = [*range(64, 512, 64), *range(512, MOST_TOKENS, 128)]
+    return [size for size in ladder if size < most] + [most]
+
+
+class MixedGraphs:
+    """Owns the pieces and their buffers. Pieces hold the addresses of the weights and the KV pool."""
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        backend: CapturableBackend,
+        capture: CapturePieces,
+        sizes: list[int],
+        device: torch.device,
+    ) -> None:
+        """Capture all sizes. forward: ForwardBatch -> hidden states [tokens, hidden_size]."""
+        self._forward, self._backend = forward, backend
+        self._sizes = sizes
+        largest = sizes[-1]
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._slot_mapping = torch.full_like(self._token_ids, PADDING_SLOT)
+        self._no_rows = self._token_ids[:0]
+        self._hidden: Tensor | None = None
+        self._queries: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        # the largest first: its buffers and its memory hold the others
+        replays = [capture(partial(self._run, size)) for size in reversed(sizes)]
+        self._replays = replays[::-1]
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Return whether `run` can take this step."""
+        is_plain = batch.pictures is None and batch.adapters is None
+        return is_plain and 0 < len(batch.token_ids) <= self._sizes[-1]
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states of all rows, [tokens, hidden_size], which the next call overwrites."""
+        num_tokens = len(batch.token_ids)
+        place = bisect_left(self._sizes, num_tokens)
+        self._token_ids[:num_tokens].copy_(batch.token_ids)
+        self._positions[:num_tokens].copy_(batch.positions)
+        self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
+        self._slot_mapping[num_tokens : self._sizes[place]].fill_(PADDING_SLOT)
+
+        def attend(call: AttentionCall) -> None:
+            attended = self._backend.forward(
+                call.query[:num_tokens],
+                call.cache,
+                batch.attention,
+                call.features,
+                call.sinks,
+                call.slopes,
+            )
+            call.out[:num_tokens].copy_(attended)
+
+        self._replays[place](attend)
+        assert self._hidden is not None
+        return self._hidden[:num_tokens]
+
+    def _run(self, size: int, attend: Attend) -> None:
+        """Compute the first `size` rows of the buffers. attend: computes attention, or ends a recorded piece there."""
+        batch = ForwardBatch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            slot_mapping=self._slot_mapping[:size],
+            sample_rows=self._no_rows,
+            attention=_PieceEnd(self, attend),
+        )
+        hidden = self._forward(batch)
+        if self._hidden is None:
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
+
+    def buffers(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the buffers for queries of this shape and for their attention, which all layers share."""
+        shape = tuple(query.shape[1:])
+        if shape not in self._queries:
+            self._queries[shape] = torch.zeros_like(query), torch.zeros_like(query)
+        queries, out = self._queries[shape]
+        return queries[: len(query)], out[: len(query)]
+
+
+class _PieceEnd(AttentionBreak):
+    """Ends a piece at each attention call."""
+
+    def __init__(self, graphs: MixedGraphs, attend: Attend) -> None:
+        self._graphs, self._attend = graphs, attend
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        features: AttentionFeatures,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        kept_query, out = self._graphs.buffers(query)
+        kept_query.copy_(query)
+        self._attend(AttentionCall(kept_query, out, cache, features, sinks, slopes))
+        return out

@@ -1,0 +1,113 @@
+"""Adapters: the LoRA adapters that jobs may name, each pinned to its files.
+
+A pinned adapter is a text, the name with a hash of the files: the engine computes with these files or refuses. Where a
+job's adapter is pinned, everything that follows knows the files: keys of answers, journals and the engine's cache.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jobs.errors import InvalidJob, UnknownAdapter
+
+#: The sampling value that names an adapter.
+ADAPTER = "adapter"
+#: The most names that an error lists.
+MAX_LISTED = 20
+#: Stands for the files of an adapter that was not there when its run was planned.
+_NO_FILES = "0" * 32
+
+
+def name_of(pinned: str) -> str:
+    """Return the name of a pinned adapter."""
+    name, _, _ = pinned.rpartition("@")
+    return name
+
+
+def digest_of(pinned: str) -> str:
+    """Return the hash of a pinned adapter's files."""
+    _, _, digest = pinned.rpartition("@")
+    return digest
+
+
+def _by_name(pinned: Iterable[str]) -> dict[str, str]:
+    """Return pinned adapters by their names."""
+    return {name_of(adapter): adapter for adapter in pinned}
+
+
+class Adapters:
+    """Some pinned adapters, by name. is_live: whether `refresh` may find others."""
+
+    is_live: ClassVar[bool] = False
+
+    def __init__(self, pinned: Iterable[str] = ()) -> None:
+        self._by_name = _by_name(pinned)
+
+    def refresh(self) -> None:
+        """Look for adapters again. It may take as long as reading new ones."""
+
+    @property
+    def pinned(self) -> Sequence[str]:
+        """Return all of them, sorted."""
+        return sorted(self._by_name.values())
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the texts by which a job may ask for one: names, and names with their files."""
+        return [*sorted(self._by_name), *self.pinned]
+
+    def pin(self, name: str) -> str:
+        """Return an adapter of this name, or of this pinned text, with its files. Raises UnknownAdapter."""
+        by_name = self._by_name  # another thread may replace it
+        if name in by_name:
+            return by_name[name]
+        if by_name.get(name_of(name)) == name:
+            return name
+        names = sorted(by_name)
+        known = ", ".join(names[:MAX_LISTED]) or "none"
+        if len(names) > MAX_LISTED:
+            known += f" and {len(names) - MAX_LISTED} more"
+        raise UnknownAdapter(name, known)
+
+    def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return sampling values with their adapter pinned. Raises UnknownAdapter."""
+        name = sampling.get(ADAPTER)
+        if name is None:
+            return sampling
+        return {**sampling, ADAPTER: self.pin(name)}
+
+
+class LiveAdapters(Adapters):
+    """The adapters of this process, as they were at the last `refresh`. Any thread may use it.
+
+    look: returns the pinned adapters that can be used, and by name why others cannot.
+    """
+
+    is_live = True
+
+    def __init__(self, look: Callable[[], tuple[Iterable[str], Mapping[str, str]]]) -> None:
+        super().__init__()
+        self._look = look
+        self._problems: Mapping[str, str] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look for adapters again."""
+        pinned, self._problems = self._look()
+        self._by_name = _by_name(pinned)
+
+    def pin(self, name: str) -> str:
+        """Return an adapter with its files. Raises UnknownAdapter, or InvalidJob if its files cannot be used."""
+        if name in self._problems:
+            raise InvalidJob(self._problems[name])
+        return super().pin(name)
+
+
+class PlannedAdapters(Adapters):
+    """The adapters that a run has pinned. Another one has no files, so that the engine refuses the row by name."""
+
+    def pin(self, name: str) -> str:
+        """Return an adapter of this name with its files."""
+        try:
+            return super().pin(name)
+        except UnknownAdapter:
+            return f"{name}@{_NO_FILES}"

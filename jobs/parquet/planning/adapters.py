@@ -1,0 +1,84 @@
+"""Pins the adapters that a run names, as the model is pinned."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from jobs.context import JobContext
+from jobs.context.adapters import ADAPTER
+from jobs.errors import UnknownAdapter
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.shards.shard_texts import rendered_shards
+from jobs.runs.plans.names import OPENAI_BATCH
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
+
+
+def with_named_adapters(context: JobContext, plan: Plan) -> Plan:
+    """Return a plan that pins the adapters of its arguments. Raises UnknownAdapter."""
+    return _with(plan, {context.adapters.pin(name) for name in _named(plan.spec)})
+
+
+def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
+    """Return a plan that pins all adapters that rows may name: for a look at a run, which nobody resumes."""
+    if not rows_name_adapters(plan.spec):
+        return plan
+    return _with(plan, set(context.adapters.pinned))
+
+
+def rows_name_adapters(spec: RunSpec) -> bool:
+    """Whether each row may name an adapter of its own."""
+    return ADAPTER in spec.sampling_columns or spec.input_format == OPENAI_BATCH
+
+
+def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
+    """Return a plan that pins the adapters of its rows too. A row that names an unknown one gets an error when asked.
+
+    Reads all rows once. Their files must be converted already.
+    """
+    found = set(plan.model.adapters)
+    known = set(context.adapters.names)
+    source = row_source(plan.spec, control_tokens=context.model.control_tokens)
+    for _, rows in rendered_shards(context, storage, plan, source):
+        names: set[str] = set()
+        for row in rows:
+            if isinstance(row, Row):
+                names.update(_names_of(row, plan.spec))
+        for name in names & known:
+            with suppress(UnknownAdapter):  # it has gone in between
+                found.add(context.adapters.pin(name))
+    return _with(plan, found)
+
+
+def _with(plan: Plan, pinned: set[str]) -> Plan:
+    """Return a plan that names these adapters."""
+    return replace(plan, model=replace(plan.model, adapters=tuple(sorted(pinned))))
+
+
+def _named(spec: RunSpec) -> set[str]:
+    """Return the adapters that a run's arguments name."""
+    names = set()
+    for sampling in (spec.sampling, *(step.sampling for step in spec.steps)):
+        if sampling.get(ADAPTER) is not None:
+            names.add(sampling[ADAPTER])
+    return names
+
+
+def _names_of(row: Row, spec: RunSpec) -> Iterator[str]:
+    """Yield what may name a row's adapter. The model of a batch file's line may."""
+    if spec.input_format != OPENAI_BATCH:
+        name = row.own_sampling.get(ADAPTER)
+        if isinstance(name, str):
+            yield name
+        return
+    try:
+        line = json.loads(row.prompt)
+    except (ValueError, RecursionError):
+        return  # the ask reports what is wrong with the line
+    body = line.get("body") if isinstance(line, dict) else None
+    for key in ("model", ADAPTER):
+        if isinstance(body, dict) and isinstance(body.get(key), str):
+            yield body[key]

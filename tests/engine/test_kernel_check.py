@@ -1,0 +1,244 @@
+"""GPU kernels are compared with plain torch before a start, and a wrong one is named."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+from engine import ConfigError, EngineConfig
+from engine.attention import triton_backend
+from engine.attention.triton_backend import TritonBackend
+from engine.checkpoint.model_config import read_model_config
+from engine.errors import KernelCheckFailed, KernelDiffers
+from engine.kernels.attention.decode import DecodeRows
+from engine.models.load import choose_path
+from engine.run.forward import kernel_check as kernel_check_of_start
+from engine.run.forward.checked_kernels import check_kernels
+from engine.run.forward.kernel_check import (
+    CheckedModel,
+    KernelFault,
+    find_fault,
+    with_checked_kernels,
+)
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+DELTA = {
+    "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {},
+    "Gemma2ForCausalLM": {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 64},
+    "GptOssForCausalLM": {"num_local_experts": 4, "intermediate_size": 32},
+    "Qwen3_5ForCausalLM": DELTA,
+}
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels run on the GPU here, as ops.bench.gpu has them"
+)
+
+
+def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM") -> CheckedModel:
+    """Write a checkpoint's config.json, and describe the model as the interpreter would run it."""
+    values = {"architectures": [architecture], **SIZES, **MODELS[architecture]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return CheckedModel(
+        folder=str(folder),
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="auto",
+        block_size=16,
+        tensor_parallel_size=1,
+    )
+
+
+@needs_interpreter
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype"),
+    [("auto", "float32"), ("auto", "bfloat16"), ("fp8_e4m3", "bfloat16")],
+)
+@pytest.mark.parametrize("architecture", MODELS)
+def test_kernels_that_work_pass(
+    tmp_path: Path, architecture: str, kv_cache_dtype: str, dtype: str
+) -> None:
+    model = write_model(tmp_path, architecture)
+    check_kernels(replace(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype), lambda name: None)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kernel", "sabotage"),
+    [
+        ("attention", "last token left out"),
+        ("attention", "scale"),
+        ("norm of a sum", "weight"),
+        ("SiLU", "does not compile"),
+    ],
+)
+def test_a_wrong_kernel_is_the_last_one_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, sabotage: str
+) -> None:
+    patch_kernels(monkeypatch, sabotage)
+    named: list[str] = []
+
+    with pytest.raises((KernelDiffers, ZeroDivisionError)):
+        check_kernels(write_model(tmp_path), named.append)
+
+    assert named[-1] == kernel
+
+
+def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
+    """Make one kernel of the Triton backend wrong."""
+    decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
+
+    def without_last_token(
+        query: Any, cache: Any, rows: DecodeRows, *rest: Any, **kind: Any
+    ) -> None:
+        decode(query, cache, replace(rows, context_lens=rows.context_lens - 1), *rest, **kind)
+
+    def with_other_scale(*arguments: Any, **kind: Any) -> None:
+        decode(*arguments, **{**kind, "scale": kind["scale"] * 1.5})
+
+    def with_other_weight(x: Any, residual: Any, weight: Any, eps: float) -> Any:
+        return add_rms_norm(x, residual, weight * 1.1, eps)
+
+    def does_not_compile(gate_up: Any) -> Any:
+        raise ZeroDivisionError
+
+    patches: dict[str, tuple[str, Callable[..., Any]]] = {
+        "last token left out": ("decode_attention", without_last_token),
+        "scale": ("decode_attention", with_other_scale),
+        "weight": ("add_rms_norm", with_other_weight),
+        "does not compile": ("silu_and_mul", does_not_compile),
+    }
+    monkeypatch.setattr(triton_backend, *patches[sabotage])
+
+
+def child(body: str) -> tuple[str, ...]:
+    """The command of a child that names a kernel, and then does something."""
+    return sys.executable, "-c", f"import os, sys, time; print('attention', flush=True); {body}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("os.kill(os.getpid(), 11)", f"its process ended with {signal.SIGSEGV.name}"),
+        ("raise ValueError('no such instruction')", "ValueError: no such instruction"),
+        ("time.sleep(60)", "it did not end within 0.5 s"),
+    ],
+)
+def test_a_child_that_ends_badly_says_which_kernel_was_the_last(
+    tmp_path: Path, body: str, problem: str
+) -> None:
+    fault = find_fault(write_model(tmp_path), child(body), timeout_s=0.5 if "60" in body else 60)
+    assert fault == KernelFault("attention", problem)
+
+
+@pytest.mark.processes
+def test_a_child_without_memory_accuses_no_kernel(tmp_path: Path) -> None:
+    fault = find_fault(
+        write_model(tmp_path),
+        child("print('torch.OutOfMemoryError: CUDA out of memory', file=sys.stderr); sys.exit(1)"),
+    )
+    assert fault == KernelFault(None, "torch.OutOfMemoryError: CUDA out of memory")
+
+
+@needs_interpreter
+@pytest.mark.long
+def test_the_child_itself_passes(tmp_path: Path) -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    assert find_fault(write_model(tmp_path)) is None
+
+
+def start_config(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: KernelFault | None,
+    kernel_check: str = "warn",
+) -> tuple[EngineConfig, int]:
+    """The configuration that an engine on a GPU would start with, and how often its kernels were checked."""
+    num_checks = 0
+
+    def check(model: CheckedModel) -> KernelFault | None:
+        nonlocal num_checks
+        num_checks += 1
+        return fault
+
+    write_model(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_check_of_start, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(kernel_check_of_start, "_digest", lambda model, device: "digest")
+    monkeypatch.setattr(kernel_check_of_start, "find_fault", check)
+    config = EngineConfig(str(tmp_path), dtype="float32", device="cpu", kernel_check=kernel_check)
+    model = read_model_config(tmp_path)
+    started = with_checked_kernels(config, model, choose_path(model, "auto"), tmp_path)
+    return started, num_checks
+
+
+def test_kernels_that_passed_are_not_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, num_first = start_config(tmp_path, monkeypatch, None)
+    second, num_second = start_config(tmp_path, monkeypatch, None)
+    assert (first.attention_backend, num_first) == ("auto", 1)
+    assert (second.attention_backend, num_second) == ("auto", 0)
+
+
+def test_a_fault_is_logged_and_the_torch_backend_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # a fault is not taken on trust: the next start looks again
+        config, num_checks = start_config(tmp_path, monkeypatch, KernelFault("norm", "SIGSEGV"))
+        assert (config.attention_backend, num_checks) == ("torch", 1)
+    assert "the GPU kernel for norm does not work here: SIGSEGV" in caplog.text
+
+
+def test_a_fault_ends_a_start_that_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KernelCheckFailed, match="norm does not work here"):
+        start_config(tmp_path, monkeypatch, KernelFault("norm", "SIGSEGV"), "refuse")
+
+
+def test_nothing_is_checked_where_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, num_checks = start_config(tmp_path, monkeypatch, KernelFault("norm", "x"), "off")
+    assert (config.attention_backend, num_checks) == ("auto", 0)
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kernel_check='maybe' must be 'warn', 'refuse' or 'off'"):
+        EngineConfig("model", kernel_check="maybe")
+
+
+def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
+    """A new field of LayerKernels is compared too, or the check says less than it promises."""
+    from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+    from engine.run.forward.checked_kernels import KernelComparison, checked_layer_kernels
+
+    kernels = TritonBackend(torch.device("cpu")).layer_kernels
+    assert kernels is not None
+    comparison = KernelComparison(lambda name: None, torch.device("cpu"), torch.float32)
+    checked = checked_layer_kernels(kernels, comparison)
+    assert checked.experts is not None
+    assert kernels.experts is not None
+    for name in LayerKernels.__dataclass_fields__:
+        kernel = getattr(kernels, name)
+        assert kernel is None or getattr(checked, name) is not kernel, name
+    for name in ExpertKernels.__dataclass_fields__:
+        assert getattr(checked.experts, name) is not getattr(kernels.experts, name), name
