@@ -24,13 +24,13 @@ from engine.errors import (
     UnsupportedModel,
     UnsupportedTask,
 )
-from engine.models.adapters import check_takes_adapters
 from engine.models.load import generates, read_supported
 from engine.run.adapters import Adapters
 from engine.run.check_machine import check_support
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.adapter_loader import check_takes_adapters
 from engine.run.forward.memory import give_back_memory
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader

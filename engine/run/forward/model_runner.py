@@ -21,7 +21,6 @@ from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
 from engine.layers.lora import LowRank
 from engine.layers.parallel import TensorParallel
-from engine.models.adapters import AdapterLoader
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
 from engine.models.served import nearest
@@ -30,6 +29,7 @@ from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
+from engine.run.forward.adapter_loader import AdapterLoader
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
     PoolSizes,
