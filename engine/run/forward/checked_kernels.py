@@ -9,8 +9,9 @@ each kernel's name before it launches it, so that its parent knows which one was
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.attention.state_pool import StateParts, StatePool
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_backend import TritonBackend
-from engine.checkpoint.model_config import read_model_config
+from engine.attention.triton_backend import PACKED, TritonBackend
+from engine.checkpoint.model_config import ModelConfig, read_model_config
+from engine.checkpoint.quantized import NAN_MAGNITUDE, PackedForm, PackedPart
 from engine.errors import AttentionRefused, KernelDiffers
 from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.linear import ReplicatedLinear
 from engine.layers.moe import ExpertGroups, GroupedLinear, choose_experts
+from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation, RMSNorm
@@ -52,6 +56,7 @@ VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoi
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
 WINDOW = 50
 NUM_SAMPLED = 3
+PACKED_ROWS = (1, 17, 130)  # of products: each meets another tile
 
 
 class KernelComparison:
@@ -207,6 +212,41 @@ class CheckedBackend(TritonBackend):
             changed=[token_ids],
         )
 
+    def check_packed(self, form: PackedForm, layer: ReplicatedLinear, dtype: torch.dtype) -> None:
+        """Multiply with random packed weights of a layer's shape."""
+        in_features, out_features = layer.in_features, layer.out_features
+        group = in_features if form.group is None else form.group
+        block = PACKED.block(form.kind, group)
+        if block is None or in_features % group:
+            return  # such a weight is unpacked
+        most = 16 if form.kind == "int4" else 256
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(0, most, (out_features, in_features), generator=generator)
+        codes = codes.to(torch.uint8)
+        num_groups = in_features // group
+        zeros = torch.randint(0, most, (out_features, num_groups), generator=generator)
+        scales = 1 + torch.rand(out_features, num_groups, generator=generator)
+        if form.kind == "fp8":
+            codes[(codes & NAN_MAGNITUDE) == NAN_MAGNITUDE] = 0
+            weight = codes.view(torch.float8_e4m3fn).float()
+        else:
+            weight = codes.float() - zeros.repeat_interleave(group, 1)
+        scales = (scales / (8 * most)).to(form.scale_dtype)
+        weight *= scales.float().repeat_interleave(group, 1)
+        product = PackedProduct(form, in_features, out_features, PACKED, block)
+        product.fill(0, PackedPart(codes, scales, zeros.to(torch.uint8)))
+        product.finish_loading()
+        product.to(self._device)
+        weight = weight.to(self._device)
+        for num_rows in PACKED_ROWS:
+            x = torch.randn(num_rows, in_features, generator=generator).to(self._device, dtype)
+            self._comparison.run(
+                "products with packed weights",
+                partial(product, bias=None),
+                lambda x: (x.float() @ weight.t()).to(x.dtype),
+                (x,),
+            )
+
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
     """Return the kernels with each launch compared."""
@@ -348,6 +388,8 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
         built = _random_model(small, DecoderParts(small, tp, backend, dtype), device)
     except AttentionRefused:
         return  # the engine takes another backend
+    for form, layer in _packed_layers(config, built):
+        backend.check_packed(form, layer, dtype)
     steps = _make_steps(model.block_size)
     num_blocks = 1 + int(max(step.block_tables.max() for step in steps))
     is_fp8 = model.kv_cache_dtype != "auto"
@@ -366,6 +408,22 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     for step in steps:
         batch, _ = to_device(step, backend, None, None)
         built.hidden_states(batch, cache)
+
+
+def _packed_layers(
+    config: ModelConfig, model: nn.Module
+) -> Iterator[tuple[PackedForm, ReplicatedLinear]]:
+    """Yield the forms in which the checkpoint's weights stay packed, with a layer of each shape."""
+    if config.quantization is None:
+        return
+    layers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear)]
+    by_shape = {(layer.in_features, layer.out_features): layer for layer in layers}
+    for scheme in config.quantization.schemes:
+        kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
+        if scheme.layout == "mxfp4":
+            continue
+        for layer in by_shape.values():
+            yield PackedForm(kind, scheme.block[1], torch.float16), layer
 
 
 def _one_layer_of_each_kind(decoder: DecoderConfig) -> DecoderConfig:
