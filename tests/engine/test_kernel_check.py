@@ -21,7 +21,6 @@ from engine.checkpoint.model_config import read_model_config
 from engine.errors import KernelCheckFailed, KernelDiffers
 from engine.kernels.attention.decode import DecodeRows
 from engine.models.load import choose_path
-from engine.run.forward import checked_kernels
 from engine.run.forward import kernel_check as kernel_check_of_start
 from engine.run.forward.checked_kernels import check_kernels
 from engine.run.forward.kernel_check import (
@@ -110,14 +109,14 @@ def test_products_with_packed_weights_are_checked(
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    right = checked_kernels.PACKED
+    right = triton_backend.PACKED
     named: list[str] = []
 
     def product(x: Any, words: Any, scales: Any, zeros: Any, *rest: Any) -> Any:
         is_last = named.count("products with packed weights") == 4
         return right.product(x, words, scales, zeros + int(is_last), *rest)
 
-    monkeypatch.setattr(checked_kernels, "PACKED", replace(right, product=product))
+    monkeypatch.setattr(triton_backend, "PACKED", replace(right, product=product))
     with pytest.raises(KernelDiffers):
         check_kernels(model, named.append)
     assert named[-4:] == ["products with packed weights"] * 4

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.attention.state_pool import StateParts, StatePool
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_backend import PACKED, TritonBackend
+from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import ModelConfig, read_model_config
-from engine.checkpoint.quantized import NAN_MAGNITUDE, PackedForm, PackedPart
+from engine.checkpoint.quantized import PackedForm
 from engine.errors import AttentionRefused, KernelDiffers
 from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import DeltaHeads, mix
@@ -57,6 +56,10 @@ QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each 
 WINDOW = 50
 NUM_SAMPLED = 3
 PACKED_ROWS = (1, 17, 130)  # of products: each meets another tile
+NO_NAN = 0xBF  # of e4m3: the bits that it may have
+#: The place of each column's code in a word, as engine.layers.packed packs it.
+INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+BYTE_SHIFTS = (0, 16, 8, 24)
 
 
 class KernelComparison:
@@ -214,44 +217,33 @@ class CheckedBackend(TritonBackend):
 
     def check_packed(self, form: PackedForm, layer: ReplicatedLinear, dtype: torch.dtype) -> None:
         """Multiply with random packed weights of a layer's shape."""
+        assert self.layer_kernels is not None
+        assert self.layer_kernels.packed is not None
+        kernels = self.layer_kernels.packed
         in_features, out_features = layer.in_features, layer.out_features
         group = in_features if form.group is None else form.group
-        block = PACKED.block(form.kind, group)
+        block = kernels.block(form.kind, group)
         if block is None or in_features % group:
             return  # such a weight is unpacked
-        most = 16 if form.kind == "int4" else 256
+        product = PackedProduct(form, in_features, out_features, kernels, block)
         generator = torch.Generator().manual_seed(0)
-        codes = torch.randint(0, most, (out_features, in_features), generator=generator)
-        codes = codes.to(torch.uint8)
-        num_groups = in_features // group
-        zeros = torch.randint(0, most, (out_features, num_groups), generator=generator)
-        scales = 1 + torch.rand(out_features, num_groups, generator=generator)
+        product.words.random_(0, 256, generator=generator)
         if form.kind == "fp8":
-            codes[(codes & NAN_MAGNITUDE) == NAN_MAGNITUDE] = 0
-            weight = codes.view(torch.float8_e4m3fn).float()
-        else:
-            weight = codes.float() - zeros.repeat_interleave(group, 1)
-        scales = (scales / (8 * most)).to(form.scale_dtype)
-        weight *= scales.float().repeat_interleave(group, 1)
-        product = PackedProduct(form, in_features, out_features, PACKED, block)
-        product.fill(0, PackedPart(codes, scales, zeros.to(torch.uint8)))
+            product.words.bitwise_and_(NO_NAN)
+        product.zeros.random_(0, 16 if form.kind == "int4" else 256, generator=generator)
+        product.scales.uniform_(0.01, 0.02, generator=generator)
         product.finish_loading()
         product.to(self._device)
-        weight = weight.to(self._device)
         for num_rows in PACKED_ROWS:
-            x = torch.randn(num_rows, in_features, generator=generator).to(self._device, dtype)
-            self._comparison.run(
-                "products with packed weights",
-                partial(product, bias=None),
-                lambda x: (x.float() @ weight.t()).to(x.dtype),
-                (x,),
-            )
+            x = torch.randn(num_rows, in_features, generator=generator)
+            product(x.to(self._device, dtype), None)
 
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
     """Return the kernels with each launch compared."""
-    experts = kernels.experts
+    experts, packed = kernels.experts, kernels.packed
     assert experts is not None
+    assert packed is not None
 
     def compared(
         name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
@@ -317,6 +309,10 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
             ),
         ),
         delta_net=None if kernels.delta_net is None else delta_net,
+        packed=replace(
+            packed,
+            product=compared("products with packed weights", packed.product, _plain_packed_product),
+        ),
     )
 
 
@@ -365,6 +361,29 @@ def _plain_grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends:
         x, bias, ExpertGroups(places, places, ends)
     )
     return product
+
+
+def _plain_packed_product(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    block: int,
+    kind: str,
+) -> Tensor:
+    shifts, mask = (INT4_SHIFTS, 15) if kind == "int4" else (BYTE_SHIFTS, 255)
+    codes = torch.stack([(words >> shift) & mask for shift in shifts], -1).flatten(1)
+    group = codes.shape[1] // len(scales)
+    if kind == "fp8":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = codes.float() - zeros.t().repeat_interleave(group, 1)
+    weight = values * scales.t().float().repeat_interleave(group, 1)
+    return nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(
+        x.dtype
+    )
 
 
 @torch.inference_mode()
