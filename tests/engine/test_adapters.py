@@ -19,6 +19,7 @@ from engine import (
     SamplingParams,
     ScoringParams,
     UnknownAdapter,
+    check_up,
 )
 from engine.checkpoint.adapter_folder import AdapterFolder, scale_of
 from engine.errors import AdapterRefused
@@ -290,6 +291,9 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     with Engine(stage.config(adapters=str(folder))) as built:
         done = built.generate([PROMPTS[8]] * 6, [replace(GREEDY, adapter=name) for name in names])
         assert not built.has_unfinished
+    told = [each for each in check_up(built.config) if each.subject == "adapters"]
+    assert [each.grade for each in told] == ["warning", "ok"]
+    assert "'cut' cannot be used" in told[0].text
     assert done[0].token_ids == stage.references["all"]._generate(PROMPTS[8])
     assert done[2].token_ids == stage.references[None]._generate(PROMPTS[8])
     assert "adapter 'of_another' cannot be used" in str(done[1].error)
@@ -339,9 +343,9 @@ def test_quantized_weights_have_adapters_on_top(stage: Stage) -> None:
 
 
 def test_an_engine_that_cannot_have_adapters_says_so(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match="adapters cannot be used: this model runs through"):
+    with pytest.raises(ConfigError, match=r"adapters=.* cannot be used: this model runs through"):
         Engine(stage.config(model_path="transformers"))
-    with pytest.raises(ConfigError, match="adapters are not built for deterministic=True"):
+    with pytest.raises(ConfigError, match=r"adapters=.* cannot be used with deterministic=True"):
         stage.config(deterministic=True)
     with pytest.raises(ConfigError, match="adapters='/nowhere' is no folder"):
         Engine(stage.config(adapters="/nowhere"))
