@@ -149,6 +149,7 @@ def assemble(
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
+    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
     sent = partial(tally.sent, "worker")
     sent_by_functions = partial(tally.sent, "functions")
     return Clients(

@@ -25,6 +25,7 @@ def checks() -> list[Examination]:
 
 
 def _check_settings() -> Iterator[Finding]:
+    """Yield the finding about the worker's settings: what is wrong with them, or that they can be used."""
     try:
         settings = WorkerSettings.load()
         settings.engine_config()
@@ -36,6 +37,7 @@ def _check_settings() -> Iterator[Finding]:
 
 
 def _check_model() -> Iterator[Finding]:
+    """Yield what the engine finds about the model, memory and devices."""
     try:
         config = WorkerSettings.load().engine_config()
     except (StartupError, ConfigError):
@@ -53,6 +55,7 @@ def _check_model() -> Iterator[Finding]:
 
 
 def _check_files() -> Iterator[Finding]:
+    """Return what is wrong with the data roots."""
     return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))
 
 

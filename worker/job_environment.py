@@ -79,6 +79,7 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
     def token_ids(request: Request) -> Sequence[int]:
+        """Return the tokens that the engine would read. Raises InvalidJob."""
         try:
             params: RequestParams
             if request.kind in _TEXT_KINDS:

@@ -73,6 +73,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
+        """Log that the trouble is over, if it was not met for OVER_S."""
         if self._began_at is None or self._clock() - self._last_at < OVER_S:
             return
         lasted_s = self._last_at - self._began_at

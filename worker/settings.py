@@ -168,6 +168,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a variable that is set to nothing. Only a list may be empty."""
         if value == "" and info.field_name not in _LISTS:
             raise ValueError("it is empty: give it a value, or unset it")
         return value
@@ -175,12 +176,14 @@ class WorkerSettings(BaseSettings):
     @field_validator("data_roots", mode="before")
     @classmethod
     def _split_roots(cls, value: Any) -> Any:
+        """Split a text into data roots."""
         parts = split_roots(value) if isinstance(value, str) else value
         return tuple(_root(part) for part in parts if part)
 
     @field_validator("data_roots")
     @classmethod
     def _roots_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse data roots that are not there."""
         if not value:
             raise ValueError(
                 "names no folder: list at least one, or unset it for the working directory"
@@ -193,6 +196,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("metrics_port", mode="before")
     @classmethod
     def _ports(cls, value: Any) -> Any:
+        """Read a port, or a range of ports."""
         if not isinstance(value, str):
             return value
         match = _PORTS.fullmatch(value.strip())
@@ -210,12 +214,14 @@ class WorkerSettings(BaseSettings):
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
     @classmethod
     def _split_names(cls, value: Any) -> Any:
+        """Split a text at its commas."""
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip())
 
     @field_validator("allowed_functions")
     @classmethod
     def _functions_of_users(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse names that are no function of a module, or that lie in a package of ours."""
         for name in value:
             if "." not in name.strip("."):
                 raise ValueError(f"{name!r} names no function in a module: write module.function")

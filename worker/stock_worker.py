@@ -136,6 +136,7 @@ def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> N
 
 
 def _current_job() -> Job:
+    """Return the job that RQ runs here. Raises InvalidJob if there is none."""
     job = get_current_job()
     if job is None:
         raise InvalidJob(
@@ -145,6 +146,7 @@ def _current_job() -> Job:
 
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
+    """Return what a job may use."""
     lent = _lent(job.connection, attention_backend)
     lent.adapters.refresh()
     return replace(
@@ -161,6 +163,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 
 @functools.cache
 def _lent(connection: Redis, attention_backend: str) -> JobContext:
+    """Return what all jobs of this process share."""
     settings = _settings()
     max_model_len = settings.max_model_len or _engine().max_model_len
     served = settings.served_model(_identity(), attention_backend, max_model_len)
@@ -168,6 +171,7 @@ def _lent(connection: Redis, attention_backend: str) -> JobContext:
 
 
 def _meter() -> PromptMeter:
+    """Return what counts the tokens of prompts."""
     from worker.job_environment import prompt_meter
 
     settings = _settings()

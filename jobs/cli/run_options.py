@@ -21,6 +21,7 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     """Return the callback of an option whose text is JSON of this kind, `list` or `dict`."""
 
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        """Return the option's value, or None if it was not given."""
         if text is None:
             return None
         try:

@@ -74,8 +74,6 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     share = ""
     if result["rows_read"] != result["num_rows"]:
         share = f", as {result['rows_read']:,} of them show"
-    why = f": {safe_name(result['commonest_failure'])}"
-    seconds = result["seconds"]
     lines = [
         f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}"
     ]
@@ -88,6 +86,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     ]
     tried = result["num_tried"]
     failed = result["num_failed"]
+    why = f": {safe_name(result['commonest_failure'])}"
     if failed and failed == tried:
         lines.append(
             f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"

@@ -70,6 +70,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """
 
     def show() -> str:
+        """Return the table, or the JSON, as it is now."""
         print_troubles(connection)
         workers_known = read_workers(connection)
         samples = [worker.sample for worker in workers_known if worker.sample is not None]

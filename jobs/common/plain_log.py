@@ -53,6 +53,7 @@ def _place_of_job(message: object) -> int | None:
 
 
 def _cut(value: Any) -> Any:
+    """Return a number as it is, and any other value cut to a length that a log can bear."""
     if isinstance(value, (int, float)):
         return value
     text = str(value)

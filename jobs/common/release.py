@@ -31,6 +31,7 @@ def _installed_commit() -> str:
 
 
 def _checked_out_commit(folder: Path) -> str:
+    """Return the commit that is checked out in a folder; "" if the folder is no checkout."""
     if not (folder / ".git").exists():  # a folder above may be another project's checkout
         return ""
     with suppress(OSError, subprocess.SubprocessError):

@@ -19,7 +19,19 @@ _NO_FILES = "0" * 32
 
 def name_of(pinned: str) -> str:
     """Return the name of a pinned adapter."""
-    return pinned.rpartition("@")[0]
+    name, _, _ = pinned.rpartition("@")
+    return name
+
+
+def digest_of(pinned: str) -> str:
+    """Return the hash of a pinned adapter's files."""
+    _, _, digest = pinned.rpartition("@")
+    return digest
+
+
+def _by_name(pinned: Iterable[str]) -> dict[str, str]:
+    """Return pinned adapters by their names."""
+    return {name_of(adapter): adapter for adapter in pinned}
 
 
 class Adapters:
@@ -28,7 +40,7 @@ class Adapters:
     is_live: ClassVar[bool] = False
 
     def __init__(self, pinned: Iterable[str] = ()) -> None:
-        self._by_name = {name_of(each): each for each in pinned}
+        self._by_name = _by_name(pinned)
 
     def refresh(self) -> None:
         """Look for adapters again. It may take as long as reading new ones."""
@@ -45,20 +57,23 @@ class Adapters:
 
     def pin(self, name: str) -> str:
         """Return an adapter of this name, or of this pinned text, with its files. Raises UnknownAdapter."""
-        by_name = self._by_name
-        found = by_name.get(name)
-        if found is None and by_name.get(name_of(name)) == name:
-            found = name
-        if found is None:
-            names = sorted(by_name)
-            more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-            raise UnknownAdapter(name, (", ".join(names[:MAX_LISTED]) or "none") + more)
-        return found
+        by_name = self._by_name  # another thread may replace it
+        if name in by_name:
+            return by_name[name]
+        if by_name.get(name_of(name)) == name:
+            return name
+        names = sorted(by_name)
+        known = ", ".join(names[:MAX_LISTED]) or "none"
+        if len(names) > MAX_LISTED:
+            known += f" and {len(names) - MAX_LISTED} more"
+        raise UnknownAdapter(name, known)
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return sampling values with their adapter pinned. Raises UnknownAdapter."""
         name = sampling.get(ADAPTER)
-        return sampling if name is None else {**sampling, ADAPTER: self.pin(name)}
+        if name is None:
+            return sampling
+        return {**sampling, ADAPTER: self.pin(name)}
 
 
 class LiveAdapters(Adapters):
@@ -78,7 +93,7 @@ class LiveAdapters(Adapters):
     def refresh(self) -> None:
         """Look for adapters again."""
         pinned, self._problems = self._look()
-        self._by_name = {name_of(each): each for each in pinned}
+        self._by_name = _by_name(pinned)
 
     def pin(self, name: str) -> str:
         """Return an adapter with its files. Raises UnknownAdapter, or InvalidJob if its files cannot be used."""

@@ -162,6 +162,7 @@ def _schema(schema: dict[str, Any]) -> Check:
     validator = kind(schema, registry=REGISTRY)  # the registry fetches no schema from outside
 
     def check(row: Any, text: str) -> str | None:
+        """Say how a text violates the schema; None if it follows the schema."""
         try:
             value = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -185,6 +186,7 @@ def _agreement(agree_on: str) -> Check:
             raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
 
     def compared(row: Any, text: str) -> str | None:
+        """Return a hash of the compared part."""
         part = _json_part(text, pointer) if pattern is None else _matched(pattern, text)
         if part is None:
             return None
@@ -242,6 +244,7 @@ def _tool(dotted: str) -> Check:
 
     @wraps(function)
     def call(row: Any, text: str) -> str:
+        """Call the tool with the arguments that the model wrote. Anything may be wrong with them."""
         try:
             arguments = json.loads(text or "{}")
         except (ValueError, RecursionError) as error:
@@ -261,6 +264,7 @@ def _tool(dotted: str) -> Check:
 
 
 def _no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from jobs.context.adapters import name_of
+from jobs.context.adapters import digest_of, name_of
 from jobs.errors import InvalidJob, ModelNotServed
 
 
@@ -30,9 +30,11 @@ class PinnedModel:
 
     def __str__(self) -> str:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
-        shown = [f"{name_of(each)} ({each.rpartition('@')[2][:8]})" for each in self.adapters]
-        adapters = f" with adapters {', '.join(shown)}" if shown else ""
-        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length}){adapters}"
+        text = f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
+        if self.adapters:
+            shown = [f"{name_of(pinned)} ({digest_of(pinned)[:8]})" for pinned in self.adapters]
+            text += f" with adapters {', '.join(shown)}"
+        return text
 
     @cached_property
     def pin(self) -> str:
@@ -49,7 +51,10 @@ class PinnedModel:
     @property
     def identity(self) -> str:
         """Return the parts of the model that decide an answer. The length limit does not."""
-        return " ".join([self.fingerprint, *([self.clock] if self.clock else ()), *self.adapters])
+        parts = [self.fingerprint]
+        if self.clock:
+            parts.append(self.clock)
+        return " ".join([*parts, *self.adapters])
 
 
 @dataclass(frozen=True)
@@ -113,17 +118,18 @@ def clock_text(formats: Sequence[str] | None, now: float) -> str:
     return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
 
 
-_UNNAMED = "?"
+#: Stands for formats that are not known.
+_UNKNOWN = "?"
 
 
 def joined_formats(formats: Sequence[str] | None) -> str:
-    """Return the formats of a model's clock as one text."""
-    return _UNNAMED if formats is None else "\n".join(formats)
+    """Return ServedModel.clock_formats as one text, which Redis can hold."""
+    return _UNKNOWN if formats is None else "\n".join(formats)
 
 
 def split_formats(text: str) -> tuple[str, ...] | None:
     """Return the formats from the text that `joined_formats` made."""
-    if text == _UNNAMED:
+    if text == _UNKNOWN:
         return None
     return tuple(text.split("\n")) if text else ()
 

@@ -146,6 +146,7 @@ class SharedFiles:
             raise
 
     def _close(self, reader: Any) -> None:
+        """Close a reader, and count it no more."""
         with self._lock:
             self.num_readers -= 1
         reader.close()

@@ -113,11 +113,11 @@ def _allowed_addresses(
     port = parts.port or (443 if parts.scheme == "https" else 80)
     addresses = []
     for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
-        addresses.append((str(socket_address[0]), port))
-    allowed = [address for address in addresses if _may_call(address[0], hosts)]
+        addresses.append(str(socket_address[0]))
+    allowed = [(address, port) for address in addresses if _may_call(address, hosts)]
     if not allowed:
         raise InvalidJob(
-            f"webhook: the host {brief(parts.hostname)} leads to {addresses[0][0]}, "
+            f"webhook: the host {brief(parts.hostname)} leads to {addresses[0]}, "
             "which is not a public address: add that address to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
     return allowed

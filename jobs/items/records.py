@@ -127,30 +127,36 @@ NOTHING = Progress()
 
 
 def _reply_json(reply: Reply) -> Any:
+    """Return the reply to a step as JSON."""
     if reply is None or isinstance(reply, str):
         return reply
     return [_samples_json(samples) for samples in reply]
 
 
 def _reply(value: Any) -> Reply:
+    """Read what `_reply_json` returned."""
     if value is None or isinstance(value, str):
         return value
     return [_samples(samples) for samples in value]
 
 
 def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+    """Return the token ids of a request's samples as JSON. A pair keeps the index a number."""
     return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
 
 
 def _tokens(value: Any) -> dict[int, list[int]]:
+    """Read what `_tokens_json` returned."""
     return {int(index): _unpacked(packed) for index, packed in value}
 
 
 def _samples_json(samples: Samples) -> list[Any]:
+    """Return a request's completions as JSON."""
     return [_completion_json(completion) for completion in samples]
 
 
 def _samples(value: Any) -> list[PlainCompletion]:
+    """Read what `_samples_json` returned."""
     return [_completion(completion) for completion in value]
 
 
@@ -185,10 +191,12 @@ def _logprobs_json(rows: Any) -> list[Any]:
 
 
 def _row_json(row: Mapping[int, Any]) -> list[Any]:
+    """Return the log probabilities at one position as JSON."""
     return [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
 
 
 def _logprob_json(entry: Any) -> list[Any]:
+    """Return the log probability of one token as JSON."""
     partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
     return [entry.logprob, entry.rank, entry.decoded_token, partial_hex]
 
@@ -199,19 +207,23 @@ def _logprobs(rows: Any) -> list[Any]:
 
 
 def _row(value: Any) -> dict[int, PlainLogprob]:
+    """Read what `_row_json` returned."""
     return {token_id: _logprob(*entry) for token_id, *entry in value}
 
 
 def _logprob(
     logprob: float, rank: int, decoded_token: str, partial_hex: str | None
 ) -> PlainLogprob:
+    """Read what `_logprob_json` returned."""
     partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
     return PlainLogprob(logprob, rank, decoded_token, partial_bytes)
 
 
 def _packed(token_ids: Sequence[int]) -> str:
+    """Return token ids as a short text: base64 of four bytes for each."""
     return b64encode(array("i", token_ids).tobytes()).decode()
 
 
 def _unpacked(text: str) -> list[int]:
+    """Read what `_packed` returned."""
     return array("i", b64decode(text)).tolist()

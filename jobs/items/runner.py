@@ -329,6 +329,7 @@ class ItemRunner(Generic[T]):
         return True
 
     def _release(self, memo_key: bytes) -> None:
+        """Give up the claim to an item, if this job has one. Other jobs may then work on the item."""
         if memo_key in self._claimed_keys:
             self._claimed_keys.discard(memo_key)
             self._memo.end(memo_key)

@@ -178,7 +178,7 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. It was refused, unless it was only cut.
+            # The previous answer stays. Unless it was only cut, it was not valid, so the row has an error now.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -244,7 +244,7 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request followed by the reason, without the answers that took up the room."""
+    """Return the first request followed by the reason, without the answers in between, which left no room."""
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
         return _repaired(request, repairs, "", reason, control_tokens)

@@ -81,6 +81,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return separator.join(map(_written, items))
 
     def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+        """The filter `join`. Its parameters have Jinja's names, because templates may name them."""
         if attribute is not None:
             value = [self.getitem(item, attribute) for item in value]
         return self.joined(d, value)
@@ -113,6 +114,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """Return a compiled template. The last ones are remembered."""
     return _environment.compiled(text)
 
 

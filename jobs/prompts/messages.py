@@ -143,8 +143,8 @@ def _num_bytes(value: Any) -> int:
     """Return the bytes of a message's text, or of the texts in its parts, or of its calls of tools."""
     if isinstance(value, str):
         return len(value.encode())
-    are_calls = not value or "function" in value[0]
-    if not are_calls:
+    are_parts = bool(value) and "function" not in value[0]
+    if are_parts:
         return sum(len(part.get("text", "").encode()) for part in value)
     try:
         return len(json.dumps(value))

@@ -141,7 +141,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: i
 
 
 def _content(content: Any, number: int) -> Any:
-    """Return a message's content for the content of an item. Raises InvalidValue."""
+    """Return the content of the message that an item of the input becomes. Raises InvalidValue.
+
+    content, number: the item's.
+    """
     if not isinstance(content, list):
         return content
     parts = []

@@ -110,6 +110,7 @@ def complete_task(
     way = _checked_way(way_options, values, repairs, tools=[])
 
     def task(_: str, value: object) -> PromptTask:
+        """Return the task for these prompts, which the job names or a template has made."""
         prompts = parse_prompts(value)
         check_choices(len(prompts), values)
         has_token_ids = any(isinstance(prompt, list) for prompt in prompts)

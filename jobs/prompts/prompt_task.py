@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
-from jobs.context.adapters import ADAPTER, name_of
+from jobs.context.adapters import ADAPTER, digest_of, name_of
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
 from jobs.context.values import some_text
@@ -71,7 +71,8 @@ class PromptTask(Task):
                 context.model.check_asked_for(model)
             if name not in (None, model):
                 raise InvalidJob("model and adapter each name an adapter: give one of them")
-            name, model = model, None
+            name = model
+            model = None
         if name is None:
             return self
         changed = {ADAPTER: context.adapters.pin(some_text(ADAPTER, name, MAX_MODEL_CHARS))}
@@ -127,22 +128,27 @@ class PromptTask(Task):
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
-        answers = [self._failed_whole(answer) for answer in answers]
+        answers = [self._whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
+
         head: dict[str, Any] = {}
-        prefix = ID_PREFIXES.get(content["object"], content["object"])
-        if prefix is not None:
-            head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
+        kind = content["object"]
+        id_prefix = ID_PREFIXES.get(kind, kind)
+        if id_prefix is not None:
+            head = {"id": f"{id_prefix}-{context.job_id}", "created": int(self.clock())}
+        head["model"] = context.model.name
+        fingerprint = context.model.fingerprint
         adapter = self.sampling.get(ADAPTER)
-        head["model"] = context.model.name if adapter is None else name_of(adapter)
-        if content["object"] in _WITH_FINGERPRINT:
-            files = "" if adapter is None else f"/{adapter.rpartition('@')[2]}"
-            head["system_fingerprint"] = f"{context.model.fingerprint}{files}"
+        if adapter is not None:
+            head["model"] = name_of(adapter)
+            fingerprint += f"/{digest_of(adapter)}"
+        if kind in _WITH_FINGERPRINT:
+            head["system_fingerprint"] = fingerprint
         return {**head, **content}
 
-    def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
+    def _whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return an answer, made to fail in all its samples if one of them has failed.
 
         An answer with repairs is returned as it is: each of its samples says by itself whether it is valid.

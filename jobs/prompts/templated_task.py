@@ -154,6 +154,7 @@ def templated_task(
         )
 
     def filled(context: JobContext) -> Task:
+        """Fill the answers into the template, and make the task of the result."""
         jinja_texts = JinjaTexts(sources)
         foreign = sorted(jinja_texts.names - NAMES)
         if foreign:

@@ -63,7 +63,13 @@ def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
             pipe.hlen(held_key(name))
             pipe.zcount(rq_jobs.QueueKeys(name).started, begun, "+inf")
         replies = iter(pipe.execute())
-    return {name: max(0, next(replies) - next(replies)) for name in names}
+
+    num_claimed = {}
+    for name in names:
+        num_held = next(replies)
+        num_begun = next(replies)
+        num_claimed[name] = max(0, num_held - num_begun)
+    return num_claimed
 
 
 def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:

@@ -18,6 +18,8 @@ from jobs.runs.plans.names import run_and_shard
 #: The most jobs whose producers are read. In a longer queue, these jobs are spread over its length.
 MAX_READ = 10_000
 _PAGE = 1000
+#: How long cancelled jobs are kept, for producers who look. RQ would keep them for ever.
+_KEPT_S = 3600
 #: A larger `meta` is not read.
 _MAX_META_BYTES = 4096
 #: Stands for the producer of a job that names none.
@@ -29,15 +31,16 @@ RUN = "run "
 #: first replaced by "", and all of these go at once: LREM walks from the queue's end, which is slow for each job alone.
 _TAKE = """
 local waiting, cancelled = KEYS[1], KEYS[2]
-local first, last, job_prefix, executions_prefix, moment = unpack(ARGV, 1, 5)
+local first, last, job_prefix, executions_prefix, moment, kept_s = unpack(ARGV, 1, 6)
 local is_meant = {}
-for i = 6, #ARGV do is_meant[ARGV[i]] = true end
+for i = 7, #ARGV do is_meant[ARGV[i]] = true end
 
 local entries, taken = redis.call('LRANGE', waiting, first, last), 0
 for i, id in ipairs(entries) do
   if is_meant[id] and redis.call('EXISTS', executions_prefix .. id) == 0 then
     redis.call('LSET', waiting, last - #entries + i, '')
     redis.call('HSET', job_prefix .. id, 'status', 'canceled')
+    redis.call('EXPIRE', job_prefix .. id, kept_s)
     redis.call('ZADD', cancelled, moment, id)
     taken = taken + 1
   end
@@ -112,8 +115,8 @@ def named_producer(meta: Mapping[str, Any]) -> str:
 def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
     """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
 
-    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. This needs the
-    workers' Redis user, as it runs a script.
+    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
+    are deleted an hour later. This needs the workers' Redis user, as it runs a script.
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
@@ -134,6 +137,7 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
             rq_jobs.job_key(""),
             rq_jobs.executions_key(""),
             time.time(),
+            _KEPT_S,
         ]
         for job_id, producer in zip(job_ids, producers, strict=True):
             if producer == who:

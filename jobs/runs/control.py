@@ -76,6 +76,7 @@ def submit_run(
     }
 
     def enter(pipe: Pipeline) -> None:
+        """Write the submission, and the planning job unless a worker holds it already."""
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
@@ -271,6 +272,7 @@ def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline
 
 
 def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
+    """Delete the hashes of jobs, in a transaction."""
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))

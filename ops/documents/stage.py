@@ -144,7 +144,7 @@ def _make_model(folder: Path) -> None:
 
 
 def _make_inputs(folder: Path) -> None:
-    """What the pages score: `reviews.parquet`, and `requests.jsonl` in OpenAI's batch format."""
+    """What the pages score: `reviews.parquet`, `pairs.parquet`, and `requests.jsonl` in OpenAI's batch format."""
     texts = ["The food was cold", "We loved every minute", None, "Never again", "Good, but loud"]
     reviews = {
         "id": range(40),
@@ -157,6 +157,8 @@ def _make_inputs(folder: Path) -> None:
         pa.table({name: list(values) for name, values in reviews.items()}),
         folder / "reviews.parquet",
     )
+    pairs = {"query": ["How do I brew tea?"] * 2, "document": ["Boil water.", "A queue is a line."]}
+    pq.write_table(pa.table(pairs), folder / "pairs.parquet")
     requests = [
         {
             "custom_id": f"request-{number}",

@@ -61,16 +61,17 @@ def running_secure_redis(
 
 
 def write_users(folder: Path, default: str = "off") -> str:
-    """Write the users of ops/redis-users.acl and an admin into a file; return its path."""
+    """Write the users of ops/redis-users.acl into a file; return its path."""
     users = (
         (ROOT / "ops" / "redis-users.acl")
         .read_text()
         .replace("user default off", f"user default {default}")
     )
-    users = users.replace("change-this-1", WORKER_PASSWORD).replace(
-        "change-this-2", PRODUCER_PASSWORD
-    )
-    (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN_PASSWORD} ~* &* +@all\n")
+    users = users.replace("user admin off", "user admin on")
+    passwords = {"1": WORKER_PASSWORD, "2": PRODUCER_PASSWORD, "5": ADMIN_PASSWORD}
+    for number, password in passwords.items():
+        users = users.replace(f"change-this-{number}", password)
+    (folder / "users.acl").write_text(users)
     return str(folder / "users.acl")
 
 

@@ -123,6 +123,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
+        """Do what the I/O thread has ordered."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)

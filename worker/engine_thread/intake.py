@@ -301,6 +301,7 @@ class Intake:
             pool.close(max(0.0, until - time.monotonic()))
 
     def _forget_if_empty(self, lane: int) -> None:
+        """Forget a lane in which nothing waits any more."""
         if not self._lanes[lane]:
             del self._lanes[lane]
 

@@ -166,6 +166,7 @@ class Claimer:
         return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
+        """Claim jobs for lanes that have room; return how many were claimed."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
 

@@ -47,7 +47,7 @@ class WorkerFaults:
 
     @property
     def in_a_row(self) -> int:
-        """The highest number of faults with jobs of one function."""
+        """The most faults that one function's jobs have met since one of them ended well."""
         return max(map(len, self._job_ids.values()), default=0)
 
     def met(

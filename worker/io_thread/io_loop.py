@@ -161,6 +161,7 @@ class IoLoop:
     # The loop
 
     def _guarded_run(self) -> None:
+        """Run the loop. In the end stop the threads and the engine, whatever happened."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
@@ -171,6 +172,7 @@ class IoLoop:
             self._orders.put(Halt())
 
     def _run(self) -> None:
+        """Repeat turns until it is time to leave."""
         while self.turn():
             pass
         self._say_goodbye()
@@ -218,12 +220,14 @@ class IoLoop:
             self._leave_because_of(TooManyStuckThreads(num_stuck, max_stuck))
 
     def _leave_because_of(self, failure: WorkerError) -> None:
+        """Give back what runs, then leave. failure: what the main thread raises."""
         if self._phase is not Phase.LEAVING:
             self.failure = failure
             self._log.error("%s", failure)
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
+        """Pass an event on to those whom it concerns."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
@@ -281,6 +285,7 @@ class IoLoop:
             self._start_leaving()
 
     def _start_leaving(self) -> None:
+        """Begin to give back what runs."""
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
@@ -373,19 +378,23 @@ class IoLoop:
     # Duties
 
     def _keep_leases(self, moment: float) -> None:
+        """Renew the leases of held jobs."""
         self._renew.period_s = self._poll_rates.renew_s
         if self._renew.due(moment):
             self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
+        """Write the progress of jobs to Redis, and the throughput to the log."""
         if self._progress.due(moment):
             self._runner.show_progress(self._store)
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
+        """Write the worker's own numbers to Redis."""
         self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
 
     def _take_up_abandoned(self, moment: float) -> None:
+        """Give back, or fail, the jobs that dead workers held."""
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
         names = self._queue_names
@@ -402,6 +411,7 @@ class IoLoop:
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
+        """Leave if nothing is held and there is a reason to leave."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")
@@ -421,10 +431,12 @@ class IoLoop:
             self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
 
     def _is_idle_for_too_long(self, moment: float) -> bool:
+        """Whether --max-idle-time is over."""
         max_idle_s = self._limits.max_idle_s
         return max_idle_s is not None and moment - self._claimer.idle_since >= max_idle_s
 
     def _leave(self, why: str) -> None:
+        """End the loop. why: for the log."""
         self._log.info(why)
         self._phase = Phase.GONE
 

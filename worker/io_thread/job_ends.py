@@ -99,8 +99,10 @@ class JobEnds:
         )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
-            text = None if text is None else f"{text}{fault_line(fault)}\n"
-        text = printable(error) if text is None else text
+            if text is not None:
+                text += f"{fault_line(fault)}\n"
+        if text is None:
+            text = printable(error)
         self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
     def stop(self, job: HeldJob) -> None:
@@ -138,6 +140,7 @@ class JobEnds:
         """
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Go on, also if no notice could be sent."""
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
@@ -174,6 +177,7 @@ class JobEnds:
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
+        """Have the end written, now that its value is packed. A value that cannot be packed fails the job."""
         if failure is not None:
             self.fail(job, failure)
         else:
@@ -197,6 +201,7 @@ class JobEnds:
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
+            """Have the end written, as the callback has left it."""
             if failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(reply, Raised):
@@ -254,6 +259,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_page() -> int:
+            """Queue one page of dependents. After the last page, close the job. Returns the next page, or 0."""
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
@@ -270,6 +276,7 @@ class JobEnds:
             return next_cursor
 
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
+            """Queue the next page, or let the job go."""
             if failure is not None:
                 raise failure
             if next_cursor:

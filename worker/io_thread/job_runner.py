@@ -161,6 +161,7 @@ class JobRunner:
             self._packer.function_started(job)
 
         def hand_over() -> None:
+            """Give the function to a thread."""
             if job.is_ours:
                 function = self._bound_function(job, call)
                 pool_call = PoolCall(
@@ -318,7 +319,11 @@ class JobRunner:
         self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
-        """Forget a job and count its end. outcome: None if another worker has counted it."""
+        """Forget a job and count its end.
+
+        outcome: None if another worker has counted it. written: whether Redis has taken the end. It does not if this
+        worker has lost the job.
+        """
         if job not in self.jobs:
             return
         self._let_go(job)
@@ -430,6 +435,7 @@ class JobRunner:
         self.guard.for_each(self.jobs.of_executions(execution_ids), self._drop)
 
     def _drop(self, job: HeldJob) -> None:
+        """Forget a job that this worker has lost, unless its end is being written."""
         if job.is_ending:
             return  # finish.lua notices the loss when it writes the end
         self._log.warning(

@@ -62,6 +62,7 @@ class Maintenance:
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
     def _looked(self, _: Any, error: BaseException | None) -> None:
+        """Note that a look for adapters is over, and whether it failed."""
         self._is_looking = False
         if error is None:
             self._lost_adapters.passed()
@@ -71,11 +72,13 @@ class Maintenance:
             )
 
     def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+        """Show the numbers of the queues to the metrics."""
         # Old numbers would look like new ones, so there are no numbers after an error.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
+        """Log a duty's error, or that duties are done again."""
         if error is None:
             self._trouble.passed()
         else:

@@ -152,13 +152,16 @@ class PoolCalls:
         call_key = job.await_call()
 
         def post(value: Any, error: BaseException | None) -> None:
+            """Pass the outcome on to the I/O thread. Called in the pool's thread."""
             self._post(lambda: report(value, error))
 
         def start() -> None:
+            """Give the function to the pool."""
             job.call = pool.submit(call.function, post, not is_ours, call.discard)
             running.append(job.call)
 
         def start_again() -> None:
+            """Start the call that was delayed, unless its job was let go meanwhile."""
             with self._guard.around(job):
                 if job.awaits(call_key):
                     start()
@@ -166,6 +169,7 @@ class PoolCalls:
                     came_back(None, None)
 
         def report(value: Any, error: BaseException | None) -> None:
+            """Free the call's place, then look at its outcome."""
             if job.call in running:
                 job.call = None
             if place is not None:
@@ -174,6 +178,7 @@ class PoolCalls:
                 came_back(value, error)
 
         def came_back(value: Any, error: BaseException | None) -> None:
+            """Hand the outcome to `then`, or let the call wait for another try."""
             if not job.awaits(call_key):
                 call.came_back(job, value)
                 self._unawaited(job)
@@ -307,6 +312,7 @@ class TaskFiles:
         self._calls.submit(self._openers, job, call)
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
+        """Note that the file is open, and its task; None if it could not be opened."""
         self._packer.opened(job)
         job.open_task = opened
 

@@ -53,18 +53,16 @@ class Releases:
         self._waiting.extend(held)
         if not self._waiting:
             return
-        self._take_over(self._release(self._waiting, mode), mode)
+        released = self._release(self._waiting, mode)
+        self._take_over(released, mode)
         self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
         self._waiting.clear()
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts else "given_back"
-        self._take_over(
-            self._release([fault.claimed], mode),
-            mode,
-            f", or met a fault, of which the last is {fault}",
-        )
+        released = self._release([fault.claimed], mode)
+        self._take_over(released, mode, f", or met a fault, of which the last is {fault}")
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
@@ -93,6 +91,7 @@ class Releases:
         """
 
         def end(job: HeldJob) -> None:
+            """End a job that no worker runs any more."""
             if job.claimed.has_ended:
                 self._ends.queue_dependents(job, None)
                 return

@@ -43,6 +43,8 @@ class Exporter:
 
 
 class _WorkerCollector(Collector):
+    """Reads a worker's numbers for each exposition."""
+
     def __init__(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
         self._facts = facts
         self._queue_names = queue_names
@@ -66,6 +68,7 @@ class _WorkerCollector(Collector):
             yield from waiting_families(numbers)
 
     def _queue_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics that say what the worker is."""
         facts = self._facts
         shown = self._counts.shown
         name = safe_name(str(facts.get("worker", "")))
@@ -79,6 +82,7 @@ class _WorkerCollector(Collector):
         yield _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served
 
     def _job_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of jobs and of Redis."""
         counts = self._counts
         held = []
         for queue in self._queue_names:
@@ -151,6 +155,7 @@ class _WorkerCollector(Collector):
         )
 
     def _engine_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of the engine."""
         counts = self._counts
         point = self._counts.shown.point
         stats = self._counts.shown.engine_stats

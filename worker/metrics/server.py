@@ -65,6 +65,7 @@ class MetricsServer:
         self._loop.close()
 
     async def _serve(self) -> None:
+        """Serve requests until `close`."""
         server = await asyncio.start_server(
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
@@ -79,6 +80,7 @@ class MetricsServer:
         server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection. If too many are open, the oldest is cut off."""
         if len(self._open) >= MAX_REQUESTS:
             oldest = next(iter(self._open))
             del self._open[oldest]
@@ -94,6 +96,7 @@ class MetricsServer:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read one request and answer it."""
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
         headers = {}

@@ -157,7 +157,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by their outcome."""
+        """Count the rows of a finished shard by their outcome. A row with an error may never have been asked."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors

@@ -76,14 +76,18 @@ def _counted(
     """Return a class of connections like this one that calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
+        """A connection that tells what is sent over it."""
+
         sent_at: float | None = None
 
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
+            """Count the command, then send it."""
             sent()
             self.sent_at = time.monotonic()
             return super().send_packed_command(*args, **options)
 
         def read_response(self, *args: Any, **options: Any) -> Any:
+            """Read a reply. The first one tells how long the answer took to begin."""
             try:
                 return super().read_response(*args, **options)
             finally:

@@ -200,11 +200,16 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
+        """Extend leases. held: with the time at which each job began, or "" to leave that as it is."""
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
         [lost_positions] = self._call_many([Call("renew", {**self._holder(), "jobs": jobs})])
-        return [held[position - 1][0] for position in lost_positions]
+        lost = []
+        for position in lost_positions:
+            claimed, _ = held[position - 1]  # Lua counts from 1
+            lost.append(claimed)
+        return lost
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs. Each end is written whole or not at all. See finish.lua for the replies."""

@@ -60,9 +60,8 @@ class QueueOrder:
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         num_in_order = 0
         if urgent == memory.urgent and memory.last in run_of:
-            num_new = job_ids[::-1].index(
-                memory.last
-            )  # the jobs behind the last one that was put in order
+            # The jobs behind the last one that was put in order have come since.
+            num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
 
         jobs = [WaitingJob(job_id, run_of[job_id], _cost(job_id, runs)) for job_id in job_ids]

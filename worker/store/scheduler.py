@@ -73,6 +73,7 @@ class Scheduler(RQScheduler):
             self._pool.submit(self._turn, self._turned)
 
     def _turn(self) -> None:
+        """Do all that is due, in a thread."""
         if not self.pid:
             self.register_birth()
         if self.should_reacquire_locks:
@@ -81,6 +82,7 @@ class Scheduler(RQScheduler):
         self.enqueue_scheduled_jobs()
 
     def _turned(self, _: None, error: BaseException | None) -> None:
+        """Note that the turn is over, and whether it failed."""
         self._is_turning = False
         if error is None:
             self._trouble.passed()

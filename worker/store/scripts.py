@@ -88,6 +88,7 @@ class Scripts:
         return answered
 
     def _load(self) -> None:
+        """Load all scripts into the server, and remember their hashes."""
         self._shas = {
             name: self._client.script_load(self._bounds + text) for name, text in _sources().items()
         }

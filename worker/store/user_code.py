@@ -50,6 +50,7 @@ class Webhooks:
             self.pool.submit(call, partial(self._done, job.id), raises=False)
 
     def _call(self, webhook: Webhook, payload: dict[str, Any]) -> int:
+        """Send a webhook; return the status of the answer."""
         headers = dict(webhook.headers or {})
         body = None
         if webhook.method == "POST":
@@ -60,12 +61,14 @@ class Webhooks:
         )
 
     def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
+        """Log a webhook that was not sent, or whose host refused it."""
         if error is not None:
             self._failed(job_id, shown_error(error))
         elif status is not None and not 200 <= status < 300:
             self._failed(job_id, f"it answered {status}")
 
     def _failed(self, job_id: str, reason: str) -> None:
+        """Log that a webhook was not sent."""
         self._log.warning("job %s: a webhook was not sent: %s", job_id, reason)
 
     def close(self) -> None:

@@ -47,12 +47,14 @@ class FunctionPool:
         return self._calls.qsize()
 
     def _add_thread(self) -> None:
+        """Start a thread that serves calls."""
         name = f"{self._name}-{next(self._numbers)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _serve(self) -> None:
+        """Run calls, until the pool closes or another thread has taken this one's place."""
         thread = threading.current_thread()
         while True:
             _, _, call = self._calls.get()

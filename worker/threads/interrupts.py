@@ -18,6 +18,7 @@ _one_import = threading.Lock()
 
 
 def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
+    """Raise an error in a thread at its next instruction. None takes back an error that has not been raised yet."""
     target = ctypes.py_object(error) if error is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
@@ -161,6 +162,7 @@ class Call:
         return not self._given_up
 
     def _call(self) -> Any:
+        """Call the function. Only meanwhile can errors be raised in this thread."""
         _current.call = self
         try:
             with self._lock:
@@ -247,6 +249,8 @@ def shield_imports() -> None:
 
 
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of importlib's, in which errors from outside wait."""
+
     @wraps(import_)
     def shielded(name: str, *rest: Any) -> Any:
         call = current_call()

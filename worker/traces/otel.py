@@ -145,6 +145,7 @@ class OtelTraces(Traces):
         def child(
             name: str, of: SpanContext, start: float, stop: float, more: Attributes
         ) -> SpanContext:
+            """Add a span below another one; return its context."""
             number = _number(f"{root.span_id:016x}{name}", 8)
             context = SpanContext(root.trace_id, number, False, _SAMPLED, root.trace_state)
             spans.append(self._span(name, context, of, (start, stop), more))
@@ -176,6 +177,7 @@ class OtelTraces(Traces):
         kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> ReadableSpan:
+        """Return a span that has ended. times: of its beginning and end, in Unix seconds."""
         return ReadableSpan(
             safe_name(name),
             context,
@@ -194,6 +196,7 @@ class OtelTraces(Traces):
 
 
 def _job_attributes(end: EndedJob) -> Attributes:
+    """Return what a job's span says about the job."""
     attributes: dict[str, str | int] = {
         "messaging.system": "rq",
         "messaging.operation.type": "process",
@@ -209,6 +212,7 @@ def _job_attributes(end: EndedJob) -> Attributes:
 
 
 def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes:
+    """Return what the span of the model's work says, by OpenTelemetry's names."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",

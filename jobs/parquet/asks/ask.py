@@ -112,6 +112,7 @@ class RowAsk(Ask[Answer]):
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
+        """Go through an item. If it raises RowProblem, return the answer that says why."""
         try:
             return (yield from item)
         except RowProblem as problem:

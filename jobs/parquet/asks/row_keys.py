@@ -169,7 +169,7 @@ def _values_of(plan: Plan) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message."""
+    """Return an argument's value as an error message shows it."""
     return "not given" if value is None else brief(value)
 
 

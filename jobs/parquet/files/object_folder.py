@@ -61,6 +61,7 @@ class ObjectFolder:
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
+            """Get a range of bytes, of the file as it was when it was opened."""
             options: Any = {"range": (start, end), **same_state}
             return self._make(
                 name,
@@ -70,7 +71,7 @@ class ObjectFolder:
         return io.BufferedReader(FetchedFile(fetch, head["size"]), READ_BYTES)
 
     def create(self, name: str) -> "ObjectDraft":
-        """Begin a file."""
+        """Begin to upload a file. It is there once the upload is finished."""
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )
@@ -82,12 +83,15 @@ class ObjectFolder:
             self._make(name, partial(obstore.delete, self._store, self._key(name)))
 
     def _head(self, name: str) -> Any:
+        """Return the size and the state of a file. Raises FileNotFoundError."""
         return self._make(name, partial(obstore.head, self._store, self._key(name)))
 
     def _key(self, name: str) -> str:
+        """Return a file's key in the store."""
         return f"{self._prefix}/{name}".lstrip("/")
 
     def _make(self, name: str, request: Callable[[], T]) -> T:
+        """Make a request about a file, as `make_request` does."""
         return make_request(self.path(name), request, timeout_s=TIMEOUT_S)
 
 

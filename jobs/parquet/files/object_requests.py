@@ -131,6 +131,7 @@ def make_upload_request(
     """
 
     def named_request() -> T:
+        """Make the request. Turn an error of the writer into one that names the store's reply."""
         try:
             return request()
         except OSError as error:

@@ -82,7 +82,7 @@ def _emptied(sink: io.BytesIO) -> bytes:
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    """Lend the table of a question's file."""
+    """Open the table that a question is about, for a `with` block. source: the file, from its beginning."""
     path = question["path"]
     file_format = question["input_format"]
     dialect = question.get("dialect", {})
@@ -227,9 +227,10 @@ class _ArrowTable:
     """The rows of one of Arrow's files. The file's schema gives the columns' types, so no kinds are needed."""
 
     def __init__(self, path: str, source: Any) -> None:
+        """Raises SchemaMismatch for a column whose type Parquet does not have."""
         self._path = path
         self.kinds: dict[str, kinds.Kind] = {}
-        is_file = source.read_at(6, 0) == b"ARROW1"
+        is_file = source.read_at(6, 0) == b"ARROW1"  # else it is one of Arrow's streams
         source.seek(0)
         opened: Any
         self._batches: Iterator[pa.RecordBatch]
@@ -242,7 +243,7 @@ class _ArrowTable:
         fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
         self.schema = pa.schema(fields, metadata=opened.schema.metadata)
         for field in self.schema:
-            self._try(field)
+            self._check_type(field)
 
     def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
         """Do nothing: the schema says what the columns hold."""
@@ -263,8 +264,8 @@ class _ArrowTable:
                 if rows_left <= 0:
                     return
 
-    def _try(self, field: pa.Field) -> None:
-        """Raise SchemaMismatch for a type that Parquet does not have."""
+    def _check_type(self, field: pa.Field) -> None:
+        """Raise SchemaMismatch for a type that Parquet does not have. One null is written, to find out."""
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)

@@ -194,6 +194,7 @@ def arrow_field(name: str, kind: Kind) -> pa.Field:
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:
+    """Return the Arrow type of a kind."""
     if isinstance(kind, str):
         return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
@@ -209,6 +210,7 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _json_text(value: Any) -> str | None:
+    """Return a value as text of JSON. Null stays null."""
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
 

@@ -44,6 +44,7 @@ def raw_lines(
 
 @contextmanager
 def _opened(path: str, file_format: str, dialect: Mapping[str, str]) -> Iterator[TextFile]:
+    """Open a text file, compressed or not, for a `with` block."""
     with pa.OSFile(path) as source:
         codec = codec_of(source)
         with pa.input_stream(source, codec) as stream:

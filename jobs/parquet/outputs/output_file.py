@@ -157,6 +157,7 @@ def part_rows(
 
 
 def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as an Arrow file."""
     with pa.ipc.new_file(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
@@ -174,6 +175,7 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 
 def _json_lines(lines: Iterable[str]) -> bytes:
+    """Return lines of JSON as the bytes of a file."""
     return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
 
 
@@ -191,11 +193,15 @@ def write_csv(
     delimiter = dialect.get("delimiter", ",")
     decimal = dialect.get("decimal", ".")
     encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))("backslashreplace")
-    for rows in ([schema.names], *(_rows(batch, answers) for batch in batches)):
-        sink.write(encoder.encode(_csv_lines(rows, delimiter, decimal)))
+    header = _csv_lines([schema.names], delimiter, decimal)
+    sink.write(encoder.encode(header))
+    for batch in batches:
+        lines = _csv_lines(_rows(batch, answers), delimiter, decimal)
+        sink.write(encoder.encode(lines))
 
 
 def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
+    """Return rows as the text of a CSV file."""
     quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
@@ -278,5 +284,6 @@ def failed_rows(
 
 
 def _is_cut(finish_reason: str | list[str] | None) -> bool:
+    """Whether an answer, or one of several, was cut at its limit of tokens."""
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason]
     return "length" in reasons

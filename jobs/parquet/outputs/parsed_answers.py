@@ -55,6 +55,7 @@ def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
 
 
 def _column(prompt: str, name: str) -> str:
+    """Return the name of a prompt's column; `name` itself if rows have one prompt."""
     return f"{prompt}_{name}" if prompt else name
 
 
@@ -179,6 +180,7 @@ def _text(text: str, path: str) -> str:
 
 
 def _no_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 
 

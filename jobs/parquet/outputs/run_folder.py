@@ -384,6 +384,7 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
+        """Raise OutputNotWritable if a file is not there, although it was just written."""
         if not self._is_there(name):
             raise OutputNotWritable(
                 self.path(name), "something with this name is there, and it is not a file"

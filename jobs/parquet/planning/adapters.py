@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.adapters import ADAPTER
@@ -25,7 +24,9 @@ def with_named_adapters(context: JobContext, plan: Plan) -> Plan:
 
 def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
     """Return a plan that pins all adapters that rows may name: for a look at a run, which nobody resumes."""
-    return _with(plan, set(context.adapters.pinned)) if rows_name_adapters(plan.spec) else plan
+    if not rows_name_adapters(plan.spec):
+        return plan
+    return _with(plan, set(context.adapters.pinned))
 
 
 def rows_name_adapters(spec: RunSpec) -> bool:
@@ -42,7 +43,10 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
     known = set(context.adapters.names)
     source = row_source(plan.spec, control_tokens=context.model.control_tokens)
     for _, rows in rendered_shards(context, storage, plan, source):
-        names = {name for row in rows if isinstance(row, Row) for name in _names_of(row, plan.spec)}
+        names: set[str] = set()
+        for row in rows:
+            if isinstance(row, Row):
+                names.update(_names_of(row, plan.spec))
         for name in names & known:
             with suppress(UnknownAdapter):  # it has gone in between
                 found.add(context.adapters.pin(name))
@@ -50,17 +54,21 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
 
 
 def _with(plan: Plan, pinned: set[str]) -> Plan:
+    """Return a plan that names these adapters."""
     return replace(plan, model=replace(plan.model, adapters=tuple(sorted(pinned))))
 
 
 def _named(spec: RunSpec) -> set[str]:
     """Return the adapters that a run's arguments name."""
-    samplings = [spec.sampling, *(step.sampling for step in spec.steps)]
-    return {sampling[ADAPTER] for sampling in samplings if sampling.get(ADAPTER) is not None}
+    names = set()
+    for sampling in (spec.sampling, *(step.sampling for step in spec.steps)):
+        if sampling.get(ADAPTER) is not None:
+            names.add(sampling[ADAPTER])
+    return names
 
 
-def _names_of(row: Row, spec: RunSpec) -> Iterator[Any]:
-    """Yield what may name a row's adapter."""
+def _names_of(row: Row, spec: RunSpec) -> Iterator[str]:
+    """Yield what may name a row's adapter. The model of a batch file's line may."""
     if spec.input_format != OPENAI_BATCH:
         name = row.own_sampling.get(ADAPTER)
         if isinstance(name, str):

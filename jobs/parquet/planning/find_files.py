@@ -85,9 +85,12 @@ def partition_columns(
     for place, name in enumerate(names):
         if name in in_files:
             continue
-        texts = [file.keys[place][1] for file in files]
-        values = [text for text in texts if text is not None]
-        is_integer = any(values) and all(map(_is_int64, values))
+        texts = []
+        for file in files:
+            _, text = file.keys[place]
+            texts.append(text)
+        given_texts = [text for text in texts if text is not None]
+        is_integer = any(given_texts) and all(map(_is_int64, given_texts))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
             value: Any = text
@@ -168,6 +171,7 @@ class Search:
 
     def expand(self, item: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched for an item, and the item's files."""
+        # A file may have a name that looks like a pattern. Then the file is meant.
         if has_magic(item) and self.storage.look(item) is None:
             folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
             return folder, list(self._matched_files(item))
@@ -180,6 +184,7 @@ class Search:
         return os.path.dirname(item), files
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
+        """Yield the files that a pattern matches, and the files of the folders that it matches."""
         searched = pattern.split("/")[_first_glob_segment(pattern) :]
         for match in self.matches(pattern, any(map(_is_hidden, searched))):
             path = match.real_path(self.storage)
@@ -364,4 +369,5 @@ def _keys(folder_names: Sequence[str]) -> Keys:
 
 
 def _is_hidden(name: str) -> bool:
+    """Whether a name, or a pattern of names, begins with a dot or an underscore."""
     return name[:1] in ("_", ".")

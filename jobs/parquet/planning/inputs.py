@@ -158,7 +158,7 @@ def check_columns_here(spec: RunSpec) -> None:
         path = found_files[0].path
         file_format = one_format((file.named for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
-            return
+            return  # only a look at all lines would tell the columns
         look = scan(storage, path, file_format, 0, spec.dialect)
         columns, _ = _added_columns(found_files, look.schema.names, spec.filename_column)
         if file_format not in LINES:

@@ -292,6 +292,7 @@ def find_matches(
             places[missing] = old_places
             models[missing] = number
 
+        # Then look for answers to the same requests with a smaller max_tokens.
         for shorter_ask in shorter_asks:
             for number, mark in enumerate(marks):
                 missing = np.flatnonzero(has_key & (places < 0))

@@ -182,7 +182,9 @@ class SurveyWork(RowsTask):
             if tried.error is not None:
                 failures.add(tried.error, [planned.row])
         result["num_failed"] = failures.rows
-        result["commonest_failure"] = next((each.text for each in failures.commonest(1)), "")
+        result["commonest_failure"] = ""
+        for reason in failures.commonest(1):
+            result["commonest_failure"] = reason.text
         if not self._is_dry:
             shown = []
             for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):

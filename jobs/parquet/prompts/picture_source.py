@@ -181,6 +181,7 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
     storage = Storage.of(context)
 
     def read(path: str) -> bytes:
+        """Return the bytes of a picture's file. Raises InvalidValue."""
         is_relative = not path.startswith("/") and "://" not in path
         if is_relative and folder is None:
             raise InvalidValue(

@@ -69,8 +69,8 @@ class RowSampling:
         self._by_name = dict(by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The run's value is written for null, so that equal values are equal texts. The run's seed is not written for a
-        # row.
+        # The values that a row's null stands for. They are written out, so that rows with equal values have equal
+        # texts. A seed is not among them, because each row makes its own seed of the run's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
@@ -394,6 +394,7 @@ class LineSource(PromptSource):
         with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
+            """Note an object of the line if it is a part with a picture's path. Its image_url becomes an object."""
             if part.get("type") != "image_url":
                 return part
             image: Any = part.get("image_url")

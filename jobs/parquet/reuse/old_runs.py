@@ -102,6 +102,7 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
+    """Return a hash of a file of keys, by which a damaged file is noticed."""
     key = f"{run} {shard}".encode()
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
@@ -128,7 +129,7 @@ class KnownKeys:
         self._num_taken = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
-        """Remove the keys at these places, so that they are no longer found."""
+        """Make the keys at these places unknown. Their second halves become zeros, which no wanted key has."""
         self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:

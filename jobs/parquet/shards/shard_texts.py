@@ -75,6 +75,7 @@ class ShardTexts:
         self._release(self._bytes)
 
     def _release(self, num_bytes: int) -> None:
+        """Stop counting some bytes, at most those that are counted."""
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
         self._shard_bytes.let_go(num_bytes)

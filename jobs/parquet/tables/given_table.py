@@ -47,6 +47,7 @@ def write_table_file(source: Any, folder: str) -> str:
 
 
 def _arrow_table(source: Any) -> pa.Table:
+    """Return a given table in Arrow types that Parquet has. Raises InvalidJob."""
     try:
         table = _as_table(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -61,6 +62,7 @@ def _arrow_table(source: Any) -> pa.Table:
 
 
 def _as_table(source: Any) -> pa.Table:
+    """Return a table of any known library as an Arrow table. Raises InvalidJob, or pyarrow's errors."""
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)

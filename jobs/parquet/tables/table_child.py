@@ -26,6 +26,7 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
     """Make a child's task of a function that takes the question and the open file. JobsErrors become replies."""
 
     def do(worker: Worker) -> Replies:
+        """Answer the worker's question about a file, whose bytes the worker sends."""
         question = worker.question
         fetched = FetchedFile(
             lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"]

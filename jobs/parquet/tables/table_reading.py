@@ -177,12 +177,14 @@ def open_table(
     stack = ExitStack()
 
     def fetch(wanted: Mapping[str, Any]) -> bytes:
+        """Read the bytes that the child asks for."""
         storage.check_interrupted()
         with reading(path, input_format):
             content: bytes = source.read_at(wanted["size"], wanted["at"])
         return content
 
     def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
+        """Have the child do a task, and yield its replies. An error among them is raised here."""
         about_file = {"path": path, "input_format": input_format, "size": size}
         replies = child.replies(task, {**about_file, **question}, limits, fetch=fetch)
         stack.callback(replies.close)

@@ -145,6 +145,7 @@ def classify_task(
     respond = partial(_response, labels=scoring)
 
     def chat_task(messages: Parts) -> PromptTask:
+        """Return the task for a chat whose pictures are loaded."""
         requests = [scoring.request(messages, chat)]
         if is_calibrated:
             without_content = _messages_without_content(messages, calibrate)
@@ -156,6 +157,7 @@ def classify_task(
         return PromptTask(requests, respond, model_name)
 
     def task(kind: str, value: object) -> Task:
+        """Return the task for a prompt or a chat. kind: "prompt" or "messages"."""
         is_chat = kind == "messages"
         known = CHAT_NAMES if is_chat else (SPLIT_TOKENS,)
         for name in options:

@@ -107,6 +107,7 @@ def rerank_task(
     shown_documents = texts if truth("return_documents", return_documents) else None
 
     def task(context: JobContext) -> PromptTask:
+        """Return the task, now that the served model is known."""
         context.model.check_ranks()
         scoring = Relevance(has_head=bool(context.model.classes), instruction=instruction)
         requests = [scoring.request((query, text)) for text in texts]

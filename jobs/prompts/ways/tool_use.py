@@ -45,7 +45,7 @@ class ToolUse(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return a question for each function."""
+        """Return the question for each function, by which a child process calls it."""
         return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:

@@ -49,5 +49,6 @@ class Votes:
 
     @property
     def _commonest(self) -> list[Completion]:
+        """The samples that give the commonest answer."""
         # If answers are equally common, the earliest wins: max keeps the first one.
         return max(self._alike.values(), key=len, default=[])

@@ -185,6 +185,7 @@ def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> Non
 
 
 def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None:
+    """Raise InvalidJob for options that a task such as embedding cannot have."""
     if is_chat:
         raise InvalidJob(
             f"task {task!r} is for texts: give prompt_column or a template that is a text"
@@ -195,6 +196,7 @@ def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None
 
 
 def _check_labels(options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for options that cannot be combined with labels."""
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
     if not options["prompts"]:  # with several prompts, answers to all but the last are generated
         check_read(options["sampling"], "labels", PROMPT_VALUES)

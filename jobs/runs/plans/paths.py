@@ -70,5 +70,6 @@ def _stored_path(scheme: str, bucket: str, inner: str, query: str, safe: str) ->
 
 
 def _check_text(path: str) -> None:
+    """Raise InvalidValue for a text that no file system takes as a path."""
     if "\0" in path or not is_unicode(path):
         raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", brief(path))

@@ -265,7 +265,9 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _model(content: dict[str, Any]) -> PinnedModel:
-    return PinnedModel(**{**content, "adapters": tuple(content.get("adapters", ()))})
+    """Return the model that a plan has written with `_as_object`."""
+    adapters = tuple(content.get("adapters", ()))
+    return PinnedModel(**{**content, "adapters": adapters})
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
@@ -287,7 +289,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Near a run's end, a shard holds this fraction of the remaining rows, so that all workers end together.
+#: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
 #: The fewest rows of such a shard: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128

@@ -160,9 +160,9 @@ class PromptStep:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the output's columns for this prompt, by name. Each value is the answer's column that it holds.
+        """Return the columns that the output has for this prompt, and what each holds, by the name in an answer.
 
-        The completion comes first.
+        For example, the prompt `summary` has summary: completion, and summary_finish_reason: finish_reason.
         """
         if self.is_scored:
             return {name: name for name in Labels.columns}

@@ -45,6 +45,7 @@ def _inputs(name: str, value: Any) -> list[str]:
 
 
 def _prefix(name: str, value: Any) -> str:
+    """Return a prefix of column names, which may be empty. Raises InvalidValue."""
     return "" if value == "" else some_text(name, value, MAX_NAME_CHARS)
 
 
@@ -272,8 +273,10 @@ class RunSpec:
         if not self.parse:
             return {}
         samplings = {step.name: step.sampling for step in self.steps if not step.is_scored}
+        if not samplings:
+            samplings = {"": self.sampling}
         schemas = {}
-        for name, sampling in (samplings or {"": self.sampling}).items():
+        for name, sampling in samplings.items():
             structured = sampling.get("structured_outputs")
             schema = structured.get("json") if isinstance(structured, dict) else None
             if schema is None:

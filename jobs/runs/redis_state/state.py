@@ -265,6 +265,7 @@ class RunState:
         """
 
         def enter(pipe: Pipeline) -> None:
+            """Write the submission, unless the run has it already."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():
@@ -366,6 +367,7 @@ class RunState:
         """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
 
         def record(pipe: Pipeline) -> PartCount:
+            """Add the shard to the failed ones, unless it has a part, and count."""
             has_part = pipe.hexists(self._parts_key, str(shard))
             pipe.multi()
             if not has_part:
@@ -518,6 +520,7 @@ class RunState:
 
 
 def _counts(part: PartStats) -> dict[str, int]:
+    """Return a part's numbers by their names in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 

@@ -100,6 +100,7 @@ def report_html(
 def _figures(
     manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None
 ) -> str:
+    """Return the numbers at the top of the page."""
     seconds = statistics["working_seconds"]
     worker_seconds = statistics["worker_seconds"]
     prompt_tokens = manifest["prompt_tokens"]
@@ -222,6 +223,7 @@ def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
 
 
 def _examples(examples: Examples | None) -> str:
+    """Return the table of example rows."""
     if examples is None or not examples.columns or not examples.rows:
         return ""
     heads = "".join(f"<th>{_text(name)}</th>" for name in ("Row", *examples.columns))
@@ -250,6 +252,7 @@ def _long(value: Any) -> str:
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
+    """Return the chart of tokens generated a second."""
     width = timeline["bin_s"]
     tokens = timeline["tokens"]
     if width <= 0 or not any(tokens):
@@ -260,6 +263,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
+    """Return the chart of how many rows have which number of tokens."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}
@@ -313,6 +317,7 @@ def _cell(value: Any) -> str:
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the reasons for which rows have an error."""
     rows = []
     num_listed = 0
     for reason in reasons:
@@ -325,6 +330,7 @@ def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
+    """Return the table of workers and their shares of the run."""
     workers = statistics["workers"]
     rows = []
     for worker in workers:
@@ -336,6 +342,7 @@ def _workers(statistics: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
+    """Return a value's text, safe in HTML."""
     return escape(safe_name(str(value), MAX_TEXT_CHARS))
 
 

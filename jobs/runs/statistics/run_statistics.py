@@ -221,6 +221,8 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Part(NamedTuple):
+    """What the statistics need of a part."""
+
     worker: str
     start: float
     end: float

@@ -499,6 +499,7 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
 def _progress(
     meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
+    """Return the progress that a job's hash tells."""
     shown = stored.json_object(meta)
     tokens = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
@@ -588,10 +589,12 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
 
 
 def _alive(workers: Collection[Worker]) -> set[str]:
+    """Return the names of the workers that live."""
     return {worker.name for worker in workers if not worker.is_silent}
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return values of Redis as texts, by their names. A missing value is left out."""
     return {
         name: stored.text(value)
         for name, value in zip(names, values, strict=True)

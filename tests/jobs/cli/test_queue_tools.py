@@ -235,6 +235,8 @@ def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
     assert stopped.output == "cancelled 249 waiting jobs\n"
     assert queue.job_ids == [f"{run}-00003", "mine", held.id, *others], "a worker has the last one"
     assert flood[0].get_status() == JobStatus.CANCELED
+    assert 0 < redis.ttl(flood[0].key) <= 3600, "it would take memory for ever"
+    assert redis.ttl("rq:job:mine") == -1
     assert tokenmill(redis_url, "flood", "bulk", "--stop", f"run {run}").exit_code == 2
     typo = tokenmill(redis_url, "flood", "bulk", "--stop", "team c")
     assert typo.exit_code == 1

@@ -5,6 +5,7 @@ import datetime
 import decimal
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -179,6 +180,20 @@ def test_a_row_of_one_null_is_a_row_of_csv_and_a_line_of_json_has_no_other_end(r
     runs.work()
     lines = (runs.output / "output.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == table["text"].to_pylist()
+
+
+def test_csv_is_written_batch_by_batch_so_that_a_large_run_fits_into_memory() -> None:
+    batch = pa.record_batch({"id": [1]})
+    sink = io.BytesIO()
+    sizes = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for _ in range(3):
+            sizes.append(len(sink.getvalue()))
+            yield batch
+
+    write_csv(frozenset(), sink, batch.schema, batches())
+    assert sizes == [3, 5, 7]
 
 
 def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(planned: Runs) -> None:

@@ -39,6 +39,7 @@ class _End(NamedTuple):
 
 
 def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishReply]]:
+    """Write ends; return each with Redis' reply to it."""
     return list(zip(ends, store.finish([end.outcome for end in ends]), strict=True))
 
 
@@ -170,5 +171,6 @@ class EndWriter:
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
     def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+        """Forget an end, and report the reply to it."""
         self.forget(job)
         self._written(job, outcome, reply)

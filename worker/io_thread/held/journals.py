@@ -97,6 +97,7 @@ class Journals:
                 self._enter(job, report)
 
     def _streaming(self) -> list[HeldJob]:
+        """Return the jobs whose state a journal can keep."""
         return [
             job
             for job in self._jobs

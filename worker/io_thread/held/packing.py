@@ -46,7 +46,11 @@ class Packer:
     def __init__(
         self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int
     ) -> None:
-        """slots: sequences that the engine runs at once. max_functions, max_files: the most at the same time."""
+        """Take the limits.
+
+        slots: the sequences that the engine runs at once. prefetch: the smallest reserve. max_functions: the most
+        functions that run at the same time. max_files: the most files that are opened at the same time.
+        """
         self.slots = slots
         self._min_reserve = max(1, prefetch)
         self._reserve = self._min_reserve
@@ -299,5 +303,6 @@ class PayloadBudget:
             self._count(job, job.payload_bytes)
 
     def _count(self, job: HeldJob, num_bytes: int) -> None:
+        """Count further bytes of a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

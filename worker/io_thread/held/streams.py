@@ -52,6 +52,7 @@ class Inspections:
         self._turns[task] = turn
 
         def inspect() -> None:
+            """Begin the turn. Called in a thread of the pool."""
             self._turn = turn
             if is_wanted():
                 task.inspect(index, completions)

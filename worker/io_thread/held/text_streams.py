@@ -48,6 +48,7 @@ class TextStreams:
                     self._note_sample(job, sample, partial)
 
     def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
+        """Note what was added to a sample's text since its last piece. While too many pieces wait, note nothing."""
         if len(self._waiting) >= MAX_WAITING:
             return
         streamed = job.streamed.get(sample, PartialText(None, "", ()))

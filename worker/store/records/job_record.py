@@ -163,6 +163,7 @@ def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _policy(parsed: Mapping[bytes, Any]) -> Policy:
+    """Return those fields that decide what becomes of the job after its end."""
     return Policy(**{name.decode(): parsed[name] for name in _POLICY if name in parsed})
 
 
@@ -174,6 +175,7 @@ def _count(text: bytes) -> int:
 
 
 def _intervals(text: bytes) -> list[Any] | None:
+    """Parse the seconds between tries. Raises ValueError."""
     intervals = json.loads(text)
     if not isinstance(intervals, list | None):
         raise ValueError
@@ -181,6 +183,7 @@ def _intervals(text: bytes) -> list[Any] | None:
 
 
 def _meta(text: bytes) -> Any:
+    """Parse the job's meta."""
     try:
         return JSONSerializer.loads(text)
     except Exception:  # noqa: BLE001  # as RQ does
@@ -188,6 +191,7 @@ def _meta(text: bytes) -> Any:
 
 
 def _webhooks(text: bytes) -> tuple[Webhook, ...]:
+    """Parse the job's webhooks. If one cannot be read, there are none."""
     try:
         return tuple(Webhook.from_dict(data) for data in json.loads(text.decode()))
     except Exception:  # as RQ does

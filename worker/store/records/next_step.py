@@ -55,7 +55,7 @@ class Policy:
         return (self.number_of_retries or 0) < returned_retry.max
 
     def check(self) -> None:
-        """Raise an error if a value is not of the right kind."""
+        """Raise an error, of whatever class, for a value that cannot be used. Users may have given anything."""
         if self.has_retries:
             _ = self.retry_wait_s
         if self.repeats_left and self.repeats_left > 0:

@@ -50,6 +50,7 @@ class StoredJob(Job):
         Job.data.fset(self, value)  # type: ignore[attr-defined]
 
     def _deserialize_data(self) -> None:
+        """Unpack and read the payload. Raises TooLarge or DeserializationError."""
         text = self.data
         check_containers("payload", text, self.max_bytes)
         try:
