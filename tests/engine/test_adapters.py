@@ -28,6 +28,7 @@ from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import simulate_graphs
+from tests.engine.quantizers import FORMATS, quantize_checkpoint
 from tests.engine.reference import NUM_NEW_TOKENS, Reference, mixed_prompts
 
 SHAPE = Shape("for_adapters", num_heads=4, num_kv_heads=2, attention_bias=True, seed=7)
@@ -340,6 +341,20 @@ def test_quantized_weights_have_adapters_on_top(stage: Stage) -> None:
     with built:
         plain, changed = ask(built, PROMPTS[8], None), ask(built, PROMPTS[8], "all")
         assert changed.token_ids != plain.token_ids
+
+
+def test_weights_that_stay_packed_have_adapters_on_top(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = quantize_checkpoint(folders["gqa1_untied"], tmp_path / "awq", FORMATS["awq"])
+    adapter = make_adapter(tmp_path / "adapters" / "a", made.unpacked, seed=1)
+    prompts = PROMPTS[:4]
+    reference = Reference(merge(tmp_path / "merged", made.unpacked, adapter), prompts)
+    config = EngineConfig(
+        str(made.folder), dtype="float32", kv_cache_bytes=1 << 22, adapters=str(adapter.parent)
+    )
+    with Engine(config) as built:
+        assert reference.unexplained(built.generate(prompts, replace(GREEDY, adapter="a"))) == []
 
 
 def test_an_engine_that_cannot_have_adapters_says_so(stage: Stage) -> None:
