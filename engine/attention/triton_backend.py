@@ -15,7 +15,7 @@ from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableB
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels, PackedKernels
 from engine.errors import ConfigError
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.attention.kv_store import store_kv
@@ -25,6 +25,7 @@ from engine.kernels.attention.rotary import norm_rotate_and_store
 from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
+from engine.kernels.products import packed_product
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_product import grouped_product
@@ -35,6 +36,7 @@ from engine.kernels.upload import Arrays, upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
+PACKED = PackedKernels(packed_product.block, packed_product.lay_out, packed_product.packed_product)
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
 INTERPRETER_PROCESSORS = (
@@ -92,6 +94,7 @@ class TritonBackend(CapturableBackend):
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
             delta_net=delta_net,
+            packed=PACKED,
         )
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -83,7 +83,7 @@ def pack_product(
     out_features: int,
     kernels: PackedKernels,
 ) -> PackedProduct | None:
-    """Return a product for these weights, not filled yet; None if they cannot stay packed.
+    """Return a product for these weights, on the meta device; None if they cannot stay packed.
 
     places: where they go, all of them.
     """
@@ -98,7 +98,8 @@ def pack_product(
     block = kernels.block(form.kind, group)
     if block is None:
         return None
-    return PackedProduct(form, in_features, out_features, kernels, block)
+    with torch.device("meta"):
+        return PackedProduct(form, in_features, out_features, kernels, block)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -31,7 +31,7 @@ STEP_ARRAYS = [field.name for field in fields(StepBatch) if field.name != "pictu
 class Kind(IntEnum):
     """The kinds of messages.
 
-    START, STEP, ADAPTER and STOP come from the driver; READY, TOKENS, LOADED and ERROR from a rank.
+    START, STEP, ADAPTER and STOP come from the driver; ARRIVED, MET, READY, TOKENS, LOADED and ERROR from a rank.
     """
 
     START = auto()
@@ -42,6 +42,8 @@ class Kind(IntEnum):
     STOP = auto()
     ADAPTER = auto()
     LOADED = auto()
+    ARRIVED = auto()
+    MET = auto()
 
 
 class Message(NamedTuple):

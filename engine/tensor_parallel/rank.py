@@ -31,7 +31,7 @@ def main(descriptor: int) -> NoReturn:
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         order = channel.receive().facts
-        runner = _start(order)
+        runner = _start(channel, order)
         facts = (asdict(runner.pool_size), runner.backend_name, runner.has_graphs)
         channel.send(encode(Kind.READY, facts))
         _serve(channel, runner, order["rank"])
@@ -46,14 +46,20 @@ def main(descriptor: int) -> NoReturn:
     )  # Python's own clean-up of torch takes a second and frees nothing that the end does not
 
 
-def _start(order: dict[str, Any]) -> ModelRunner:
-    """Join the other ranks and load this one's share. order: RankGroup's START."""
+def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
+    """Join the other ranks and load this one's share. order: RankGroup's START.
+
+    The driver is told before and after the ranks meet, so that it knows which rank is missing.
+    """
     rank, config, folder = order["rank"], EngineConfig(**order["config"]), Path(order["folder"])
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
     torch.set_num_threads(order["num_threads"])
     model = read_model_config(folder)
+    channel.send(encode(Kind.ARRIVED))
     tp = join_ranks(rank, config.tensor_parallel_size, order["port"], torch.device(config.device))
+    tp.minimum(rank)  # the first sum of all ranks: it shows whether they reach each other
+    channel.send(encode(Kind.MET))
     return ModelRunner(config, model, folder, tp)
 
 

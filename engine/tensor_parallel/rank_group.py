@@ -103,6 +103,7 @@ class RankProcess:
 
 
 START_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
+MEET_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that broke it to be known
@@ -144,6 +145,7 @@ class RankGroup:
         folder: Path,
         *,
         start_timeout_s: float = START_TIMEOUT_S,
+        meet_timeout_s: float = MEET_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         if choose_path(model, config.model_path).decoder is not None:
@@ -167,7 +169,7 @@ class RankGroup:
             self.backend_name: str
             self.has_graphs: bool
             size, self.backend_name, self.has_graphs = self._start(
-                config, folder, devices, start_timeout_s
+                config, folder, devices, start_timeout_s, meet_timeout_s
             )
             states = size.pop("states")
             self.pool_size = PoolSize(**size, states=None if states is None else StateRows(*states))
@@ -234,9 +236,14 @@ class RankGroup:
         self._kill()
 
     def _start(
-        self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
+        self,
+        config: EngineConfig,
+        folder: Path,
+        devices: list[str],
+        timeout_s: float,
+        meet_timeout_s: float,
     ) -> Any:
-        """Send START to each rank, and wait until all have loaded. Returns rank 0's facts."""
+        """Send START to each rank, and wait until all have met and loaded. Returns rank 0's facts."""
         assert self._store is not None
         order = {
             "folder": str(folder.resolve()),
@@ -246,7 +253,14 @@ class RankGroup:
         for rank, device in zip(self._ranks, devices, strict=True):
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
             self._send(rank, encode(Kind.START, own))
-        return self._await(set(range(len(devices))), Kind.READY, timeout_s)[0].facts
+        ranks = set(range(len(devices)))
+        self._await(ranks, Kind.ARRIVED, timeout_s)
+        silence = (
+            f"it did not meet the other ranks within {meet_timeout_s:g} s; their devices may not reach each other: "
+            "NCCL_DEBUG=INFO says more, NCCL_P2P_DISABLE=1 goes through the host's memory"
+        )
+        self._await(ranks, Kind.MET, meet_timeout_s, silence)
+        return self._await(ranks, Kind.READY, timeout_s)[0].facts
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -269,15 +283,19 @@ class RankGroup:
                 pass  # which it has sent before
             raise self._blame(found) from None
 
-    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, Message]:
-        """Wait for such a message of each rank. Raises a failed rank's error, or RankFailed after timeout_s."""
+    def _await(
+        self, waited_for: set[int], kind: Kind, timeout_s: float, silence: str = ""
+    ) -> dict[int, Message]:
+        """Wait for such a message of each rank. Raises a failed rank's error, or RankFailed after timeout_s.
+
+        silence: the reason of that RankFailed, in place of the usual one.
+        """
         deadline = time.monotonic() + timeout_s
         received: dict[int, Message] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
-                raise RankFailed(
-                    min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
-                )
+                usual = f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
+                raise RankFailed(min(missing), silence or usual)
             for rank in self._readable(deadline):
                 found = self._read(rank)
                 if isinstance(found, EngineError):

@@ -142,7 +142,10 @@ class Point:
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Read a record. Producers may write records too, so a value of another type counts as missing."""
+        """Read a record. Producers may write records too, so a value of another type counts as missing.
+
+        more: fields that no record has.
+        """
         values: dict[str, Any] = {}
         for record_field in fields(cls):
             read = _READ[record_field.type]

@@ -32,7 +32,7 @@ from tests.engine.reference import NUM_NEW_TOKENS, Reference, mixed_prompts
 SHAPE = Shape("for_adapters", num_heads=4, num_kv_heads=2, attention_bias=True, seed=7)
 GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
 NAMES = (None, "all", "attention", "mlp")
-PROMPTS = mixed_prompts(seed=5)[:12]
+PROMPTS = mixed_prompts(seed=5)[:10]
 
 
 @dataclass(frozen=True)

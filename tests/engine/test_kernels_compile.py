@@ -60,6 +60,14 @@ def test_attention_of_heads_of_each_size_fits_every_gpu(tmp_path: Path, target: 
     assert dims == {64, 128, 256}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
+def test_products_with_packed_weights_fit_every_gpu(tmp_path: Path, target: str) -> None:
+    found = static(tmp_path, "--target", target, "--only", "packed")
+    assert found["problems"] == []
+    assert {each["kernel"] for each in found["kernels"]} == {"packed_product_kernel"}
+
+
 def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:
     """Whatever the row count, of every model; and every kernel with a line in KERNELS is launched."""
     assert static(tmp_path, "--no-compile")["problems"] == []

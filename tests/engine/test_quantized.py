@@ -175,8 +175,12 @@ def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_two_ranks_answer_as_one(checkpoints: Callable[[str], QuantizedCheckpoint]) -> None:
-    made = checkpoints("gptq_act_order")
+@pytest.mark.parametrize("name", ["gptq_act_order", "awq"])
+def test_two_ranks_answer_as_one(
+    checkpoints: Callable[[str], QuantizedCheckpoint], name: str
+) -> None:
+    """Each with its share of unpacked weights, or of packed ones."""
+    made = checkpoints(name)
     with Engine(config(made.folder, tensor_parallel_size=2)) as engine:
         completions = engine.generate(PROMPTS, GREEDY)
     assert [completion.token_ids for completion in completions] == answers(made.folder)[1]

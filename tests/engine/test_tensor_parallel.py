@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
+from engine.checkpoint.model_config import read_model_config
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.messages import (
     LENGTH_BYTES,
@@ -26,8 +27,9 @@ from engine.tensor_parallel.messages import (
     pack_step,
     unpack_step,
 )
-from engine.tensor_parallel.rank_group import RankProcess
+from engine.tensor_parallel.rank_group import RankGroup, RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
+from tests.engine.forked_ranks import HangingRank
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
@@ -287,6 +289,17 @@ def test_a_rank_that_dies_while_it_starts_is_named(
     assert psutil.Process().children(recursive=True) == before
 
 
+def test_ranks_that_do_not_meet_end_the_start_with_a_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "RankProcess", HangingRank)
+    model = read_model_config(folder)
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(RankFailed, match=r"rank 0 failed: it did not meet .* within 0\.5 s"):
+        RankGroup(config(folder, SHAPE_OF["gqa2_tied_hub"]), model, folder, meet_timeout_s=0.5)
+    assert [process for process in psutil.Process().children() if process not in before] == []
+
+
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import sys, time
@@ -322,6 +335,7 @@ def test_ranks_die_with_a_driver_that_is_killed(folder: Path) -> None:
 
 DRIVER_OF_A_BUSY_RANK = """
 import sys, time
+from engine.checkpoint.model_config import read_model_config
 from engine.tensor_parallel import rank_group
 
 hold, _ = rank_group.BOOTSTRAP.rsplit("from", 1)

@@ -17,10 +17,13 @@ import torch
 from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
 from engine.attention.state_pool import StatePool, state_parts
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_backend import PACKED, TritonBackend
 from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.quantized import PackedForm
 from engine.kernels.attention.kv_store import store_kv
+from engine.kernels.products import packed_product
 from engine.kernels.upload import upload
+from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weighted_module import WeightedModule
@@ -73,6 +76,7 @@ KERNELS = {
     ),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
+    "packed_product_kernel": Kernel(variants=3, warps=8, product="mma", wide=0.3),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
@@ -247,12 +251,36 @@ def write_alone(num_rows: int) -> None:
         static.write(step, sampling_batch(num_rows), sampled)
 
 
+def multiply_packed(kind: str, group: int, dtype: torch.dtype, num_rows: int) -> None:
+    """Llama-3-8B's down_proj with packed weights."""
+    out_features, in_features = 4096, 14_336
+    block = packed_product.block(kind, group)
+    assert block is not None
+    with META:
+        scale_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+        form = PackedForm(kind, group, scale_dtype)
+        product = PackedProduct(form, in_features, out_features, PACKED, block)
+        product.finish_loading()
+        product(torch.empty(num_rows, in_features, dtype=dtype), None)
+
+
+def packed_case(kind: str, group: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """A product with packed weights, of which `group` columns share a scale."""
+    label = f"packed {kind}, groups of {group}, {str(dtype).removeprefix('torch.')}"
+    return Case(label, partial(multiply_packed, kind, group, dtype))
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
     model_case("Qwen3-0.6B", fp8=True),
     model_case("gpt-oss-20b", fp8=True),
+    packed_case("int4", 128),
+    packed_case("int4", 128, torch.float16),
+    packed_case("int4", 128, torch.float32),
+    packed_case("int8", 128),
+    packed_case("fp8", 128),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),

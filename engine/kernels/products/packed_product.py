@@ -1,0 +1,109 @@
+"""Products with weights in 4 or 8 bits, unpacked in registers on the way to the matrix instructions."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.attention.kv_tile import DOT_MIN, WIDEN
+
+#: Columns of a block: powers of two, which share a scale.
+BLOCKS = (128, 64, 32)
+FEW_ROWS = 64
+
+
+def block(kind: str, group: int) -> int | None:
+    """Return the columns that are unpacked together, a divisor of the group; None if there is no such number."""
+    return next((size for size in BLOCKS if group % size == 0), None)
+
+
+def lay_out(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay a weight out as words of four bytes, with scales and zeros by group, see PackedKernels."""
+    as_integers = words.contiguous().view(torch.int32).squeeze(-1)
+    return as_integers, scales.t().contiguous(), zeros.t().contiguous()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def packed_product_kernel(
+    out_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, num_rows, x_stride,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows, tile of columns).
+
+    A weight is code - zero in the product, exactly, and the sum over DEPTH of them is multiplied by their scale.
+    """
+    PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_rows, inside_columns = row < num_rows, column < OUT
+    depth, word = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_WORD)
+    x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
+    word_places = words_ptr + column[:, None].to(tl.int64) * (IN // PER_WORD) + word[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for done in tl.range(0, IN, DEPTH):
+        x = tl.load(x_places + done, mask=inside_rows[:, None], other=0.0)
+        words = tl.load(word_places + done // PER_WORD, mask=inside_columns[:, None], other=0)
+        group = done // GROUP * OUT + column
+        scale = tl.load(scales_ptr + group, mask=inside_columns, other=0.0).to(tl.float32)
+        if KIND == "int4":
+            words = tl.interleave(words, words >> 8)
+            words = tl.interleave(words, words >> 4)
+            codes = tl.interleave(words, words >> 16) & 15
+        else:
+            words = tl.interleave(words, words >> 8)
+            codes = tl.interleave(words, words >> 16) & 255
+        if KIND == "fp8":
+            # e4m3's bits are those of a float16 with another bias: it is less by 2^8
+            bits = ((codes & 128) << 8) | ((codes & 127) << 7)
+            weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
+            scale *= 256.0
+        else:
+            zero = tl.load(zeros_ptr + group, mask=inside_columns, other=0).to(tl.int32)
+            weight = (codes - zero[:, None]).to(tl.float32)
+        weight = weight.to(tl.float32 if WIDEN else x.dtype)
+        if WIDEN:
+            x = x.to(tl.float32)
+        acc += tl.dot(x, tl.trans(weight), input_precision="ieee") * scale[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside_columns, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    places = out_ptr + row[:, None] * OUT + column[None, :]
+    inside = inside_rows[:, None] & inside_columns[None, :]
+    tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def packed_product(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    block: int,
+    kind: str,
+) -> Tensor:
+    """Return x W^T + b for a weight that `lay_out` has laid out. x: [rows, in] -> [rows, out] in x's dtype."""
+    num_rows, in_features = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
+    rows, columns, depth, num_warps = choose_tile(num_rows, block, x.element_size())
+    if num_rows:
+        packed_product_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(out_features, columns))](
+            out, x, words, scales, zeros, out if bias is None else bias, num_rows, x.stride(0),
+            IN=in_features, OUT=out_features, GROUP=in_features // len(scales), KIND=kind,
+            HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, DEPTH=depth,
+            num_warps=num_warps, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+def choose_tile(num_rows: int, block: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Return a program's rows, columns, depth and warps. Few rows get many programs, as memory limits."""
+    few = num_rows <= DOT_MIN
+    if itemsize == 4:
+        return DOT_MIN if few else 64, 64, DOT_MIN, 8
+    if few:
+        return DOT_MIN, 32, block, 4
+    return (64, 64, min(block, 64), 4) if num_rows <= FEW_ROWS else (128, 64, min(block, 64), 8)
