@@ -16,6 +16,9 @@ from jobs.runs.plans import schema_types
 from jobs.runs.plans.schema_types import ValueType
 
 PARSED, PARSE_ERROR = "parsed", "parse_error"
+FINISH_REASON = "finish_reason"
+#: Why an answer that ended at its limit of tokens has no value.
+CUT_TEXT = "it was cut at max_tokens, before its JSON was whole"
 
 _ARROW = {
     schema_types.INTEGER: pa.int64(),
@@ -76,19 +79,25 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
         return Parsed()
     if answer.check_error is not None:
         return Parsed(None, answer.check_error)
+    finish_reasons = answer.column(f"{prompt}_{FINISH_REASON}" if prompt else FINISH_REASON)
     if isinstance(texts, str):
-        return parsed_text(kind, texts)
-    several = [Parsed() if text is None else parsed_text(kind, text) for text in texts]
+        return parsed_text(kind, texts, finish_reasons)
+    several = [
+        Parsed() if text is None else parsed_text(kind, text, finish_reason)
+        for text, finish_reason in zip(texts, finish_reasons, strict=True)
+    ]
     values = [parsed.value for parsed in several]
     reasons = [parsed.reason for parsed in several]
     return Parsed(values, reasons)  # type: ignore[arg-type]
 
 
-def parsed_text(kind: ValueType, text: str) -> Parsed:
-    """Parse one answer."""
+def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
+    """Parse one answer. finish_reason: why it ended."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
+        if finish_reason == "length":
+            return Parsed(None, CUT_TEXT)
         return Parsed(None, f"it is not JSON: {error}")
     try:
         return Parsed(_value(kind, value, "$"))

@@ -18,7 +18,7 @@ from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
 from jobs.installed import json_schema_of
 from jobs.parquet.asks.row_keys import RowKeys
-from jobs.parquet.outputs.parsed_answers import arrow_type, parsed_text
+from jobs.parquet.outputs.parsed_answers import CUT_TEXT, arrow_type, parsed_text
 from jobs.runs.plans.schema_types import type_of_schema
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
@@ -202,7 +202,7 @@ def test_a_run_has_columns_of_its_answers(parsed: Runs, invoke: Invoke, tmp_path
     assert table["parsed"].to_pylist() == [{"stars": 1}, None, None]
     reasons = table["parse_error"].to_pylist()
     assert (reasons[0], reasons[2]) == (None, None)
-    assert "it is not JSON" in reasons[1]
+    assert reasons[1] == CUT_TEXT
     assert table["error"].to_pylist() == [None, None, "prompt is null"]
     # The columns are made of the texts: a run without them takes the answers.
     again = parsed.output.with_name("again")
@@ -225,6 +225,7 @@ def test_several_answers_of_a_row_are_parsed_each(parsed: Runs) -> None:
     ]  # the second sample ends with "!"
     assert "it is not JSON" in json.loads(first["llm_parse_error"])[1]
     assert json.loads(cut["llm_parsed"]) == [None, None]
+    assert json.loads(cut["llm_parse_error"]) == [CUT_TEXT, CUT_TEXT]
     assert failed["llm_parsed"] == ""
 
 
@@ -246,7 +247,7 @@ def test_each_of_several_prompts_with_a_schema_has_its_columns(parsed: Runs) -> 
     ]
     for name in ("first", "third"):
         assert table[f"{name}_parsed"].to_pylist() == [{"stars": 1}, None, None]
-        assert "it is not JSON" in table[f"{name}_parse_error"][1].as_py()
+        assert table[f"{name}_parse_error"][1].as_py() == CUT_TEXT
 
 
 def test_an_answer_that_failed_its_check_has_the_checks_reason(
