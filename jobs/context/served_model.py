@@ -1,6 +1,6 @@
 """Describes the model that a process serves: its names, its identity, and how it reads prompts."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -9,6 +9,11 @@ from typing import Any
 
 from jobs.context.adapters import digest_of, name_of
 from jobs.errors import InvalidJob, ModelNotServed
+
+
+def shown_adapters(adapters: Iterable[str]) -> str:
+    """Return the names of pinned adapters as people read them, each with the beginning of its files' hash."""
+    return ", ".join(f"{name_of(pinned)} ({digest_of(pinned)[:8]})" for pinned in adapters)
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,7 @@ class PinnedModel:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
         text = f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
         if self.adapters:
-            shown = [f"{name_of(pinned)} ({digest_of(pinned)[:8]})" for pinned in self.adapters]
-            text += f" with adapters {', '.join(shown)}"
+            text += f" with adapters {shown_adapters(self.adapters)}"
         return text
 
     @cached_property

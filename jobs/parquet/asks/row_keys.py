@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.common.display import brief
-from jobs.context.served_model import PinnedModel
+from jobs.context.adapters import ADAPTER
+from jobs.context.served_model import PinnedModel, shown_adapters
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.dialects import DIALECT
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -152,6 +153,11 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 
     old_values = _values_of(old)
     new_values = _values_of(new)
+    names_same = old_values.get(ADAPTER) == new_values.get(ADAPTER)
+    if not any_model and names_same and old.model.adapters != new.model.adapters:
+        old_adapters = shown_adapters(old.model.adapters) or "none"
+        new_adapters = shown_adapters(new.model.adapters) or "none"
+        lines.append(f"adapters {old_adapters} there, {new_adapters} here")
     for name in sorted(old_values.keys() | new_values.keys()):
         old_value = old_values.get(name)
         new_value = new_values.get(name)

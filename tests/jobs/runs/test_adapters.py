@@ -189,6 +189,19 @@ def test_equal_rows_of_another_adapter_are_asked_anew(runs: Runs, serve: Serve) 
     assert len(named.asked) == 4, "the same adapter, so its answer is taken"
 
 
+def test_a_run_whose_adapter_has_other_files_now_says_so_where_it_takes_few_answers(
+    runs: Runs, serve: Serve
+) -> None:
+    runs.write(["a", "b"])
+    sampling = {**GREEDY, "adapter": "sql"}
+    runs.plan(sampling=sampling)
+    runs.work(Named())
+    serve(CHANGED)
+    new = str(runs.output.parent / "new")
+    planned = runs.plan(output=new, sampling=sampling, reuse=str(runs.output))
+    assert planned["reused"][0]["differs"] == ["adapters sql (11111111) there, sql (33333333) here"]
+
+
 def test_a_run_with_an_unknown_adapter_fails_by_name(runs: Runs, serve: Serve) -> None:
     runs.write(["a"])
     with pytest.raises(UnknownAdapter, match="no adapter 'nobody'"):
