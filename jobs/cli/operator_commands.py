@@ -18,7 +18,7 @@ import click
 import redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from jobs.cli.status_text import print_troubles, table
+from jobs.cli.status_text import NO_WORKER_TEXT, print_troubles, table
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
@@ -94,6 +94,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
             f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
             f"last seen {fields.get('last_heartbeat', '?')}"
         )
+    if not queues and not known_names and not workers:
+        click.echo(f"no queue; {NO_WORKER_TEXT}")
     if are_held(workers):
         click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
     if is_suspended:
@@ -141,7 +143,14 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         if name.startswith(RUN):
             mend = f"tokenmill cancel {name[len(RUN) :]}"
         producer = "no producer named" if name == UNNAMED else name
-        rows.append((str(producers.share(name)), producer, safe_name(mend)))
+        num_jobs = str(producers.share(name))
+        if producers.is_sample:
+            num_jobs = f"about {num_jobs}"
+        rows.append((num_jobs, producer, safe_name(mend)))
+    if producers.is_sample:
+        click.echo(
+            f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
+        )
     if rows:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
 

@@ -21,6 +21,11 @@ from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
+#: What a user reads who has no worker at all.
+NO_WORKER_TEXT = (
+    "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
+)
+
 
 @contextmanager
 def errors_printed() -> Iterator[None]:

@@ -9,7 +9,15 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, print_failures, print_troubles, rate, status_text, table
+from jobs.cli.status_text import (
+    NO_WORKER_TEXT,
+    gone_text,
+    print_failures,
+    print_troubles,
+    rate,
+    status_text,
+    table,
+)
 from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
@@ -215,9 +223,7 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
 def workers_table(samples: Sequence[WorkerSample]) -> str:
     """Return a table of workers."""
     if not samples:
-        return (
-            "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
-        )
+        return NO_WORKER_TEXT
     rows = [_worker_row(sample) for sample in samples]
     return table(_WORKER_HEADS, rows, _WORKER_NUMBERS)
 

@@ -62,6 +62,11 @@ class Producers:
     num_read: int
     num_jobs: Mapping[str, int]
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether some waiting jobs were not read, so that shares are estimates."""
+        return self.num_read < self.num_waiting
+
     def share(self, who: str) -> int:
         """Estimate how many of all waiting jobs belong to a producer."""
         return round(self.num_jobs[who] * self.num_waiting / max(1, self.num_read))

@@ -254,3 +254,20 @@ def test_of_a_long_queue_some_jobs_spread_over_its_length_are_read(
     producers = read_producers(redis, "bulk")
     assert (producers.num_waiting, producers.num_read) == (100, 20)
     assert producers.share("-") == 50
+
+
+def test_counts_out_of_a_sample_are_said_to_be_about_right(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.queues.flood.MAX_READ", 20)
+    monkeypatch.setattr("jobs.queues.flood._PAGE", 10)
+    redis.rpush("rq:queue:bulk", *(f"job{number}" for number in range(100)))
+    _, sample, _, row = tokenmill(redis_url, "flood", "bulk").output.splitlines()
+    assert sample.startswith("20 of them were read, spread over the queue: ")
+    assert row.startswith("about 100  no producer named")
+
+
+def test_an_empty_redis_says_how_to_start_a_worker(redis: Redis, redis_url: str) -> None:
+    shown = tokenmill(redis_url, "info")
+    assert shown.exit_code == 0
+    assert shown.output.startswith("no queue; no worker: start one with `rq worker ")
