@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.tokenmill.dashboard.pages.test_pages import act, text_of
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tokenmill.dashboard.failures.groups import Remedy, cause_of, fold
+from tokenmill.dashboard.failures.groups import Group, Remedy, cause_of, fold
 from tokenmill.dashboard.failures.index import CHUNK, FailureIndex
 
 CLIENT = "jobs.errors.PromptTooLong: {} tokens\ntokenmill: client\n"
@@ -71,9 +71,11 @@ def test_the_page_shows_each_cause_with_its_count_times_and_newest_job(
     put_three_kinds(redis)
     html = page.get("/failed").text
     text = text_of(unescape(html))
-    assert re.search(r"PromptTooLong: # tokens Trying again does not help: .* 40 .* job-39", text)
-    assert re.search(r"DiskFull: no space on /data/# Trying again can help, .* 15 .* job-54", text)
-    assert re.search(r"ValueError: job … of user # It is not known .* 5 .* job-59", text)
+    assert re.search(r"PromptTooLong: 39 tokens Trying again does not help: .* 40 .* job-39", text)
+    assert re.search(r"DiskFull: no space on /data/54 Trying again can help, .* 15 .* job-54", text)
+    assert re.search(
+        r"ValueError: job 3f2a9c0d-\S+ of user 59 It is not known .* 5 .* job-59", text
+    )
     assert 'datetime="2026-01-01T00:00:00Z"' in html
     assert 'datetime="2026-01-01T00:59:00Z"' in html
     group = re.search(r'href="/failed\?group=([0-9a-f]+)">DiskFull', html)
@@ -84,6 +86,19 @@ def test_the_page_shows_each_cause_with_its_count_times_and_newest_job(
     ]
     assert "Only errors with" in text_of(page.get("/failed?text=DISKFULL").text)
     assert "PromptTooLong" not in page.get("/failed?text=DISKFULL").text
+
+
+def test_a_group_shows_its_newest_jobs_own_message_until_that_job_is_gone() -> None:
+    group = Group("bulk", cause_of("ValueError: row 2 (--encoding cp1252)\n"))
+    group.add("b", 20.0, "row 2 (--encoding cp1252)")
+    group.add("a", 10.0, "row 1 (--encoding cp1251)")
+    assert group.message == "row 2 (--encoding cp1252)"
+    group.remove("a")
+    assert group.message == "row 2 (--encoding cp1252)"
+    group.remove("b")
+    assert group.message == "row # (--encoding cp#)"
+    group.add("c", None, "row 3 (--encoding cp1253)")
+    assert group.message == "row 3 (--encoding cp1253)"
 
 
 def test_ticked_jobs_are_put_back_or_deleted_and_the_outcome_is_one_sentence(

@@ -35,12 +35,14 @@ _REMEDIES = {"client": Remedy.CLIENT, "server": Remedy.SERVER, "cancelled": Reme
 class Cause:
     """What a job failed with.
 
-    kind: the error's class, "" if there is none. folded: its message without ids and numbers.
+    kind: the error's class, "" if there is none. folded: its message without ids and numbers. message: the message
+    itself, which differs from job to job.
     """
 
     kind: str
     folded: str
     remedy: Remedy
+    message: str = field(default="", compare=False)
 
     @cached_property
     def key(self) -> str:
@@ -61,7 +63,8 @@ def cause_of(error: str, *, is_stopped: bool = False) -> Cause:
     line = error_line(error[-MAX_TAIL_CHARS:])[:MAX_FOLDED_CHARS]
     match = _KIND.match(line)
     kind = match[1] if match else ""
-    return Cause(kind, fold(line[match.end() :] if match else line), remedy)
+    message = line[match.end() :] if match else line
+    return Cause(kind, fold(message), remedy, message)
 
 
 def fold(message: str) -> str:
@@ -77,22 +80,32 @@ Job = tuple[str, str]
 class Group:
     """Failed jobs of one queue with one cause.
 
-    jobs: when each ended, in Unix seconds, by its id; None if that is unknown.
+    jobs: when each ended, in Unix seconds, by its id; None if that is unknown. message: that of the newest job, with
+    its numbers; the folded one if that job is gone. message_job: that job, "" if it is gone.
     """
 
     queue: str
     cause: Cause
     jobs: dict[str, float | None] = field(default_factory=dict)
+    message: str = ""
+    message_job: str = ""
     _newest_first: list[tuple[float, Job]] | None = None
 
-    def add(self, job_id: str, ended_at: float | None) -> None:
-        """Add a job."""
+    def add(self, job_id: str, ended_at: float | None, message: str) -> None:
+        """Add a job. message: what it failed with."""
+        newest_at = self.jobs.get(self.message_job) or 0.0
+        if not self.message_job or (ended_at or 0.0) > newest_at:
+            self.message = message
+            self.message_job = job_id
         self.jobs[job_id] = ended_at
         self._newest_first = None
 
     def remove(self, job_id: str) -> None:
         """Take a job away."""
         del self.jobs[job_id]
+        if job_id == self.message_job:
+            self.message = self.cause.folded
+            self.message_job = ""
         self._newest_first = None
 
     def newest_first(self) -> list[tuple[float, Job]]:

@@ -27,13 +27,17 @@ REST = 4.0
 
 @dataclass(frozen=True)
 class GroupSeen:
-    """A group as a page shows it. first_at, last_at: when its jobs ended, in Unix seconds. sample: its newest job."""
+    """A group as a page shows it.
+
+    first_at, last_at: when its jobs ended, in Unix seconds. sample: its newest job. message: what that job failed with.
+    """
 
     cause: Cause
     num_jobs: int
     first_at: float | None
     last_at: float | None
     sample: Job
+    message: str
 
 
 class FailureIndex:
@@ -173,7 +177,7 @@ class FailureIndex:
     def _add(self, queue: str, job_id: str, score: float, cause: Cause, ended_at: Any) -> None:
         self._remove(queue, job_id)
         group = self._groups.setdefault((queue, cause.key), Group(queue, cause))
-        group.add(job_id, stored.moment(ended_at))
+        group.add(job_id, stored.moment(ended_at), cause.message)
         self._known[queue, job_id] = (score, cause.key)
 
     def _remove(self, queue: str, job_id: str) -> None:
@@ -221,7 +225,8 @@ class FailureIndex:
         with self._lock:
             by_cause: dict[str, list[Group]] = {}
             for group in self._groups.values():
-                words = f"{group.cause.kind}: {group.cause.folded}"
+                messages = f"{group.cause.folded}\n{group.cause.kind}: {group.message}"
+                words = f"{group.cause.kind}: {messages}"
                 if queue in ("", group.queue) and text.lower() in words.lower():
                     by_cause.setdefault(group.cause.key, []).append(group)
             shown = [_seen(groups) for groups in by_cause.values()]
@@ -261,7 +266,8 @@ class FailureIndex:
 
 def _seen(groups: Sequence[Group]) -> GroupSeen:
     """Return the groups of several queues with one cause as one."""
-    newest = max((group.newest_first()[0] for group in groups), key=lambda entry: entry[0])
+    newest_group = max(groups, key=lambda group: group.newest_first()[0][0])
+    newest_at, sample = newest_group.newest_first()[0]
     oldest = [
         next((at for at, _ in reversed(group.newest_first()) if at), None) for group in groups
     ]
@@ -270,6 +276,7 @@ def _seen(groups: Sequence[Group]) -> GroupSeen:
         groups[0].cause,
         sum(len(group.jobs) for group in groups),
         oldest_at,
-        newest[0] or None,
-        newest[1],
+        newest_at or None,
+        sample,
+        newest_group.message,
     )
