@@ -308,6 +308,22 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
     return len(listening), models
 
 
+def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
+    """Say which worker of a queue serves a pinned model with another length; "" if none does.
+
+    pin: see PinnedModel.pin.
+    """
+    fingerprint, _, length = pin.partition("\n")[0].rpartition("/")
+    for worker in workers:
+        sample = worker.sample
+        if sample is None or worker.is_silent or queue not in worker.queues:
+            continue
+        has_other_length = sample.max_model_len != 0 and str(sample.max_model_len) != length
+        if fingerprint in sample.models and has_other_length:
+            return f"{safe_name(worker.name)} serves it with up to {sample.max_model_len} tokens"
+    return ""
+
+
 def are_held(workers: Iterable[Worker]) -> bool:
     """Whether the workers claim nothing because Redis came back with older data."""
     return _is_any(RESTORED, workers)

@@ -13,7 +13,14 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
-from jobs.common.workers import Worker, are_held, are_suspended, read_workers, served_on
+from jobs.common.workers import (
+    Worker,
+    are_held,
+    are_suspended,
+    other_lengths,
+    read_workers,
+    served_on,
+)
 from jobs.context.served_model import is_served
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
@@ -354,7 +361,9 @@ class RunLook:
         _, models = served_on(workers, queue)
         if models is None or needed not in self.facts or is_served(self.facts[needed], models):
             return None
-        return _shown(self.facts, shown)
+        text = _shown(self.facts, shown)
+        others = other_lengths(workers, queue, self.facts[needed])
+        return f"{text}, but {others}" if text and others else text
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, run_key, worker_key
 from jobs.common.release import commit
+from jobs.common.workers import other_lengths, read_workers
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
@@ -120,6 +121,29 @@ def test_status_names_the_model_that_a_run_awaits(
         worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S
     )  # killed: RQ's key of it lives on
     assert "serves model other (bfloat16, " in invoke("status", run).output
+
+
+def test_a_worker_that_serves_the_model_with_another_length_is_named(
+    redis: Redis, runs: Runs, source: Path
+) -> None:
+    pinned = replace(OTHER, max_model_len=512)
+    for name, queue in (("w4", "bulk"), ("w5", "prompts")):
+        add_worker(redis, name)
+        redis.hset(f"rq:worker:{name}", "queues", queue)
+        served = replace(OTHER, max_model_len=256)
+        record = {"models": served.names, "max_model_len": served.max_model_len}
+        redis.set(worker_key(name), json.dumps(record))
+    workers = read_workers(redis)
+    assert other_lengths(workers, "bulk", pinned.pin) == "w4 serves it with up to 256 tokens"
+    assert other_lengths(workers, "bulk", MODEL.pin) == ""
+    assert other_lengths(workers, "bulk", "another/512") == ""
+
+    run = submit_run(redis, "bulk", input=str(source), output=str(runs.output), model="other")
+    (plan_job,) = runs.jobs
+    plan_job.delete()
+    redis.hset(run_key(run), mapping={"model": pinned.pin, "model_text": str(pinned)})
+    awaited = read_snapshot(redis, run).awaited_model
+    assert awaited == f"{pinned}, but w4 serves it with up to 256 tokens"
 
 
 def test_a_planning_for_another_model_is_replaced_as_long_as_it_waits(
