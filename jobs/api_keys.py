@@ -122,11 +122,12 @@ class KnownKeys:
     def find(self, secret: str) -> ApiKey | None:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
-        found = None
-        for known, key in self.keys.items():
-            if hmac.compare_digest(known, digest):
-                found = key
-        return found
+        key_of_secret = None
+        # All keys are looked at, so that the time tells nothing.
+        for known_digest, key in self.keys.items():
+            if hmac.compare_digest(known_digest, digest):
+                key_of_secret = key
+        return key_of_secret
 
     def limits_of(self, project: str) -> ProjectLimits:
         """Return a project's limits."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
 _LISTS = frozenset({"data_roots", "allowed_functions", "allowed_webhook_hosts"})
-_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+_PORTS = re.compile(r"(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?", re.ASCII)
 _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
@@ -201,8 +201,8 @@ class WorkerSettings(BaseSettings):
             return value
         match = _PORTS.fullmatch(value.strip())
         if match is not None:
-            first = int(match[1])
-            last = int(match[2] or match[1])
+            first = int(match["first"])
+            last = int(match["last"] or first)
             if first == 0 and last == 0:
                 return range(0)
             if 0 < first <= last < 1 << 16:
@@ -311,8 +311,8 @@ class WorkerSettings(BaseSettings):
         folder = AdapterFolder(self.adapters)
 
         def look() -> tuple[list[str], dict[str, str]]:
-            found, problems = folder.look()
-            return [adapter.pinned for adapter in found], problems
+            adapters, problem_of = folder.look()
+            return [adapter.pinned for adapter in adapters], problem_of
 
         return LiveAdapters(look)
 

@@ -207,7 +207,8 @@ def _show(row: dict[str, Any]) -> None:
     if row.get("tools") is not None:
         click.echo(f"  tools: {_text(row['tools'])}")
     for message in row["prompt"]:
-        click.echo(f"  {safe_name(str(message.get('role')))}: {_text(message.get('content'))}")
+        role = safe_name(str(message.get("role")))
+        click.echo(f"  {role}: {_text(message.get('content'))}")
         for name, value in message.items():
             if name not in ("role", "content"):  # such as tool_calls
                 click.echo(f"    {safe_name(str(name))}: {_text(value)}")

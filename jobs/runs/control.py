@@ -246,7 +246,7 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
     jobs = read_earlier(connection, [plan_job])
     if not jobs:
         return False
-    job = jobs[0]
+    [job] = jobs
     is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
     if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
         return False
@@ -282,7 +282,11 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Ask workers to stop those of the jobs that they hold. Return how many are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
-    for job_id, execution_id, worker in holders:
-        command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
-        pipe.publish(command_channel(worker), json.dumps(command))
-    return len({job_id for job_id, _, _ in holders})
+    for holder in holders:
+        command = {
+            "command": "stop-execution",
+            "job_id": holder.job_id,
+            "execution_id": holder.execution_id,
+        }
+        pipe.publish(command_channel(holder.worker), json.dumps(command))
+    return len({holder.job_id for holder in holders})

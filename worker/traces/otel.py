@@ -177,7 +177,8 @@ class OtelTraces(Traces):
         kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> ReadableSpan:
-        """Return a span that has ended. times: of its beginning and end, in Unix seconds."""
+        """Return a span that has ended. times: its beginning and its end, in Unix seconds."""
+        began_at, ended_at = times
         return ReadableSpan(
             safe_name(name),
             context,
@@ -189,8 +190,8 @@ class OtelTraces(Traces):
             },
             kind=kind,
             status=status or Status(StatusCode.UNSET),
-            start_time=int(times[0] * 1e9),
-            end_time=int(times[1] * 1e9),
+            start_time=int(began_at * 1e9),
+            end_time=int(ended_at * 1e9),
             instrumentation_scope=self._scope,
         )
 

@@ -5,7 +5,7 @@ have the same answer, in any run. Files and the memory of answers have only whol
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -108,8 +108,8 @@ class RowKeys:
             deciding["length"] = self._length
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
-        deciding["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
-        text = json.dumps(dict(sorted(deciding.items())))
+        deciding["sampling"] = _sorted(given_sampling(spec, seed))
+        text = json.dumps(_sorted(deciding))
         # 0 and 0.0 are the same value.
         text = json.dumps(json.loads(text, parse_float=_number))
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
@@ -121,7 +121,11 @@ class RowKeys:
         texts = [row.prompt, row.sampling, row.values]
         if row.pictures:
             texts.append("pictures")
-        if _TRUNCATION in row.sampling or (self._has_lines and _TRUNCATION in row.prompt):
+        # A line of a batch file has its sampling values in the prompt's text.
+        may_truncate = _TRUNCATION in row.sampling
+        if self._has_lines and _TRUNCATION in row.prompt:
+            may_truncate = True
+        if may_truncate:
             texts.append(self._length)
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
@@ -129,6 +133,11 @@ class RowKeys:
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()
+
+
+def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with its keys in order."""
+    return dict(sorted(values.items()))
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Scores(RowAsk):
         spec = plan.spec
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates"
-        chat = spec.chat[1] if spec.is_chat else None
+        chat = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:

@@ -98,16 +98,17 @@ def json_records(file: TextFile) -> Iterator[Record]:
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
     """Yield a file's lines. One that is too long is read to its end, and has a problem in place of a value."""
     number = 0
-    while text := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(text) <= MAX_LINE_BYTES or text.endswith(b"\n"):
-            yield Record(number, len(text), text.removesuffix(b"\n"))
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+            yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
-        size = len(text)
-        while text and not text.endswith(b"\n"):
-            text = file.readline(CHUNK_BYTES)
-            size += len(text)
-        yield Record(number, size, None, _TOO_LONG)
+        size = len(line)
+        piece = line
+        while piece and not piece.endswith(b"\n"):
+            piece = file.readline(CHUNK_BYTES)
+            size += len(piece)
+        yield Record(number, size, value=None, problem=_TOO_LONG)
 
 
 def _json_record(line: Record, encoding: str) -> Record:

@@ -48,7 +48,7 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     """Return which of the input's columns the output has."""
     dropped = tuple(spec.drop or ())
     if spec.keep is None:
-        return ColumnChoice(None, dropped)
+        return ColumnChoice(without=dropped)
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
@@ -221,7 +221,8 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     try:
         contents = look_at(storage, path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
-        raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+        reason = error.argument("reason")
+        raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
     except (errors.InputNotFound, errors.PathSwapped):  # the folder lists its name
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:

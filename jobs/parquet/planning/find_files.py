@@ -264,15 +264,19 @@ class Search:
             folder, places = waiting.pop()
             for entry in self._candidates(folder, [segments[place] for place in places]):
                 matched = {place for place in places if _matches(segments[place], entry.name)}
-                if not matched or (_is_hidden(entry.name) and not names_hidden):
+                is_skipped = _is_hidden(entry.name) and not names_hidden
+                if not matched or is_skipped:
                     continue
                 if len(segments) - 1 in matched:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue
 
-                # `**` stays, because it stands for any number of folders.
-                next_places = {place if segments[place] == "**" else place + 1 for place in matched}
+                next_places = set()
+                for place in matched:
+                    # `**` stays, because it stands for any number of folders.
+                    stays = segments[place] == "**"
+                    next_places.add(place if stays else place + 1)
                 places_below = _with_skipped(next_places, segments)
                 child = folder.child(entry, self.storage) if places_below else None
                 if child is not None:
@@ -355,7 +359,7 @@ def _format_of(names: Sequence[str]) -> str | None:
     """Return the format of a folder's files: Parquet if it has any, else its only format. None if it has no files."""
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
-    return one_format(names, None) if names else None
+    return one_format(names) if names else None
 
 
 def _first_glob_segment(pattern: str) -> int:

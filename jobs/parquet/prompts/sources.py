@@ -273,11 +273,11 @@ def row_source(
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
     sampling = None
     if spec.sampling_columns:
-        sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
+        sampling = RowSampling(spec.sampling_columns, spec.chat.sampling, check_sampling)
     if spec.steps:
         return _step_source(spec, sampling, control_tokens)
 
-    _, chat_options = spec.chat
+    chat_options = spec.chat.options
     prompts = _prompts(spec, _kept_out(chat_options, control_tokens))
     pictures = spec.image_column or ()
     if pictures:

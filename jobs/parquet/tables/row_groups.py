@@ -29,7 +29,7 @@ def write_groups(
 ) -> list[int]:
     """Write rows as Parquet; return the number of rows of each row group.
 
-    schema: of the rows; by default the first batch's. Needed if there may be no rows.
+    schema: the rows' schema; None for the first batch's. Needed if there may be no rows.
     """
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)

@@ -62,7 +62,9 @@ class Relevance(Scoring):
         """Return the request for a prompt. The prompt is a query and a document."""
         query, document = prompt
         if self.has_head:
-            return Request(query, None, {"pair": document}, kind="classify")
+            return Request(
+                prompt=query, messages=None, sampling={"pair": document}, kind="classify"
+            )
         text = RERANK_PROMPT.format(instruction=self.instruction, query=query, document=document)
         problem = text_problem(text, "the prompt of query and document")
         if problem:
@@ -72,7 +74,8 @@ class Relevance(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the head's score, or the probability of yes."""
         if completion.class_scores is not None:
-            return Scored({"score": next(iter(completion.class_scores.values()))})
+            [score] = completion.class_scores.values()  # such a head has one class
+            return Scored({"score": score})
         if completion.loglikelihoods is None:
             return unscored(completion)
         scored = _YES_OR_NO.scored(completion)

@@ -371,7 +371,7 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
 
 
 def _moment(stored: bytes) -> float | None:
-    """Return the Unix seconds of a date in RQ's form; None for anything else, or a date before 1970."""
+    """Read a date in RQ's form. Return its Unix seconds, or None for anything else and for dates before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:

@@ -90,9 +90,10 @@ class Outcome:
         )
 
     def as_left_by(self, job: Job | None) -> Outcome:
-        """Return the outcome with the policy that user code has left in its copy of the job. job: None without a copy.
+        """Return the outcome with the policy that user code has left in its copy of the job.
 
-        Raises any error if its values cannot be used to write an end, such as a text for `result_ttl`.
+        job: the copy; None if there is none. If it holds values that no end can be written with, such as a text for
+        `result_ttl`, an error of any type is raised.
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when it was read
