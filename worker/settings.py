@@ -366,7 +366,7 @@ def with_variables(text: str) -> str:
 
 
 def read_variable(name: str) -> str | None:
-    """Return a variable's value without checking it; None if it is not set or empty."""
+    """Return a variable's value without checking it; None if it is missing or empty."""
     value = os.environ.get(name)
     if value:
         return value
@@ -393,7 +393,8 @@ def _explain(error: ValidationError) -> str:
     """Say what is wrong with each variable."""
     lines = []
     for problem in error.errors():
-        name = _PREFIX + str(problem["loc"][0]).upper()
+        field, *_ = problem["loc"]
+        name = _PREFIX + str(field).upper()
         if problem["type"] == "missing":
             lines.append(f"{name} is not set: name a model folder or a hub id")
         elif problem["type"].startswith("byte_size"):

@@ -476,7 +476,8 @@ def verify(
 
 
 def _comparison_text(result: dict[str, Any]) -> str:
-    """Return what `verify` prints for people. result: of jobs.verify_rows."""
+    """Return what `verify` prints for people. result: what jobs.verify_rows has returned."""
+
     lines = [_COUNTS.format(**result)]
     for difference in result["differences"]:
         lines.append(f"row {difference['row']}, column {difference['column']}")

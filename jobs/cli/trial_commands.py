@@ -129,7 +129,7 @@ def survey(
 ) -> dict[str, Any]:
     """Have a worker look at a run; return the result of jobs.survey_parquet.
 
-    options: of the run. extent: those arguments of jobs.survey_parquet that say how much to look at.
+    options: the run's options. extent: those arguments of jobs.survey_parquet that say how much to look at.
     """
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})

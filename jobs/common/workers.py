@@ -165,7 +165,8 @@ class WorkerSample(Point):
     models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
-    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
+    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
+    runs, its id and its memory.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
     queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
     MAX_HELD_NAMED. claimed: for each of its queues, how many jobs all workers have taken and not begun.

@@ -40,8 +40,8 @@ class PinnedModel:
     def pin(self) -> str:
         """Return a text that names what a worker must serve to answer the run's rows.
 
-        The model stands in its first line, and an adapter in each further one. Other workers leave the run's jobs on
-        the queue.
+        Its first line names the model. Each further line names an adapter. Workers that serve anything else leave the
+        run's jobs on the queue.
         """
         model = self.fingerprint
         if self.max_model_len != 0:

@@ -261,7 +261,7 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
-    """Return the commands that a role needs, as words with arguments."""
+    """Return the commands that a role needs, each as a tuple of its words."""
     further_commands = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
     lines = f"{_PRODUCERS}\n{further_commands[role]}"
     commands = []

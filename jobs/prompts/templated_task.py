@@ -31,8 +31,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns the values of a template: `results` has each job's value, `answers` each value's text. Both are None for a
-    failed job.
+    Returns the values of a template: `results` is a list of the jobs' values, and `answers` is a list of these values'
+    texts. Both lists have None for a failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:

@@ -262,9 +262,8 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
     """Take jobs from the queue; return those that were still on it. No worker can claim these any more."""
     pipe.multi()
-    count = (
-        -1 if from_end else 1
-    )  # LREM removes one entry, and its sign says from which end LREM searches
+    # LREM removes one entry. The sign says from which end it searches.
+    count = -1 if from_end else 1
     for job_id in job_ids:
         pipe.lrem(queue_key, count, job_id)
     replies = pipe.execute()

@@ -222,9 +222,8 @@ class Claimer:
         wanted = []
         is_idle = self._runner.num_held == 0
         self._turn += 1
-        suspects_place = self._turn % len(
-            lanes
-        )  # only one lane of a call takes suspects; the lanes take turns
+        # Only one lane of a call takes suspects. The lanes take turns.
+        suspects_place = self._turn % len(lanes)
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])

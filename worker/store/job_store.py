@@ -422,8 +422,10 @@ class JobStore:
     ) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now.
 
-        reasons: why each job fails, by its job id and execution id; the latter is '' if the job had not begun.
+        reasons: why each job fails, by its job id and execution id. The execution id is "" if the job had not begun.
+        Each job is returned with its reason.
         """
+
         holder = self._holder()
         calls = []
         for job_id, execution_id in reasons:

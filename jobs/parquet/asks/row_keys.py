@@ -184,7 +184,9 @@ def _shown(value: Any) -> str:
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
     """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
-    keys = (key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
+    keys = []
+    for row in rows:
+        keys.append(key_of(row) if isinstance(row, Row) else bytes(SIZE))
     return as_keys(b"".join(keys)).copy()
 
 

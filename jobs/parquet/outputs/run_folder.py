@@ -345,7 +345,7 @@ class RunFolder:
         return self._finish()
 
     def has_success(self) -> bool:
-        """Whether the run has ended."""
+        """Whether the run has ended, because its folder has the mark of the end."""
         return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:

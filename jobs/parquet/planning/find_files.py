@@ -89,14 +89,14 @@ def partition_columns(
         for file in files:
             _, text = file.keys[place]
             texts.append(text)
-        given_texts = [text for text in texts if text is not None]
-        is_integer = any(given_texts) and all(map(_is_int64, given_texts))
+        present_texts = [text for text in texts if text is not None]
+        is_integer = any(present_texts) and all(map(_is_int64, present_texts))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
-            value: Any = text
             if is_integer and text is not None:
-                value = int(text)
-            values_of_file.append(value)
+                values_of_file.append(int(text))
+            else:
+                values_of_file.append(text)
     return columns, values_by_file
 
 
@@ -234,7 +234,7 @@ class Search:
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. Raises SearchTooLong, or OSError.
 
-        or_none: a folder that cannot be read holds nothing.
+        or_none: whether a folder that cannot be read counts as empty.
         """
         entries = []
         errors_are_ignored = suppress(OSError) if or_none else nullcontext()

@@ -92,6 +92,6 @@ def truncation(value: object) -> dict[str, int]:
     """Return `truncate_prompt_tokens` as a sampling value, or nothing for None. Raises InvalidJob."""
     if value is None:
         return {}
-    if type(value) is not int or (value < 1 and value != -1):
-        raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")
-    return {TRUNCATION: value}
+    if type(value) is int and (value >= 1 or value == -1):
+        return {TRUNCATION: value}
+    raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")

@@ -127,9 +127,9 @@ def _documents(documents: object) -> list[str]:
     texts = []
     entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
     for number, entry in enumerate(entries):
-        if isinstance(entry, dict) and entry.keys() == {"text"}:
-            entry = entry["text"]
-        texts.append(checked_text(entry, f"document {number}"))
+        has_only_text = isinstance(entry, dict) and entry.keys() == {"text"}
+        document = entry["text"] if has_only_text else entry
+        texts.append(checked_text(document, f"document {number}"))
     return texts
 
 

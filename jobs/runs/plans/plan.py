@@ -42,8 +42,9 @@ class AddedColumn:
 class PlannedFile:
     """An input file as it was planned.
 
-    size: in bytes. mtime_ns (Unix), etag: if these have changed, the file is looked at more closely. values: its values
-    in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run; None for all.
+    size: in bytes. mtime_ns, etag: if these have changed, the file's content is compared with `fingerprint`.
+    values: its values in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run;
+    None for all.
     """
 
     path: str

@@ -101,7 +101,8 @@ class RunLook:
 
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
-    progress: of the running shards, in their order. is_worked_on: whether shards run, and a worker of its queues lives.
+    progress: the progress of the running shards, in their order.
+    is_worked_on: whether shards run, and a worker of its queues lives.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 

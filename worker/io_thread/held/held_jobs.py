@@ -300,7 +300,7 @@ class HeldJobs:
             job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
-        """Hold a job no longer. Raises KeyError if it is not held."""
+        """Stop holding a job. Raises KeyError if it is not held."""
         del self._jobs[job.number]
         self._by_lane[job.lane] -= 1
 

@@ -203,9 +203,8 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
         if isinstance(item, str):
             num_bytes += len(item) + 2
         elif isinstance(item, (dict, list, tuple)):
-            num_bytes += max(
-                2, 2 * len(item)
-            )  # brackets, and a character and a comma for each item
+            # Each item takes at least a character and a comma. An empty list takes its brackets.
+            num_bytes += max(2, 2 * len(item))
             if num_bytes <= max_bytes:
                 waiting.extend(item)
                 if isinstance(item, dict):
