@@ -95,7 +95,7 @@ class Engine:
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
         if config.adapters is not None:
-            check_takes_adapters(path)
+            check_takes_adapters(config.adapters, path)
         self._reader: PictureReader | None = None
         if may_read_pictures(config):
             model, path, self._reader = find_reader(folder, model, path)

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.checkpoint.adapter_folder import AdapterFolder
 from engine.checkpoint.fingerprint import TensorEntry, check_file
 from engine.checkpoint.folder import find_here, list_weight_files, named_places
 from engine.errors import ConfigError, MissingWeights
@@ -52,6 +53,7 @@ def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
         ("model", _check_weights),
         ("tokenizer", _check_text),
         ("model", _check_served),
+        ("adapters", _check_adapters),
     ):
         try:
             yield from check(config, folder, entries)
@@ -99,6 +101,24 @@ def _check_text(
         else "no chat template: jobs.chat is refused"
     )
     yield Observation("tokenizer", "ok", f"it loads, with {has}")
+
+
+def _check_adapters(
+    config: EngineConfig, folder: Path, entries: list[TensorEntry]
+) -> Iterator[Observation]:
+    if config.adapters is None:
+        return
+    from engine.models.load import read_supported
+    from engine.run.forward.adapter_loader import check_takes_adapters
+
+    _, path = read_supported(folder, config.model_path)
+    check_takes_adapters(config.adapters, path)
+    found, problems = AdapterFolder(config.adapters).look()
+    for problem in problems.values():
+        mend = "copy it again, or take it out of the folder: requests that name it fail"
+        yield Observation("adapters", "warning", problem, mend)
+    names = ", ".join(adapter.name for adapter in found) or "none yet"
+    yield Observation("adapters", "ok", f"{config.adapters}: {names}")
 
 
 def _check_served(

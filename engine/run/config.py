@@ -167,8 +167,8 @@ class EngineConfig:
             )
         if self.deterministic and self.adapters is not None:
             raise ConfigError(
-                "adapters are not built for deterministic=True: rows of one adapter are multiplied together, and "
-                "their sums may depend on how many there are; leave one of them out"
+                f"adapters={self.adapters!r} cannot be used with deterministic=True: rows of one adapter are "
+                "multiplied together, and their sums may depend on how many there are; leave one of them out"
             )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(

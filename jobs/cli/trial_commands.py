@@ -86,7 +86,8 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     ]
     tried = result["num_tried"]
     failed = result["num_failed"]
-    why = f": {safe_name(result['commonest_failure'])}"
+    commonest = result.get("commonest_failure")  # a worker of an earlier commit does not say it
+    why = f": {safe_name(commonest)}" if commonest else ""
     if failed and failed == tried:
         lines.append(
             f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"

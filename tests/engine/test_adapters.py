@@ -19,6 +19,7 @@ from engine import (
     SamplingParams,
     ScoringParams,
     UnknownAdapter,
+    check_up,
 )
 from engine.checkpoint.adapter_folder import AdapterFolder, scale_of
 from engine.errors import AdapterRefused
@@ -27,6 +28,7 @@ from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import simulate_graphs
+from tests.engine.quantizers import FORMATS, quantize_checkpoint
 from tests.engine.reference import NUM_NEW_TOKENS, Reference, mixed_prompts
 
 SHAPE = Shape("for_adapters", num_heads=4, num_kv_heads=2, attention_bias=True, seed=7)
@@ -290,6 +292,9 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     with Engine(stage.config(adapters=str(folder))) as built:
         done = built.generate([PROMPTS[8]] * 6, [replace(GREEDY, adapter=name) for name in names])
         assert not built.has_unfinished
+    told = [each for each in check_up(built.config) if each.subject == "adapters"]
+    assert [each.grade for each in told] == ["warning", "ok"]
+    assert "'cut' cannot be used" in told[0].text
     assert done[0].token_ids == stage.references["all"]._generate(PROMPTS[8])
     assert done[2].token_ids == stage.references[None]._generate(PROMPTS[8])
     assert "adapter 'of_another' cannot be used" in str(done[1].error)
@@ -338,10 +343,24 @@ def test_quantized_weights_have_adapters_on_top(stage: Stage) -> None:
         assert changed.token_ids != plain.token_ids
 
 
+def test_weights_that_stay_packed_have_adapters_on_top(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    made = quantize_checkpoint(folders["gqa1_untied"], tmp_path / "awq", FORMATS["awq"])
+    adapter = make_adapter(tmp_path / "adapters" / "a", made.unpacked, seed=1)
+    prompts = PROMPTS[:4]
+    reference = Reference(merge(tmp_path / "merged", made.unpacked, adapter), prompts)
+    config = EngineConfig(
+        str(made.folder), dtype="float32", kv_cache_bytes=1 << 22, adapters=str(adapter.parent)
+    )
+    with Engine(config) as built:
+        assert reference.unexplained(built.generate(prompts, replace(GREEDY, adapter="a"))) == []
+
+
 def test_an_engine_that_cannot_have_adapters_says_so(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match="adapters cannot be used: this model runs through"):
+    with pytest.raises(ConfigError, match=r"adapters=.* cannot be used: this model runs through"):
         Engine(stage.config(model_path="transformers"))
-    with pytest.raises(ConfigError, match="adapters are not built for deterministic=True"):
+    with pytest.raises(ConfigError, match=r"adapters=.* cannot be used with deterministic=True"):
         stage.config(deterministic=True)
     with pytest.raises(ConfigError, match="adapters='/nowhere' is no folder"):
         Engine(stage.config(adapters="/nowhere"))

@@ -100,6 +100,28 @@ def test_a_wrong_kernel_is_the_last_one_named(
     assert named[-1] == kernel
 
 
+@needs_interpreter
+def test_products_with_packed_weights_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right one passes, and one that takes another zero point is named."""
+    model = write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    right = triton_backend.PACKED
+    named: list[str] = []
+
+    def product(x: Any, words: Any, scales: Any, zeros: Any, *rest: Any) -> Any:
+        is_last = named.count("products with packed weights") == 4
+        return right.product(x, words, scales, zeros + int(is_last), *rest)
+
+    monkeypatch.setattr(triton_backend, "PACKED", replace(right, product=product))
+    with pytest.raises(KernelDiffers):
+        check_kernels(model, named.append)
+    assert named[-4:] == ["products with packed weights"] * 4
+
+
 def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SUMMARIZED = {
     "run": ("graphs, overlap, temperature 0.6", "greedy", "top_p 0.95"),
     "profile": ("a step of prefill", "a step of decode"),
+    "scoring": ("256, one with a grammar, graphs for prompts", "256 sequences, without"),
+    "fp8": ("FP8 KV cache ÷ the model's dtype",),
     "products": ("LM head, 2 rows",),
     "sampler": ("top_p 0.95",),
     "graphs and overlap": ("graphs ÷ eager, overlap", "overlap ÷ none, graphs"),
@@ -62,6 +64,8 @@ def test_the_dry_run_writes_a_table_and_files(tmp_path: Path) -> None:
     [
         "compile",
         "run",
+        "scoring",
+        "fp8",
         "profile",
         "products",
         "sampler",

@@ -71,7 +71,8 @@ class _Waiting:
         self.size = _size(add.request)
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
-        self.awaits_thread = self.size > SHORT or has_grammar
+        has_adapter = sampling.get("adapter") is not None  # whose files are read the first time
+        self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
         self.error: BaseException | None = None

@@ -193,6 +193,12 @@ class _WorkerCollector(Collector):
             (_COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
             (_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0)),
             (
+                _COUNTER,
+                "adapter_steps",
+                "Steps with rows of adapters, which run without CUDA graphs.",
+                stats.get("adapter_steps", 0),
+            ),
+            (
                 _HISTOGRAM,
                 "time_to_first_token_seconds",
                 f"{arrival} first token.",

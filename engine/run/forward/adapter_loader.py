@@ -23,11 +23,12 @@ PREFIX = "base_model.model."
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def check_takes_adapters(path: ModelPath) -> None:
-    """Raise ConfigError for models that adapters are not built for."""
+def check_takes_adapters(folder: str, path: ModelPath) -> None:
+    """Raise ConfigError for models that adapters are not built for. folder: of the adapters."""
     if path.decoder is None:
         raise ConfigError(
-            f"adapters cannot be used: this model {path}, and they are built for native models; leave it unset"
+            f"adapters={folder!r} cannot be used: this model {path}, and they are built for native models; leave "
+            "it unset"
         )
 
 

@@ -9,7 +9,7 @@ each kernel's name before it launches it, so that its parent knows which one was
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,14 @@ from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.attention.state_pool import StateParts, StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
-from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.model_config import ModelConfig, read_model_config
+from engine.checkpoint.quantized import PackedForm
 from engine.errors import AttentionRefused, KernelDiffers
 from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.linear import ReplicatedLinear
 from engine.layers.moe import ExpertGroups, GroupedLinear, choose_experts
+from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation, RMSNorm
@@ -52,6 +55,11 @@ VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoi
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
 WINDOW = 50
 NUM_SAMPLED = 3
+PACKED_ROWS = (1, 17, 130)  # of products: each meets another tile
+NO_NAN = 0xBF  # of e4m3: the bits that it may have
+#: The place of each column's code in a word, as engine.layers.packed packs it.
+INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+BYTE_SHIFTS = (0, 16, 8, 24)
 
 
 class KernelComparison:
@@ -207,11 +215,35 @@ class CheckedBackend(TritonBackend):
             changed=[token_ids],
         )
 
+    def check_packed(self, form: PackedForm, layer: ReplicatedLinear, dtype: torch.dtype) -> None:
+        """Multiply with random packed weights of a layer's shape."""
+        assert self.layer_kernels is not None
+        assert self.layer_kernels.packed is not None
+        kernels = self.layer_kernels.packed
+        in_features, out_features = layer.in_features, layer.out_features
+        group = in_features if form.group is None else form.group
+        block = kernels.block(form.kind, group)
+        if block is None or in_features % group:
+            return  # such a weight is unpacked
+        product = PackedProduct(form, in_features, out_features, kernels, block)
+        generator = torch.Generator().manual_seed(0)
+        product.words.random_(0, 256, generator=generator)
+        if form.kind == "fp8":
+            product.words.bitwise_and_(NO_NAN)
+        product.zeros.random_(0, 16 if form.kind == "int4" else 256, generator=generator)
+        product.scales.uniform_(0.01, 0.02, generator=generator)
+        product.finish_loading()
+        product.to(self._device)
+        for num_rows in PACKED_ROWS:
+            x = torch.randn(num_rows, in_features, generator=generator)
+            product(x.to(self._device, dtype), None)
+
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
     """Return the kernels with each launch compared."""
-    experts = kernels.experts
+    experts, packed = kernels.experts, kernels.packed
     assert experts is not None
+    assert packed is not None
 
     def compared(
         name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
@@ -277,6 +309,10 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
             ),
         ),
         delta_net=None if kernels.delta_net is None else delta_net,
+        packed=replace(
+            packed,
+            product=compared("products with packed weights", packed.product, _plain_packed_product),
+        ),
     )
 
 
@@ -327,6 +363,29 @@ def _plain_grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends:
     return product
 
 
+def _plain_packed_product(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    block: int,
+    kind: str,
+) -> Tensor:
+    shifts, mask = (INT4_SHIFTS, 15) if kind == "int4" else (BYTE_SHIFTS, 255)
+    codes = torch.stack([(words >> shift) & mask for shift in shifts], -1).flatten(1)
+    group = codes.shape[1] // len(scales)
+    if kind == "fp8":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = codes.float() - zeros.t().repeat_interleave(group, 1)
+    weight = values * scales.t().float().repeat_interleave(group, 1)
+    return nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(
+        x.dtype
+    )
+
+
 @torch.inference_mode()
 def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> None:
     """Launch the kernels of a native model, and compare them.
@@ -348,6 +407,8 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
         built = _random_model(small, DecoderParts(small, tp, backend, dtype), device)
     except AttentionRefused:
         return  # the engine takes another backend
+    for form, layer in _packed_layers(config, built):
+        backend.check_packed(form, layer, dtype)
     steps = _make_steps(model.block_size)
     num_blocks = 1 + int(max(step.block_tables.max() for step in steps))
     is_fp8 = model.kv_cache_dtype != "auto"
@@ -366,6 +427,22 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     for step in steps:
         batch, _ = to_device(step, backend, None, None)
         built.hidden_states(batch, cache)
+
+
+def _packed_layers(
+    config: ModelConfig, model: nn.Module
+) -> Iterator[tuple[PackedForm, ReplicatedLinear]]:
+    """Yield the forms in which the checkpoint's weights stay packed, with a layer of each shape."""
+    if config.quantization is None:
+        return
+    layers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear)]
+    by_shape = {(layer.in_features, layer.out_features): layer for layer in layers}
+    for scheme in config.quantization.schemes:
+        kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
+        if scheme.layout == "mxfp4":
+            continue
+        for layer in by_shape.values():
+            yield PackedForm(kind, scheme.block[1], torch.float16), layer
 
 
 def _one_layer_of_each_kind(decoder: DecoderConfig) -> DecoderConfig:

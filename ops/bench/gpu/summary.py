@@ -20,8 +20,9 @@ def summarize(out: Path, ran: dict[str, dict[str, Any]]) -> Iterator[Row]:
         yield f"section {name}", f"{section['status']}, {section['seconds']:.0f} s"
     found = {path.stem: read_json(path) for path in out.glob("*.json")}
     yield from _ceilings(found)
-    for name in ("run", "graphs-and-overlap"):
+    for name in ("run", "fp8", "graphs-and-overlap"):
         yield from _runs(found.get(name) or {})
+    yield from _scoring(found.get("scoring") or {})
     yield from _profile(found.get("profile") or {})
     for name in ("kernels", "products", "sampler"):
         for case in (found.get(name) or {}).get("kernels", ()):
@@ -63,6 +64,7 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
         ("graphs ÷ eager, no overlap", "graphs", "eager"),
         ("overlap ÷ none, graphs", "graphs, overlap", "graphs"),
         ("overlap ÷ none, eager", "eager, overlap", "eager"),
+        ("FP8 KV cache ÷ the model's dtype", "FP8 KV cache", "graphs, overlap"),
     ):
         above, below = (
             speeds.get((variant, "temperature 0.6"), {}) for variant in (faster, slower)
@@ -70,6 +72,14 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
         ratios = [above[turn] / tok_s for turn, tok_s in below.items() if turn in above]
         if ratios:
             yield what, f"{spread(ratios)} times"
+
+
+def _scoring(scoring: dict[str, Any]) -> Iterator[Row]:
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for run in scoring.get("scoring", ()):
+        seconds.setdefault((run["shape"], run["variant"]), []).append(run["seconds"])
+    for (shape, variant), values in seconds.items():
+        yield f"{shape}, {variant}", f"{spread(values)} s"
 
 
 def _profile(profile: dict[str, Any]) -> Iterator[Row]:
