@@ -112,8 +112,11 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
             partial(_requeue, connection, queue, to_requeue),
             *map(rq_jobs.job_key, to_requeue),
         )
-    missing = [job_id for job_id in to_requeue if job_id not in done]
-    return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
+    return Requeued(
+        done=done,
+        cancelled=[job_id for job_id in job_ids if job_id in cancelled],
+        missing=[job_id for job_id in to_requeue if job_id not in done],
+    )
 
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:

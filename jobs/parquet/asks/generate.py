@@ -120,7 +120,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Let preview and dry run ask some rows."""
+        """Return True: preview and dry run ask some rows."""
         return True
 
     def is_greedy(self, row: Row) -> bool:

@@ -223,12 +223,14 @@ class Search:
                         files.append(FoundEntry(folder, entry))
                     continue
 
+                # Files below a key=value folder count as files of the top folder. All other files below are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
                 if entry.is_link and not is_key_folder:
                     continue
                 child = folder.child(entry, self.storage)
+                is_child_nested = not is_key_folder
                 if child is not None and child.path != self._output:
-                    waiting.append((child, not is_key_folder))
+                    waiting.append((child, is_child_nested))
         return folder_files
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
@@ -254,20 +256,23 @@ class Search:
         read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
         Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
-        first = _first_glob_segment(pattern)
-        segments = pattern.split("/")[first:]
-        top = "/".join(pattern.split("/")[:first]) or "/"
+        all_segments = pattern.split("/")
+        num_plain = _first_glob_segment(pattern)
+        top = "/".join(all_segments[:num_plain]) or "/"
+        segments = all_segments[num_plain:]
+        last_place = len(segments) - 1
         matches = []
         # The folders that are still to be read, each with the places of the segments that its entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
-            for entry in self._candidates(folder, [segments[place] for place in places]):
+            segments_here = [segments[place] for place in places]
+            for entry in self._candidates(folder, segments_here):
                 matched = {place for place in places if _matches(segments[place], entry.name)}
                 is_skipped = _is_hidden(entry.name) and not names_hidden
                 if not matched or is_skipped:
                     continue
-                if len(segments) - 1 in matched:
+                if last_place in matched:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue

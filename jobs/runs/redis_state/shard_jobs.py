@@ -226,7 +226,7 @@ class _NewJobs:
         if self._state.is_cancelled():
             raise RunCancelled(run)
         submission = self._state.submission()
-        cancelled = self._state.submission("cancelled_submission")
+        cancelled = self._state.cancelled_submission()
         earlier_jobs: list[tuple[EarlierJob, bool]] = []
         for queue in self._queues:
             earlier_jobs += queue.look(shards, cancelled)

@@ -195,13 +195,14 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submission(self, which: str = "submission") -> int:
-        """Return the number of the last submission, 0 for none. It is greater than any earlier one.
+    def submission(self) -> int:
+        """Return the number of the last submission, 0 for none. It is greater than any earlier one."""
+        number: Any = self._redis.hget(self._key, "submission")
+        return _number(number)
 
-        which: "cancelled_submission" for the last cancelled submission. Jobs of this and of earlier submissions must
-        stop.
-        """
-        number: Any = self._redis.hget(self._key, which)
+    def cancelled_submission(self) -> int:
+        """Return the number of the last cancelled submission, 0 for none. Its jobs and earlier jobs must stop."""
+        number: Any = self._redis.hget(self._key, "cancelled_submission")
         return _number(number)
 
     def submit(

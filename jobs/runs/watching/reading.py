@@ -598,7 +598,10 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
     jobs: dict[str, dict[int, str]] = {}
     for entry in entries:
         job_id, _, _ = stored.text(entry).partition(":")
-        run, shard = run_and_shard(job_id) or ("", None)
+        named = run_and_shard(job_id)
+        if named is None:
+            continue  # a job of no run
+        run, shard = named
         if shard is not None:
             jobs.setdefault(run, {})[shard] = job_id
     return jobs

@@ -141,7 +141,10 @@ def printable(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return the calls in which an error was raised, innermost first. Its message, which may quote a prompt, is not."""
+    """Return the calls in which an error was raised, innermost first. The error's message is left out.
+
+    The message may quote a prompt.
+    """
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
     return ", ".join(
         f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
