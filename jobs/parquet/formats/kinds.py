@@ -189,7 +189,7 @@ _WRITTEN = {
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
-    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError if it is no kind."""
+    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError for a value that is no kind."""
     metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
     return pa.field(name, _arrow_type(kind), metadata=metadata)
 

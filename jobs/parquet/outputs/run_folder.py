@@ -325,7 +325,7 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            second_queue, _ = self.plan.queues(queue)[-1]
+            _, (second_queue, _) = self.plan.queues(queue)
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
             facts["second_queue"] = second_queue
