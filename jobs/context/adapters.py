@@ -29,6 +29,11 @@ def digest_of(pinned: str) -> str:
     return digest
 
 
+def shown_adapter(pinned: str) -> str:
+    """Return a pinned adapter as messages show it, with the beginning of its hash."""
+    return f"{name_of(pinned)} ({digest_of(pinned)[:8]})"
+
+
 def _by_name(pinned: Iterable[str]) -> dict[str, str]:
     """Return pinned adapters by their names."""
     return {name_of(adapter): adapter for adapter in pinned}
