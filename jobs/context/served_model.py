@@ -92,7 +92,7 @@ class ServedModel(PinnedModel):
     def check_asked_for(self, name: str | None) -> None:
         """Raise ModelNotServed if a job asks for another model. name: None for any model."""
         if name is not None and name not in self.names:
-            raise ModelNotServed(name, self.name)
+            raise ModelNotServed(name, repr(self.name))
 
     def check_ranks(self) -> None:
         """Raise InvalidJob if the model's head has several classes, because then no class is a document's score."""

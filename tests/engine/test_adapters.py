@@ -23,9 +23,10 @@ from engine import (
     UnknownAdapter,
     check_up,
 )
-from engine.checkpoint.adapter_folder import AdapterFolder, scale_of
+from engine.checkpoint.adapter_folder import Adapter, AdapterFolder, scale_of
 from engine.errors import AdapterRefused
 from engine.run import adapters
+from engine.tensor_parallel.rank import _load_adapter
 from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.families import BY_NAME, make_family
@@ -441,6 +442,15 @@ def test_peft_gives_the_same_merged_or_not(stage: Stage, tmp_path: Path) -> None
         reference.__dict__["model"] = model
         assert reference.unexplained(completions) == []
     assert json.loads((tmp_path / "adapters/trained/adapter_config.json").read_text())["use_rslora"]
+
+
+def test_a_rank_says_what_any_error_of_an_adapters_files_was_and_goes_on() -> None:
+    class Broken:
+        def load_adapter(self, number: int, adapter: Adapter) -> None:
+            raise ValueError("no such number")
+
+    runner: Any = Broken()
+    assert _load_adapter(runner, 0, "a", "f", "/nowhere") == "ValueError: no such number"
 
 
 @pytest.mark.long  # ranks are processes

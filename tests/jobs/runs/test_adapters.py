@@ -94,7 +94,7 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(serving: JobContext) 
         run_task(serving, "jobs.complete", "a", adapter=CHANGED)
     with pytest.raises(InvalidJob, match="adapter is"):
         run_task(serving, "jobs.complete", "a", adapter=7)
-    with pytest.raises(ModelNotServed, match="'sqll'"):
+    with pytest.raises(ModelNotServed, match="serves 'm', and adapters fr, sql: name"):
         run_task(serving, "jobs.complete", "a", model="sqll")
 
 
