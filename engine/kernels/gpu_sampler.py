@@ -29,9 +29,9 @@ from engine.kernels.gpu_draws import (
     target,
     weigh,
 )
+from engine.kernels.gpu_kind import GpuKind, kind_of
 
 TILE = 4096
-MAX_WARPS = 16
 VALUE_PASSES = tl.constexpr(4)
 WHOLE = tl.constexpr(float(weight_constants.WHOLE))
 
@@ -230,6 +230,11 @@ def choose_token_kernel(
     tl.store(chosen_ptr + row, chosen.to(tl.int64))
 
 
+def max_warps(kind: GpuKind) -> int:
+    """Return the most warps of a program. With 16 a thread has 128 registers, and sm_120 needs a few more."""
+    return 8 if kind.major == 12 else 16
+
+
 def choose_tokens(
     logits: Tensor, values: Sequence[Tensor], *, chosen: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
@@ -254,7 +259,7 @@ def choose_tokens(
         "SPARE": SPARE_BITS[logits.dtype],
     }
     # 8 logits, 16 bytes of bfloat16, for each thread
-    warps = min(max(tile // 256, 1), MAX_WARPS)
+    warps = min(max(tile // 256, 1), max_warps(kind_of(logits.device)))
     tile_maxima_kernel[(num_rows, num_tiles)](
         maxima, logits, logits.stride(0), **sizes, num_warps=warps // 4 or 1
     )

@@ -70,7 +70,7 @@ def executions_key(job_id: str) -> str:
 #: Raise this by one if something that workers share changes its meaning: plans, journals, the steps of items (which
 #: journals hold), and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer
 #: workers, and reads no journal or plan with a lower one.
-FORMAT = 10
+FORMAT = 11
 #: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
 FORMAT_FIELD = "tokenmill_format"
 #: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.

@@ -40,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False, "async_scheduling": False},
     "eager": {"enforce_eager": True, "async_scheduling": False},
 }
+FP8 = "FP8 KV cache"
+VARIANTS[FP8] = {**VARIANTS[DEFAULT], "kv_cache_dtype": "fp8_e4m3"}
 Record = dict[str, Any]
 
 

@@ -60,6 +60,10 @@ def sections(out: Path, models: Path) -> list[Section]:
         ),
         bench("run", 120, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
         bench("scoring", 90, "ops.bench.gpu.scoring", *checkpoint),
+        bench(
+            "fp8", 60, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "FP8 KV cache", "--sampling",
+            "temperature 0.6", "--rounds", "2", "--seconds", "50",
+        ),
         bench("profile", 70, "ops.bench.gpu.step_profile", *checkpoint),
         bench("kernels", 60, "ops.bench.kernels", "--only", "attention", "layers"),
         bench("products", 30, "ops.bench.kernels", "--only", "products"),

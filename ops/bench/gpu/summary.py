@@ -20,7 +20,7 @@ def summarize(out: Path, ran: dict[str, dict[str, Any]]) -> Iterator[Row]:
         yield f"section {name}", f"{section['status']}, {section['seconds']:.0f} s"
     found = {path.stem: read_json(path) for path in out.glob("*.json")}
     yield from _ceilings(found)
-    for name in ("run", "graphs-and-overlap"):
+    for name in ("run", "fp8", "graphs-and-overlap"):
         yield from _runs(found.get(name) or {})
     yield from _scoring(found.get("scoring") or {})
     yield from _profile(found.get("profile") or {})
@@ -64,6 +64,7 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
         ("graphs ÷ eager, no overlap", "graphs", "eager"),
         ("overlap ÷ none, graphs", "graphs, overlap", "graphs"),
         ("overlap ÷ none, eager", "eager, overlap", "eager"),
+        ("FP8 KV cache ÷ the model's dtype", "FP8 KV cache", "graphs, overlap"),
     ):
         above, below = (
             speeds.get((variant, "temperature 0.6"), {}) for variant in (faster, slower)

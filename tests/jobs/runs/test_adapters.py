@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from jobs.common.keys import MODEL_FIELD, WORKER_STATS_TTL_S, worker_key
+from jobs.common.keys import FORMAT, MODEL_FIELD, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.context.adapters import Adapters, LiveAdapters
 from jobs.context.answers import AnswerMemo
@@ -134,7 +134,7 @@ def test_a_run_pins_its_adapter_and_other_workers_leave_its_shards(
     with pytest.raises(RunOfAnotherModel, match=r"with adapters sql \(11111111\)"):
         runs.run(job)
     add_worker(redis, "w")
-    record = {"models": [*MODEL.names, "sql", CHANGED], "format": 10}
+    record = {"models": [*MODEL.names, "sql", CHANGED], "format": FORMAT}
     redis.set(worker_key("w"), json.dumps(record), ex=WORKER_STATS_TTL_S)
     redis.hset("rq:worker:w", "queues", "bulk")
     shown = invoke("status", run).output
