@@ -126,7 +126,7 @@ def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> Non
 
 
 class ModelNotServed(InvalidJob):
-    """the job asks for model {model!r}, and this worker serves {served!r}: name that one, leave `model` out, or use a
+    """the job asks for model {model!r}, and this worker serves {served}: name that one, leave `model` out, or use a
     queue whose workers serve {model!r}"""
 
 

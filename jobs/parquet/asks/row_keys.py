@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.common.display import brief
+from jobs.context.adapters import shown_adapter
 from jobs.context.served_model import PinnedModel
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.dialects import DIALECT
@@ -26,6 +27,9 @@ Keys = npt.NDArray[np.uint64]
 
 #: The bytes of a key, and of a model's mark.
 SIZE = 16
+
+#: The most adapters that a difference lists for a run.
+_MAX_ADAPTERS_SHOWN = 4
 
 _TRUNCATION = "truncate_prompt_tokens"
 
@@ -154,6 +158,10 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     fingerprints = {model.fingerprint for model in (new.model, new.second) if model is not None}
     if not any_model and old.model.fingerprint not in fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
+    if not any_model and old.model.adapters != new.model.adapters:
+        old_shown = _adapters_beside(old.model, new.model)
+        new_shown = _adapters_beside(new.model, old.model)
+        lines.append(f"adapters {old_shown} there, {new_shown} here")
     old_length = old.model.max_model_len
     new_length = new.model.max_model_len
     if old_length != new_length:
@@ -167,6 +175,15 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
         if old_value != new_value:
             lines.append(f"{name} {_shown(old_value)} there, {_shown(new_value)} here")
     return lines
+
+
+def _adapters_beside(model: PinnedModel, other: PinnedModel) -> str:
+    """Name the adapters of a run that another run has not, with their files."""
+    pinned = [each for each in model.adapters if each not in other.adapters]
+    shown = ", ".join(map(shown_adapter, pinned[:_MAX_ADAPTERS_SHOWN])) or "none"
+    if len(pinned) > _MAX_ADAPTERS_SHOWN:
+        shown += f" and {len(pinned) - _MAX_ADAPTERS_SHOWN} more"
+    return shown
 
 
 def _values_of(plan: Plan) -> dict[str, Any]:
