@@ -78,16 +78,16 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
     if texts is None or (answer.error is not None and not prompt):
         return Parsed()
     if answer.check_error is not None:
-        return Parsed(None, answer.check_error)
+        return Parsed(reason=answer.check_error)
     finish_reasons = answer.column(f"{prompt}_{FINISH_REASON}" if prompt else FINISH_REASON)
     if isinstance(texts, str):
         return parsed_text(kind, texts, finish_reasons)
-    several = [
-        Parsed() if text is None else parsed_text(kind, text, finish_reason)
-        for text, finish_reason in zip(texts, finish_reasons, strict=True)
-    ]
-    values = [parsed.value for parsed in several]
-    reasons = [parsed.reason for parsed in several]
+    values = []
+    reasons = []
+    for text, finish_reason in zip(texts, finish_reasons, strict=True):
+        parsed = Parsed() if text is None else parsed_text(kind, text, finish_reason)
+        values.append(parsed.value)
+        reasons.append(parsed.reason)
     return Parsed(values, reasons)  # type: ignore[arg-type]
 
 
@@ -97,12 +97,12 @@ def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         if finish_reason == "length":
-            return Parsed(None, CUT_TEXT)
-        return Parsed(None, f"it is not JSON: {error}")
+            return Parsed(reason=CUT_TEXT)
+        return Parsed(reason=f"it is not JSON: {error}")
     try:
         return Parsed(_value(kind, value, "$"))
     except _Unfit as error:
-        return Parsed(None, str(error))
+        return Parsed(reason=str(error))
 
 
 class _Unfit(Exception):
