@@ -174,6 +174,7 @@ class Engine:
         if self._live_runner is not None:
             self._live_runner.close()
             self._stepper.close()
+            self._adapters.close()
             self._live_runner = None
             give_back_memory()
         self._sequences.grammars.close()

@@ -64,7 +64,7 @@ class Adapters:
     def __init__(self, folder: AdapterFolder, runner: Runner, most: int) -> None:
         """most: adapters that are loaded at a time."""
         self.folder = folder
-        self._runner = runner
+        self._runner: Runner | None = runner
         self._places = [_Place(number) for number in range(most)]
         self._loaded: dict[str, _Place] = {}  # by fingerprint
         self._waiting: list[_Waiting] = []
@@ -75,6 +75,10 @@ class Adapters:
     def __len__(self) -> int:
         """Return the number of requests that wait for their adapter."""
         return len(self._waiting)
+
+    def close(self) -> None:
+        """Let go of the runner, so that its memory is free. No call may follow."""
+        self._runner = None
 
     def find(self, name: str | None) -> Adapter | None:
         """Return the adapter of a name; None for none. Raises UnknownAdapter or AdapterRefused."""
@@ -157,6 +161,7 @@ class Adapters:
         if place.adapter is not None:
             del self._loaded[place.adapter.fingerprint]
             place.adapter = None
+        assert self._runner is not None, "it is closed"
         try:
             self._runner.load_adapter(place.number, adapter)
             self.folder.find(adapter.pinned)  # the files are still those that were asked for

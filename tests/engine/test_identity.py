@@ -137,6 +137,9 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
     "deterministic": [{}, {"deterministic": True}],
     "adapt_cpu_threads": SUMS,
     "pooling": [{}, {"pooling": "mean"}, {"pooling": "lasttoken"}],
+    "adapters": "a request that names one is pinned to its files",
+    "max_adapters": LIMITS,
+    "kernel_check": SUMS,
 }
 
 
