@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,15 @@ def test_a_name_is_free_once_its_worker_is_known_to_be_dead(
     if is_heard:
         redis.set("tokenmill:served:w", "{}")
     assert living_namesake(redis, "w", socket.gethostname()) == holder
+
+
+def test_a_killed_worker_whose_parent_has_not_reaped_it_is_dead(redis: Redis) -> None:
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    redis.hset("rq:worker:w", mapping={**NAMESAKE, "pid": str(zombie.pid)})
+    redis.set("tokenmill:served:w", "{}")
+    assert living_namesake(redis, "w", socket.gethostname()) == ""
+    zombie.wait()
 
 
 def test_only_the_leases_of_the_namesake_end(redis: Redis) -> None:

@@ -142,7 +142,7 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
 
 
 def _is_other_process(pid_text: str) -> bool:
-    """Whether another process of this machine has this id."""
+    """Whether another process of this machine has this id, and still runs."""
     if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
         return False
     try:
@@ -150,8 +150,19 @@ def _is_other_process(pid_text: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # the process of another user
+    return not _is_zombie(int(pid_text))
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process is dead, and only its parent has not asked how it ended; False if that is not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    # The state comes after the program's name, which stands in parentheses and may hold any character.
+    _, _, fields = stat.rpartition(")")
+    return fields.split()[:1] == ["Z"]
 
 
 class WorkerRecord:

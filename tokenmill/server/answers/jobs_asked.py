@@ -201,7 +201,8 @@ class JobsAsked:
             call.function,
             kwargs=call.arguments,
             timeout=self._timeout_s,
-            ttl=self._timeout_s + 1,  # a job that expires before the call looks as if it were deleted
+            ttl=self._timeout_s
+            + 1,  # a job that expires before the call looks as if it were deleted
             result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
             description=call.function,
