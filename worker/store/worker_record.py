@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
+from rq.utils import utcparse
 
 from jobs.common.display import safe_name
 from jobs.common.keys import (
@@ -111,6 +113,20 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     if is_here and not may_live:
         return ""
     return safe_name(f"process {pid_text} on host {host}")
+
+
+def successor(client: Redis, worker_name: str, birth: datetime) -> str:
+    """Return the process that took a worker's name after its birth, such as "process 7 on host gpu1"; else "".
+
+    An older process does not count: a failover or a backup may bring its entry back. Raises RedisError.
+    """
+    fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
+    host, pid, born = (text(field or b"") for field in fields)
+    try:
+        is_younger = utcparse(born) > birth
+    except ValueError:
+        return ""
+    return safe_name(f"process {pid} on host {host}") if is_younger else ""
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
