@@ -68,8 +68,10 @@ def list_keys(connection: Redis) -> list[ApiKey]:
 
 def revoke_key(connection: Redis, key_id: str) -> bool:
     """Remove the key with this id; return whether there was such a key."""
+    if not key_id:
+        return False
     for digest in map(stored.text, _records(connection)):
-        if key_id and digest[:ID_CHARS] == key_id:
+        if digest[:ID_CHARS] == key_id:
             # The mark comes first: without any key, a local server would take every request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
@@ -122,11 +124,12 @@ class KnownKeys:
     def find(self, secret: str) -> ApiKey | None:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
-        found = None
-        for known, key in self.keys.items():
-            if hmac.compare_digest(known, digest):
-                found = key
-        return found
+        key_of_secret = None
+        # All keys are looked at, so that the time tells nothing.
+        for known_digest, key in self.keys.items():
+            if hmac.compare_digest(known_digest, digest):
+                key_of_secret = key
+        return key_of_secret
 
     def limits_of(self, project: str) -> ProjectLimits:
         """Return a project's limits."""

@@ -251,7 +251,8 @@ class Run:
 
 def check_here(spec: RunSpec) -> None:
     """Raise those errors of planning that show on this machine. Engine, pyarrow or input may be missing here."""
-    spec.check_sampling(check_sampling)
+    spec.check_values(check_sampling)
+
     try:
         from jobs.parquet.planning.inputs import check_columns_here
     except ImportError:  # no pyarrow, because a producer's installation has none
@@ -367,14 +368,15 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if it is there already, by another name."""
-    # single_file=True may stand beside output_format, which is more exact.
-    if arguments.get(argument, True) is not True:
+    # single_file=True may stand beside output_format, which is more exact and replaces it.
+    is_given = argument in arguments and arguments[argument] is not True
+    if is_given:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
     arguments[argument] = value
 
 
 def _paths(source: Any) -> list[str] | None:
-    """Return the paths that an input names; None for a table. Raises InvalidValue for anything else."""
+    """Read an input. Return the paths that it names; None for a table. Raises InvalidValue for anything else."""
     sources = source if isinstance(source, list | tuple) else [source]
     if all(isinstance(path, str | os.PathLike) for path in sources):
         return [os.fspath(path) for path in sources]

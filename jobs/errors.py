@@ -23,7 +23,7 @@ def fault_line(fault: Fault) -> str:
 
 def fault_of(error: str) -> str:
     """Return the `Fault` that the last line of a failed job's error names; "" if it names none."""
-    last_line = error.rstrip().rpartition("\n")[2]
+    _, _, last_line = error.rstrip().rpartition("\n")
     if not last_line.startswith(FAULT_PREFIX):
         return ""
     return last_line.removeprefix(FAULT_PREFIX)
@@ -33,6 +33,7 @@ class ToldError(Exception):
     """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
 
     message: ClassVar[str] = "{0}"
+    argument_names: ClassVar[tuple[str, ...]] = ()
     fault: ClassVar[Fault] = "client"
 
     def __init_subclass__(cls, fault: Fault | None = None) -> None:
@@ -42,10 +43,18 @@ class ToldError(Exception):
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
-            return "{" + str(names.index(match[1]))
+            name = match[1]
+            return "{" + str(names.index(name))
 
         if names:
             cls.message = re.sub(r"{(\w+)", numbered, text)
+            cls.argument_names = tuple(names)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """Return the argument of this name in the message. default: returned if the message has no such name."""
+        if name not in self.argument_names:
+            return default
+        return self.args[self.argument_names.index(name)]
 
     def __str__(self) -> str:
         try:
@@ -117,7 +126,7 @@ def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> Non
 
 
 class ModelNotServed(InvalidJob):
-    """the job asks for model {model!r}, and this worker serves {served!r}: name that one, leave `model` out, or use a
+    """the job asks for model {model!r}, and this worker serves {served}: name that one, leave `model` out, or use a
     queue whose workers serve {model!r}"""
 
 
@@ -211,7 +220,7 @@ class MixedFormats(InputError):
 
 
 class TableNotRead(InputError):
-    """{path}: reading it {what}: write it again with shorter values, smaller pages or fewer columns, or raise the
+    """{path}: reading it {reason}: write it again with shorter values, smaller pages or fewer columns, or raise the
     worker's setting TOKENMILL_MAX_SHARD_BYTES"""
 
 
@@ -232,7 +241,7 @@ class ColumnConflict(InputError):
 
 
 class ShardTooLarge(InputError):
-    """{path}: {what}, more than {limit} bytes ({share}TOKENMILL_MAX_SHARD_BYTES): {remedy}, or raise that setting"""
+    """{path}: {what}, more than {limit} bytes ({factor}TOKENMILL_MAX_SHARD_BYTES): {remedy}, or raise that setting"""
 
 
 class InputChanged(InputError):
@@ -280,13 +289,14 @@ class PlanOfAnotherVersion(OutputError):
 
 
 class PartDamaged(OutputError):
-    """{path} is not what the run has written ({found}): restore it, or submit into another folder with --reuse
+    """{path} is not what the run has written ({reason}): restore it, or submit into another folder with --reuse
     {output}, which computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file
     and submit again"""
 
     def __str__(self) -> str:
-        path, problem = self.args
-        return self.message.format(path, problem, path.rpartition("/")[0].removesuffix("/_parts"))
+        path, reason = self.args
+        folder, _, _ = path.rpartition("/")
+        return self.message.format(path, reason, folder.removesuffix("/_parts"))
 
 
 class CannotReuse(OutputError):
@@ -294,8 +304,8 @@ class CannotReuse(OutputError):
 
 
 class PathSwapped(RunError, fault="server"):
-    """{path} is not where it was ({found}): put the folder or file itself back in its place, no link to it, then submit
-    again; finished parts stay"""
+    """{path} is not where it was ({reason}): put the folder or file itself back in its place, no link to it, then
+    submit again; finished parts stay"""
 
 
 class RunOfAnotherModel(RunError):

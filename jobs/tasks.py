@@ -168,7 +168,7 @@ class TimedTask(Task):
     """
 
     def __init__(self, task: Task, deadline: Any) -> None:
-        parse_deadline("deadline", deadline, 0.0)
+        parse_deadline("deadline", deadline, now=0.0)  # checks the deadline's form
         self._task = task
         self._deadline = deadline
         self.blocking = task.blocking

@@ -138,7 +138,7 @@ def assemble(
             worker.beat,
             facts,
             redis_clock,
-            changing=partial(_changing_facts, served, lent.adapters),
+            changing_facts=partial(_changing_facts, served, lent.adapters),
         ),
         Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
     )

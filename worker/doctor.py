@@ -101,10 +101,11 @@ def _try_to_write(root: str) -> Finding:
                 with tempfile.TemporaryFile(dir=root) as file:
                     file.write(b"probe")
     except (DiskFull, OutputNotWritable) as error:
+        reason = error.argument("reason")
         mend = (
             "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
         )
-        return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
+        return fault("files", f"{root} cannot be written to ({reason})", mend)
     except JobsError as error:
         return fault_of("files", str(error))
     if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:

@@ -61,9 +61,13 @@ class JobEnvironment:
         # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
         # template and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
-        sent = sent_tokens(claimed.pieces, short_name(owner)) if claimed.pieces else ()
         return JobJournal(
-            connection, claimed.job_id, owner, claimed.journal, claimed.execution_id, sent
+            connection,
+            claimed.job_id,
+            owner,
+            stored=claimed.journal,
+            execution_id=claimed.execution_id,
+            sent=sent_tokens(claimed.pieces, short_name(owner)) if claimed.pieces else (),
         )
 
     def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

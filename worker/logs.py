@@ -87,7 +87,7 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     """Begin to write this process' log; return whether it is JSON.
 
     worker: the worker's name, which is in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: the options
-    of `rq worker` for text. If the program has set up its own logging, this logging stays. Raises SettingsError if JSON
+    of `rq worker` for text. If the program has set up logging itself, nothing is changed. Raises SettingsError if JSON
     is wanted but not possible.
     """
     for name in ("rq.worker", "rq.scheduler"):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
 _LISTS = frozenset({"data_roots", "allowed_functions", "allowed_webhook_hosts"})
-_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+_PORTS = re.compile(r"(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?", re.ASCII)
 _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
@@ -201,8 +201,8 @@ class WorkerSettings(BaseSettings):
             return value
         match = _PORTS.fullmatch(value.strip())
         if match is not None:
-            first = int(match[1])
-            last = int(match[2] or match[1])
+            first = int(match["first"])
+            last = int(match["last"] or first)
             if first == 0 and last == 0:
                 return range(0)
             if 0 < first <= last < 1 << 16:
@@ -311,8 +311,8 @@ class WorkerSettings(BaseSettings):
         folder = AdapterFolder(self.adapters)
 
         def look() -> tuple[list[str], dict[str, str]]:
-            found, problems = folder.look()
-            return [adapter.pinned for adapter in found], problems
+            adapters, problem_of = folder.look()
+            return [adapter.pinned for adapter in adapters], problem_of
 
         return LiveAdapters(look)
 
@@ -366,7 +366,7 @@ def with_variables(text: str) -> str:
 
 
 def read_variable(name: str) -> str | None:
-    """Return a variable's value without checking it; None if it is not set or empty."""
+    """Return a variable's value without checking it; None if it is missing or empty."""
     value = os.environ.get(name)
     if value:
         return value
@@ -393,7 +393,8 @@ def _explain(error: ValidationError) -> str:
     """Say what is wrong with each variable."""
     lines = []
     for problem in error.errors():
-        name = _PREFIX + str(problem["loc"][0]).upper()
+        field, *_ = problem["loc"]
+        name = _PREFIX + str(field).upper()
         if problem["type"] == "missing":
             lines.append(f"{name} is not set: name a model folder or a hub id")
         elif problem["type"].startswith("byte_size"):

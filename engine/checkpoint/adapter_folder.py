@@ -15,6 +15,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 #: The most names that an error lists.
 MAX_LISTED = 20
+#: A scale that is larger comes of a mistake.
+LARGEST_ALPHA = 1_000_000
+#: Characters of a wrong value in an error.
+MAX_SHOWN = 40
 #: A name with the fingerprint that its files must have.
 PINNED = re.compile(r"(.+)@([0-9a-f]{32})")
 
@@ -63,7 +67,8 @@ class AdapterFolder:
         """Return the names of all adapters, sorted."""
         if self._folder is None:
             return []
-        return sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+        found = (path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+        return sorted(name for name in found if _can_be_asked_for(name))
 
     def find(self, asked: str) -> Adapter:
         """Return the adapter of a name, or of a name pinned to a fingerprint.
@@ -105,7 +110,7 @@ class AdapterFolder:
 
     def _read(self, name: str) -> Adapter | None:
         """Return the adapter in a sub-folder; None if there is none."""
-        if self._folder is None or not name or name.startswith(".") or Path(name).name != name:
+        if self._folder is None or not _can_be_asked_for(name):
             return None
         folder = self._folder / name
         try:
@@ -123,6 +128,12 @@ class AdapterFolder:
         adapter = Adapter(name, _fingerprint(name, folder), folder)
         self._known[name] = state, adapter
         return adapter
+
+
+def _can_be_asked_for(name: str) -> bool:
+    """Whether this may be an adapter's name: a folder's that is not hidden, on one line, and not like a pinned one."""
+    is_folder = bool(name) and not name.startswith(".") and Path(name).name == name
+    return is_folder and name.isprintable() and PINNED.fullmatch(name) is None
 
 
 def _state(path: Path) -> tuple[int, int, int]:
@@ -183,9 +194,17 @@ def _problem(values: Mapping[str, Any]) -> str | None:
     patterns = values.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         return f"alpha_pattern must be an object, found {type(patterns).__name__}"
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"alpha_pattern has {pattern!r}, which is no pattern ({error})"
     for alpha in (values.get("lora_alpha"), *patterns.values()):
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            return f"lora_alpha must be a number, got {alpha!r}"
+        is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+        if not is_number or not abs(alpha) <= LARGEST_ALPHA:
+            return (
+                f"lora_alpha must be a number up to {LARGEST_ALPHA:,}, got {str(alpha)[:MAX_SHOWN]}"
+            )
     return None
 
 

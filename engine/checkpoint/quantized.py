@@ -47,6 +47,8 @@ class PackedPart:
 #: By safetensors' dtype: the dtype in which scales stay. Others become float32.
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 NAN_MAGNITUDE = 0x7F  # of e4m3
+#: The largest magnitude of a code less its zero point.
+LARGEST_CODE = {"int4": 15.0, "int8": 255.0, "fp8": 448.0}
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -92,8 +94,9 @@ class QuantizedTensor(CheckpointTensor):
     def packed_part(self, rows: slice, columns: slice) -> PackedPart:
         """Read these rows and whole groups of columns, on the CPU. Raises DamagedWeights."""
         scale = self._scale.whole()
-        if not scale.float().isfinite().all():
-            raise _damaged(self._scale, "has numbers that are NaN or infinite")
+        largest = LARGEST_CODE[self._kind]
+        if not (scale.float() * largest).isfinite().all():
+            raise _damaged(self._scale, "has numbers that are NaN or infinite, or too large")
         scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
         row_groups = torch.arange(self.shape[0])[rows] // self._block[0]
         groups = slice(None)
@@ -414,9 +417,14 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 def _group_of_column(
     parts: Parts, part: str, columns: int, scheme: Scheme
 ) -> CheckpointTensor | None:
+    """Return the tensor that says which scale each column has; None if the columns' groups are in order."""
     if not scheme.column_groups and not parts.holds(part):
         return None
-    return parts.get(part, ("I32", "I64"), (columns,))
+    found = parts.get(part, ("I32", "I64"), (columns,))
+    in_order = torch.arange(columns) // (scheme.block[1] or columns)
+    if torch.equal(found.whole().long(), in_order):
+        return None  # GPTQ's files have it without desc_act too
+    return found
 
 
 def _open_mxfp4(tensors: Mapping[str, CheckpointTensor], name: str) -> CheckpointTensor:

@@ -88,6 +88,8 @@ def _load_adapter(
         runner.load_adapter(number, Adapter(name, fingerprint, Path(folder)))
     except AdapterRefused as error:
         return error.problem
+    except Exception as error:  # noqa: BLE001 - whatever one adapter's files make it raise
+        return f"{type(error).__name__}: {error}"
     return None
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import redis
@@ -264,7 +264,7 @@ def _errors_text(
 ) -> str:
     """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
     num_errors = reasons.rows - reasons.rows_with(CUT)
-    outcome = outcome_text(num_errors, failed_checks, num_cut, rows="rows ")
+    outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
         if not failed_checks and not num_cut:
             outcome = "no row has an error"
@@ -285,18 +285,19 @@ def _errors_text(
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
-    """Return a row as `tail` prints it. prefix: of the columns that the run has added."""
+    """Return a row as `tail` prints it. prefix: the beginning of the names of the columns that the run has added."""
     number = row["row"]
     error = row.get(f"{prefix}error")
     if error is not None:
         return f"row {number}: error: {safe_name(error, MAX_TEXT_CHARS)}"
     values = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
     reason = values.pop(f"{prefix}finish_reason", None)
+    text = to_json(values)
     present = [value for value in values.values() if value is not None]
-    is_text = len(present) == 1 and isinstance(present[0], str)
-    text = present[0] if is_text else to_json(values)
-    ended = f" [{reason}]" if reason not in (None, "stop") else ""
-    return f"row {number}{ended}: {safe_name(text, MAX_TEXT_CHARS)}"
+    if len(present) == 1 and isinstance(present[0], str):
+        [text] = present
+    ending = f" [{reason}]" if reason not in (None, "stop") else ""
+    return f"row {number}{ending}: {safe_name(text, MAX_TEXT_CHARS)}"
 
 
 @click.command()
@@ -381,11 +382,19 @@ different  {rows_different:,}
 left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_other_models:,} of other models"""
 
 
-def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
-    """Return a finished run's queue, its folder as workers name it, its id, and its model or None.
+class _FinishedRun(NamedTuple):
+    """What `verify` needs of a run. folder: its output as workers name it. model: None if it is not known."""
 
-    If Redis has forgotten the run, these values are read from its folder, and the queue is the default. Raises
-    InvalidJob or UnknownRun.
+    id: str
+    queue: str
+    folder: str
+    model: str | None
+
+
+def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
+    """Look up a finished run. Raises InvalidJob or UnknownRun.
+
+    If Redis has forgotten the run, it is read from its folder, and the queue is the default.
     """
     run_id, output = named_run(connection, run)
     try:
@@ -394,14 +403,15 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
         if output is None:
             raise
         _check_finished(run_id, output.state)
-        return DEFAULT_QUEUE, output.plan.spec.output, run_id, output.plan.model.fingerprint
+        plan = output.plan
+        return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
         )
     facts = RunState(connection, planned.run).facts()
-    return planned.queue, facts["output"], planned.run, facts.get("model")
+    return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))
 
 
 def _check_finished(run: str, state: str) -> None:
@@ -441,14 +451,16 @@ def verify(
     """
     try:
         with errors_printed():
-            run_queue, folder, run_id, model = _to_verify(connection, run)
+            finished = _finished_run(connection, run)
             arguments = {
-                "run": run_id,
-                "plan": os.path.join(folder, PLAN),
+                "run": finished.id,
+                "plan": os.path.join(finished.folder, PLAN),
                 "sample": sample,
                 "seed": seed,
             }
-            result = try_job(connection, queue or run_queue, "jobs.verify_rows", arguments, model)
+            result = try_job(
+                connection, queue or finished.queue, "jobs.verify_rows", arguments, finished.model
+            )
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)
@@ -464,7 +476,8 @@ def verify(
 
 
 def _comparison_text(result: dict[str, Any]) -> str:
-    """Return what `verify` prints for people. result: of jobs.verify_rows."""
+    """Return what `verify` prints for people. result: what jobs.verify_rows has returned."""
+
     lines = [_COUNTS.format(**result)]
     for difference in result["differences"]:
         lines.append(f"row {difference['row']}, column {difference['column']}")

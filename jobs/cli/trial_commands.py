@@ -130,7 +130,7 @@ def survey(
 ) -> dict[str, Any]:
     """Have a worker look at a run; return the result of jobs.survey_parquet.
 
-    options: of the run. extent: those arguments of jobs.survey_parquet that say how much to look at.
+    options: the run's options. extent: those arguments of jobs.survey_parquet that say how much to look at.
     """
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})
@@ -208,7 +208,8 @@ def _show(row: dict[str, Any]) -> None:
     if row.get("tools") is not None:
         click.echo(f"  tools: {_text(row['tools'])}")
     for message in row["prompt"]:
-        click.echo(f"  {safe_name(str(message.get('role')))}: {_text(message.get('content'))}")
+        role = safe_name(str(message.get("role")))
+        click.echo(f"  {role}: {_text(message.get('content'))}")
         for name, value in message.items():
             if name not in ("role", "content"):  # such as tool_calls
                 click.echo(f"    {safe_name(str(name))}: {_text(value)}")

@@ -100,7 +100,10 @@ def utc_text(moment: float) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a list or dict as JSON. Times become ISO 8601, exact decimals numbers, and infinite numbers null."""
+    """Return a list or dict as JSON.
+
+    A time becomes a text in ISO 8601. An exact decimal becomes a number. An infinite number becomes null.
+    """
     try:
         return json.dumps(
             value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent

@@ -9,9 +9,9 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 def is_full(error: BaseException) -> bool:
     """Whether Redis refused a command because its memory is full. For scripts the error is a plain ResponseError."""
-    return isinstance(error, OutOfMemoryError) or (
-        isinstance(error, ResponseError) and str(error).startswith("OOM ")
-    )
+    if isinstance(error, OutOfMemoryError):
+        return True
+    return isinstance(error, ResponseError) and str(error).startswith("OOM ")
 
 
 #: The fields of INFO that say "ok" while Redis can write to its disk.

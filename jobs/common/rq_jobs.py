@@ -117,7 +117,7 @@ def command_channel(worker: str) -> str:
 
 
 def job_status(raw: object) -> JobStatus | None:
-    """Return a stored status; None for anything else."""
+    """Read a stored status. Return None for anything else."""
     for status in JobStatus:
         if status.encode() == raw:
             return status

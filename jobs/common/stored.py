@@ -28,7 +28,7 @@ def unpacked(packed: bytes, most: int) -> bytes | None:
 
 
 def json_object(raw: object) -> dict[str, Any]:
-    """Return a stored JSON object; {} for anything else, such as None, another type or an error of Redis."""
+    """Read a stored JSON object. Return {} for anything else, such as None, another type or an error of Redis."""
     if not isinstance(raw, bytes) or len(raw) > MAX_OBJECT_BYTES:
         return {}
     try:
@@ -39,14 +39,14 @@ def json_object(raw: object) -> dict[str, Any]:
 
 
 def count(value: object) -> int | None:
-    """Return a stored count, an int or its digits; None for anything else."""
+    """Read a stored count. It may be an int, or a text of digits. Return None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         return int(value)
     return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def seconds(text: str | None) -> float | None:
-    """Return a stored time; None for anything else."""
+    """Read a text of seconds. Return None for anything else."""
     try:
         value = float(text or "")
     except ValueError:
@@ -55,7 +55,7 @@ def seconds(text: str | None) -> float | None:
 
 
 def moment(raw: object) -> float | None:
-    """Return a time that RQ wrote, in Unix seconds; None for anything else."""
+    """Read a date that RQ wrote. Return its Unix seconds, or None for anything else."""
     if not isinstance(raw, bytes):
         return None
     try:

@@ -51,21 +51,21 @@ MAX_ENTRIES = 1000
 
 
 def _number(value: object) -> float | None:
-    """Return a number, such as seconds or a share, if it is from 0 to 2**53; None for anything else."""
+    """Read a number from 0 to 2**53, such as seconds or a share. Return None for anything else."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 53:  # type: ignore[operator]
         return None
     return float(value)  # type: ignore[arg-type]
 
 
 def _text(value: object) -> str | None:
-    """Return a text fit to be shown; None for anything else."""
+    """Read a text that is fit to be shown. Return None for anything else."""
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not is_unicode(value):
         return None
     return printable(value)
 
 
 def _texts(value: object) -> list[str] | None:
-    """Return a list's texts that are fit to be shown; None for anything but a list, or for a very long one."""
+    """Read a list. Return those of its texts that are fit to be shown, or None if it is no list, or a very long one."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -73,7 +73,7 @@ def _texts(value: object) -> list[str] | None:
 
 
 def _counts(value: object) -> dict[str, int] | None:
-    """Return counts by name; None for anything but a mapping, or for a very large one."""
+    """Read counts by name. Return None for anything but a mapping, or for a very large one."""
     if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
         return None
     counts: dict[str, int] = {}
@@ -165,7 +165,8 @@ class WorkerSample(Point):
     models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
-    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
+    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
+    runs, its id and its memory.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
     queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
     MAX_HELD_NAMED. claimed: for each of its queues, how many jobs all workers have taken and not begun.
@@ -293,19 +294,20 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
-def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | None]:
-    """Return how many workers listen on a queue, and the names of the models that they serve.
+def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
+    """Return the workers that listen on a queue."""
+    return [worker for worker in workers if queue in worker.queues]
 
-    The names are None if a worker does not say what it serves.
-    """
-    listening = [worker for worker in workers if queue in worker.queues]
+
+def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
+    """Return the names of the models that a queue's workers serve; None if a worker does not say what it serves."""
     models: set[str] = set()
-    for worker in listening:
+    for worker in listening_on(workers, queue):
         if worker.sample is None:
-            return len(listening), None
+            return None
         if not worker.is_silent:  # a killed worker's sample stays for minutes
             models.update(worker.sample.models)
-    return len(listening), models
+    return models
 
 
 def are_held(workers: Iterable[Worker]) -> bool:

@@ -29,9 +29,20 @@ def digest_of(pinned: str) -> str:
     return digest
 
 
+def shown_adapter(pinned: str) -> str:
+    """Return a pinned adapter as messages show it, with the beginning of its hash."""
+    return f"{name_of(pinned)} ({digest_of(pinned)[:8]})"
+
+
 def _by_name(pinned: Iterable[str]) -> dict[str, str]:
     """Return pinned adapters by their names."""
     return {name_of(adapter): adapter for adapter in pinned}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as an error lists them."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class Adapters:
@@ -62,11 +73,12 @@ class Adapters:
             return by_name[name]
         if by_name.get(name_of(name)) == name:
             return name
-        names = sorted(by_name)
-        known = ", ".join(names[:MAX_LISTED]) or "none"
-        if len(names) > MAX_LISTED:
-            known += f" and {len(names) - MAX_LISTED} more"
-        raise UnknownAdapter(name, known)
+        raise UnknownAdapter(name, _listed(sorted(by_name)) or "none")
+
+    @property
+    def listed(self) -> str:
+        """Return their names as an error lists them, "" for none."""
+        return _listed(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return sampling values with their adapter pinned. Raises UnknownAdapter."""

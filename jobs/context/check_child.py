@@ -204,10 +204,11 @@ def _matched(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _json_part(text: str, pointer: str) -> str | None:
-    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None if there is none."""
+    """Return the value at a JSON pointer (RFC 6901) as canonical JSON; None if there is no such value."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
-        for step in pointer.split("/")[1:]:
+        _, *steps = pointer.split("/")
+        for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(value, list):
                 value = value[_place(name)]
@@ -221,9 +222,9 @@ def _json_part(text: str, pointer: str) -> str | None:
 
 
 def _number(text: str) -> float | int:
-    """Return a number of JSON in one form: 1 and 1.0 are equal."""
-    value = float(text)
-    return int(value) if value.is_integer() else value
+    """Parse a number of JSON. A whole number becomes an int, so that 1 and 1.0 are written alike."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _place(name: str) -> int:

@@ -92,7 +92,8 @@ def _check(name: str, value: Any) -> dict[str, Any]:
     if kind == "json":
         return {"json": _schema(rule)}
     text = some_text(f"{kind} of check", rule, MAX_CHARS)
-    if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
+    may_be_dotted_name = len(text) <= MAX_NAME_CHARS and "." in text.strip(".")
+    if kind == "function" and not may_be_dotted_name:
         raise InvalidValue(
             "function of check is {}, which names no function in a module: write module.function",
             brief(text),

@@ -7,7 +7,7 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from jobs.context.adapters import digest_of, name_of
+from jobs.context.adapters import shown_adapter
 from jobs.errors import InvalidJob, ModelNotServed
 
 
@@ -32,16 +32,15 @@ class PinnedModel:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
         text = f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
         if self.adapters:
-            shown = [f"{name_of(pinned)} ({digest_of(pinned)[:8]})" for pinned in self.adapters]
-            text += f" with adapters {', '.join(shown)}"
+            text += f" with adapters {', '.join(map(shown_adapter, self.adapters))}"
         return text
 
     @cached_property
     def pin(self) -> str:
         """Return a text that names what a worker must serve to answer the run's rows.
 
-        The model stands in its first line, and an adapter in each further one. Other workers leave the run's jobs on
-        the queue.
+        Its first line names the model. Each further line names an adapter. Workers that serve anything else leave the
+        run's jobs on the queue.
         """
         model = self.fingerprint
         if self.max_model_len != 0:
@@ -93,7 +92,7 @@ class ServedModel(PinnedModel):
     def check_asked_for(self, name: str | None) -> None:
         """Raise ModelNotServed if a job asks for another model. name: None for any model."""
         if name is not None and name not in self.names:
-            raise ModelNotServed(name, self.name)
+            raise ModelNotServed(name, repr(self.name))
 
     def check_ranks(self) -> None:
         """Raise InvalidJob if the model's head has several classes, because then no class is a document's score."""

@@ -26,6 +26,11 @@ R = TypeVar("R")
 ReaderKey = tuple[Hashable, ...]
 
 
+def _path_of(key: ReaderKey) -> Hashable:
+    path, *_ = key
+    return path
+
+
 class _IdleReader(NamedTuple):
     """A reader that nobody uses."""
 
@@ -75,14 +80,13 @@ class SharedFiles:
             self._users += Counter()  # drops files without users
         self.close_idle(self._users)
 
-    def close_idle(self, but: Container[Hashable] = ()) -> None:
-        """Close the readers that nobody uses. but: the files whose readers stay open."""
+    def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
+        """Close the readers that nobody uses. paths_to_keep: the files whose readers stay open."""
         unused = []
         with self._lock:
             still_idle = []
             for idle in self._idle:
-                path = idle.key[0]
-                if path in but:
+                if _path_of(idle.key) in paths_to_keep:
                     still_idle.append(idle)
                 else:
                     unused.append(idle.reader)
@@ -107,9 +111,8 @@ class SharedFiles:
             except BaseException:  # the reader may have read another file than the planned one
                 self._close(reader)
                 raise
-            path = key[0]
             with self._lock:
-                is_used = path in self._users
+                is_used = _path_of(key) in self._users
                 if is_used:
                     self._idle.append(_IdleReader(key, reader))
             if not is_used:

@@ -23,7 +23,8 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
             brief(value),
             value[:MAX_SHOWN_CHARS],
         )
-    if type(value) is not int or value < 1 or (most and value > most):
+    is_too_large = most is not None and type(value) is int and value > most
+    if type(value) is not int or value < 1 or is_too_large:
         until = "on" if most is None else f"to {most}"
         raise unlike(name, value, f"an integer from 1 {until}")
     return value

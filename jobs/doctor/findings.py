@@ -63,7 +63,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
 
 
 def _examine(examination: Examination, findings: list[Finding]) -> None:
-    """Carry out an examination. Its findings are added one by one, so that those of one that hangs are not lost."""
+    """Carry out an examination. Its findings are added one by one. If it hangs, the findings so far are not lost."""
     try:
         for finding in examination.check():
             findings.append(finding)

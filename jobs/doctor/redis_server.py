@@ -261,11 +261,11 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
-    """Return the commands that a role needs, as words with arguments."""
+    """Return the commands that a role needs, each as a tuple of its words."""
     further_commands = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
-    text = f"{_PRODUCERS}\n{further_commands[role]}"
+    lines = f"{_PRODUCERS}\n{further_commands[role]}"
     commands = []
-    for command in text.replace("\n", ";").split(";"):
+    for command in lines.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())
         if words:
             commands.append(words)
@@ -286,8 +286,9 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         elif " channel" in refusal:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
-            has_subcommand = words[0] in ("script", "memory")
-            command = f"{words[0]}|{words[1]}" if has_subcommand else words[0]
+            command, *arguments = words
+            if command in ("script", "memory"):
+                command = f"{command}|{arguments[0]}"  # a rule names the subcommand too
             rules[f"+{command}"] = None
     if not rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")

@@ -19,8 +19,8 @@ class Check:
     """
 
     options: RepairOptions
-    row: Any
     text: str
+    row: Any = None
 
 
 Step = list[Request] | Check

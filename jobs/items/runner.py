@@ -154,10 +154,16 @@ class ItemRunner(Generic[T]):
 
         progress_of: the progress of items, by each item's first place.
         """
-        begun = [entry for entry in self._unsent if entry.places[0] in progress_of]
-        self._unsent = deque(entry for entry in self._unsent if entry.places[0] not in progress_of)
+        begun = []
+        not_begun: deque[Entry[T]] = deque()
+        for entry in self._unsent:
+            if entry.first_place in progress_of:
+                begun.append(entry)
+            else:
+                not_begun.append(entry)
+        self._unsent = not_begun
         for entry in begun:
-            progress = progress_of[entry.places[0]]
+            progress = progress_of[entry.first_place]
             entry.resumed = progress
             entry.num_tokens = progress.num_tokens
             self.counts.resumed += len(entry.places)
@@ -178,7 +184,7 @@ class ItemRunner(Generic[T]):
                 new_tokens = {
                     number: token_ids[sent.num_continued :] for number, token_ids in samples.items()
                 }
-                tokens[sent.entry.places[0]][sent.place] = new_tokens
+                tokens[sent.entry.first_place][sent.place] = new_tokens
 
         progress_of: dict[int, Progress] = {}
         for place, entry in self._open.items():
@@ -210,7 +216,7 @@ class ItemRunner(Generic[T]):
         entry.item = ItemUnderWay(make(), self._checks)
         if entry.places:
             self.counts.open += len(entry.places)
-            self._open[entry.places[0]] = entry
+            self._open[entry.first_place] = entry
         entry.item.begin(list(entry.resumed.replies))
         if len(entry.item.replies) != len(entry.resumed.replies):
             entry.resumed = NOTHING
@@ -272,7 +278,7 @@ class ItemRunner(Generic[T]):
             return
 
         assert item.answer is not None, "an item returned no answer"
-        del self._open[entry.places[0]]
+        del self._open[entry.first_place]
         self.counts.open -= len(entry.places)
         replies = tuple(item.replies) if self._keeps_replies else ()
         self._answer(entry, item.answer, replies)

@@ -122,6 +122,11 @@ class Entry(Generic[T]):
     received: Mapping[int, Samples] = field(default_factory=dict)
     num_tokens: int = 0
 
+    @property
+    def first_place(self) -> int:
+        """The place that names the item in a journal. Only the opening item has no place."""
+        return self.places[0]
+
 
 class Sent(NamedTuple, Generic[T]):
     """A request that was sent: its item, its step, its place in the step, and how many tokens it continues."""

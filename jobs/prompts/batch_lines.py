@@ -130,19 +130,19 @@ def without_unsupported(
 
     A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
     """
-    kept: dict[str, Any] = {}
+    supported: dict[str, Any] = {}
     left_out: list[str] = []
     for name, value in body.items():
         if value is None or _is_supported(url, name, body, is_sampling_value):
-            kept[name] = value
+            supported[name] = value
         else:
             left_out.append(name)
-    messages = kept.get("messages")
+    messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
         keys: dict[str, None] = {}
-        kept["messages"] = [_without_keys(message, keys) for message in messages]
+        supported["messages"] = [_without_keys(message, keys) for message in messages]
         left_out += [f"messages[].{key}" for key in keys]
-    return kept, left_out
+    return supported, left_out
 
 
 def _is_supported(
@@ -165,13 +165,13 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
     """Return a message without keys that are not read. Their names are added to left_out."""
     if not isinstance(message, dict):
         return message
-    kept = {}
+    supported = {}
     for key, value in message.items():
         if key in MESSAGE_KEYS:
-            kept[key] = value
+            supported[key] = value
         elif value is not None and value != []:
             left_out[key] = None
-    return kept
+    return supported
 
 
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -193,14 +193,13 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 def failure_text(error: JobsError) -> str:
     """Return why a line failed, as its answer says it. The number of the request is left out."""
     if isinstance(error, ModelNotServed):
-        name = str(error.args[0])
+        name = str(error.argument("model"))
         return (
             f"{message_of(error)}; or submit the file with model_alias {name!r} (--model-alias {shlex.quote(name)}), "
             "so that the served model answers for that name"
         )
     if isinstance(error, RequestFailed):
-        _, reason = error.args
-        return str(reason)
+        return str(error.argument("reason"))
     return message_of(error)
 
 

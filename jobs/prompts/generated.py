@@ -59,8 +59,9 @@ class PromptAnswer:
         total = 0
         for sample in self.samples:
             numbers = sample.embedding or sample.class_scores or ()
-            # Base64 has 16 characters for three numbers of an embedding.
-            total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
+            # Base64 takes 16 characters for three numbers of an embedding, so at least 5 for each.
+            num_chars_of_numbers = 5 * len(numbers)
+            total += len(sample.text) + len(sample.reasoning or "") + num_chars_of_numbers
         return total
 
 
@@ -132,7 +133,7 @@ def _tried(
         tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
             if turn.continued and tally.answer is not None and repairs.check is not None:
-                problem = yield Check(repairs, row, tally.answer.text)
+                problem = yield Check(repairs, tally.answer.text, row)
             break
 
         has_attempts = attempt < repairs.max_attempts
@@ -145,14 +146,14 @@ def _tried(
 
         if repairs.check is None:
             break
-        problem = yield Check(repairs, row, completion.text)
+        problem = yield Check(repairs, completion.text, row)
         if problem is None or not has_attempts:
             break
         if _had_no_room(completion, request):
             request = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
         else:
             request = replace(request, sampling=_sampling_of(first, attempt + 1))
-            request = _repaired(request, repairs, completion.text, problem, control_tokens)
+            request = _repaired(request, repairs, problem, control_tokens, answer=completion.text)
         turn = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
@@ -226,9 +227,9 @@ def _sampling_of(first: Request, attempt: int) -> dict[str, Any]:
 def _repaired(
     request: Request,
     repairs: RepairOptions,
-    answer: str,
     reason: str,
     control_tokens: Collection[str],
+    answer: str = "",
 ) -> Request:
     """Return a request for another answer, which follows the answer that is not valid."""
     if request.messages is not None:
@@ -247,7 +248,7 @@ def _without_answers(
     """Return the first request followed by the reason, without the answers in between, which left no room."""
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
-        return _repaired(request, repairs, "", reason, control_tokens)
+        return _repaired(request, repairs, reason, control_tokens)
     # Templates want users and assistants to take turns, so the reason stands in the user's last message.
     text = repairs.text_behind(reason, is_chat=True)
     *earlier, last = request.messages

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
@@ -159,7 +159,14 @@ NAMES = (*CHAT_ONLY, SPLIT_TOKENS)
 ChatOptions = Mapping[str, Any]
 
 
-def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
+class ChatArguments(NamedTuple):
+    """A chat's keyword arguments: sampling values for the engine, and options for the chat's template."""
+
+    sampling: dict[str, Any]
+    options: ChatOptions
+
+
+def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
     """Split a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name not in NAMES}
     variables = values.get("chat_template_kwargs") or {}
@@ -179,7 +186,7 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
         options["tools"] = tools
     if not splits_control_tokens(values):
         options[SPLIT_TOKENS] = False
-    return sampling, options
+    return ChatArguments(sampling, options)
 
 
 def forces_call(values: Mapping[str, Any]) -> bool:

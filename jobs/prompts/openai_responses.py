@@ -126,8 +126,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: i
             "type": "function",
             "function": {"name": item.get("name"), "arguments": item.get("arguments")},
         }
-        if messages and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("tool_calls", []).append(call)
+        last_message = messages[-1] if messages else None
+        if last_message is not None and last_message["role"] == "assistant":
+            last_message.setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":

@@ -3,7 +3,7 @@
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.common.display import brief
 from jobs.context import JobContext
@@ -80,8 +80,9 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
     files: list[bytes] = []
     size = 0
     for picture in pictures:
-        files.append(read(picture) if isinstance(picture, str) else picture)
-        size += len(files[-1])
+        file = read(picture) if isinstance(picture, str) else picture
+        files.append(file)
+        size += len(file)
         if size > MAX_BYTES:
             raise InvalidJob(
                 f"the prompt's pictures have more than {MAX_BYTES} bytes: make them smaller"
@@ -95,22 +96,29 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
 LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 
 
-def decode(file: bytes, name: str, most: int) -> tuple[int, int, bytearray]:
-    """Have a child decode a picture. Returns its height, width and RGB. Raises InvalidJob.
+class DecodedPicture(NamedTuple):
+    """A decoded picture. rgb: three bytes for each pixel, row by row."""
 
-    name: the picture's, for errors. most: the most pixels that it may have.
+    height: int
+    width: int
+    rgb: bytearray
+
+
+def decode(file: bytes, name: str, most: int) -> DecodedPicture:
+    """Have a child decode a picture. Raises InvalidJob.
+
+    name: names the picture in errors. most: the most pixels that it may have.
     """
+    question = {"most": most}
     try:
-        reply, pixels = DECODERS.call(
-            lambda child: child.ask(
-                "jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file
-            )
+        reply, rgb = DECODERS.call(
+            lambda child: child.ask("jobs.prompts.picture_child:decode", question, LIMITS, file)
         )
     except ChildFailed as error:
         raise InvalidJob(f"decoding {name} {error}") from None
     if "problem" in reply:
         raise InvalidJob(f"{name} {reply['problem']}")
-    return reply["height"], reply["width"], pixels
+    return DecodedPicture(reply["height"], reply["width"], rgb)
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
@@ -122,7 +130,9 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
 
     def read(context: JobContext) -> Task:
         assert context.picture_reader is not None, "a process that runs jobs lends one"
-        return make(filled(messages, loaded(pictures, context.picture_reader(context))))
+        read_file = context.picture_reader(context)
+        files = loaded(pictures, read_file)
+        return make(filled(messages, files))
 
     has_paths = any(isinstance(picture, str) for picture in pictures)
     if has_paths:

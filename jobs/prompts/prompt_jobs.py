@@ -124,7 +124,7 @@ def complete_task(
             if isinstance(prompt, Unusable):
                 requests.append(prompt)
             else:
-                requests.append(Request(prompt, None, values))
+                requests.append(Request(prompt=prompt, messages=None, sampling=values))
         return PromptTask(
             _seeded(requests),
             partial(text_completion, options=response),
@@ -156,9 +156,9 @@ def chat_task(
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
-        requests = [Request(None, messages, values, chat)]
+        request = Request(prompt=None, messages=messages, sampling=values, chat_options=chat)
         respond = partial(chat_completion, options=response)
-        return PromptTask(requests, respond, model_name, values, repairs, way=way)
+        return PromptTask([request], respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(normal_messages(messages), task)

@@ -11,7 +11,7 @@ from jobs.context.adapters import ADAPTER, digest_of, name_of
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
 from jobs.context.values import some_text
-from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
+from jobs.errors import InvalidJob, ModelNotServed, RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
@@ -68,7 +68,7 @@ class PromptTask(Task):
         model = self.model
         if model is not None and model not in context.model.names:
             if model not in context.adapters.names:
-                context.model.check_asked_for(model)
+                raise ModelNotServed(model, _served(context))
             if name not in (None, model):
                 raise InvalidJob("model and adapter each name an adapter: give one of them")
             name = model
@@ -317,3 +317,10 @@ class OpenPrompts(ItemsTask):
     def result(self) -> dict[str, Any]:
         """Return the job's response. Raises RequestFailed when every prompt failed."""
         return self._task.result(self.runner.answers(), self._context)
+
+
+def _served(context: JobContext) -> str:
+    """Name what a job may ask for here, as an error shows it."""
+    model = repr(context.model.name)
+    adapters = context.adapters.listed
+    return f"{model}, and adapters {adapters}" if adapters else model

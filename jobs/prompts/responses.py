@@ -215,7 +215,9 @@ def _shown(entry: Logprob) -> float:
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
     """Return log probabilities by the token's text, likeliest first. If a text is taken, the key is the token's id."""
     by_text: dict[str, float] = {}
-    for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
+    likeliest_first = sorted(row, key=lambda token_id: row[token_id].rank)
+    for token_id in likeliest_first:
+        entry = row[token_id]
         key = text_token(entry)
         if key in by_text:
             key = f"token_id:{token_id}"

@@ -65,7 +65,9 @@ class _Spellings:
     def __init__(self, texts: Collection[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+        self._beginnings = set()
+        for text in texts:
+            self._beginnings |= {text[:length] for length in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
 
     def broken(self, value: Any) -> Any:
@@ -113,7 +115,8 @@ _TASK = "jobs.prompts.jinja_environment:fill_in"
 class TemplateProblem(Exception):
     """Raised when a template or a row cannot be rendered.
 
-    Arguments: why, as a text that may have one {}, and the part of the template that stands for it.
+    Its arguments are those of InvalidValue: a text that says why and may have one {}, and the part of the template that
+    belongs there.
     """
 
 

@@ -3,7 +3,7 @@
 import json
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.common.display import brief, safe_name
 from jobs.common.rq_jobs import (
@@ -31,8 +31,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns the values of a template: `results` has each job's value, `answers` each value's text. Both are None for a
-    failed job.
+    Returns the values of a template: `results` is a list of the jobs' values, and `answers` is a list of these values'
+    texts. Both lists have None for a failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -42,15 +42,15 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     bytes_left = context.max_result_bytes
     for start in range(0, len(ids), TOGETHER):
         context.check_interrupted()
-        for job_id, ended, status in _ends(context, ids[start : start + TOGETHER]):
-            bytes_left -= len(ended.get(b"return_value") or b"")
+        for end in _ends(context, ids[start : start + TOGETHER]):
+            bytes_left -= len(end.result.get(b"return_value") or b"")
             if bytes_left < 0:
                 raise InvalidJob(
                     "the results of the jobs that this one depends on have more than "
                     f"{context.max_result_bytes} bytes: depend on fewer jobs, or raise the worker's setting "
                     "TOKENMILL_MAX_RESULT_BYTES"
                 )
-            results.append(_value(job_id, ended, status))
+            results.append(_value(end))
     return {"answers": list(map(answer_of, results)), "results": results}
 
 
@@ -81,8 +81,16 @@ def _text_of(choice: Any) -> Any:
     return choice.get("text")
 
 
-def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes, bytes], str]]:
-    """Return for each job its id, its last result and its status."""
+class _End(NamedTuple):
+    """How a job has ended: the last entry of its results, and its status. Both are empty if Redis has lost them."""
+
+    job_id: str
+    result: dict[bytes, bytes]
+    status: str
+
+
+def _ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
+    """Read how jobs have ended."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
@@ -95,22 +103,23 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
         result: dict[bytes, bytes] = {}
         if entries:
             _, result = entries[0]
-        ends.append((job_id, result, text(status or b"")))
+        ends.append(_End(job_id, result, text(status or b"")))
     return ends
 
 
-def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
+def _value(end: _End) -> Any:
     """Return a job's value; None for a failed job. Raises AnswerMissing."""
-    kind = result_type(ended)
+    kind = result_type(end.result)
     if kind is ResultType.SUCCESSFUL:
-        return _parsed(job_id, ended.get(b"return_value"))
-    if kind in _FAILED or (kind is None and status in _FAILED_STATUSES):
+        return _parsed(end.job_id, end.result.get(b"return_value"))
+    has_failed_status = kind is None and end.status in _FAILED_STATUSES
+    if kind in _FAILED or has_failed_status:
         return None
-    if not status:
+    if not end.status:
         problem = "job and result are gone: enqueue it again, with a longer result_ttl"
     else:
-        problem = f"it has left no result, and its status is {safe_name(status)!r}"
-    raise AnswerMissing(safe_name(job_id), problem)
+        problem = f"it has left no result, and its status is {safe_name(end.status)!r}"
+    raise AnswerMissing(safe_name(end.job_id), problem)
 
 
 def _parsed(job_id: str, packed: bytes | None) -> Any:

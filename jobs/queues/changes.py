@@ -53,19 +53,21 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "enqueued_at")
-        enqueued = pipe.execute(raise_on_error=False)
+        enqueueing_times = pipe.execute(raise_on_error=False)
     with connection.pipeline() as pipe:
         for job_id in job_ids:
             pipe.lrem(waiting, 1, job_id)
         counts = pipe.execute()
 
-    taken = {}
-    for job_id, enqueued_at, count in zip(job_ids, enqueued, counts, strict=True):
+    time_of_taken: dict[str, Any] = {}
+    for job_id, enqueued_at, count in zip(job_ids, enqueueing_times, counts, strict=True):
         if count:
-            taken[job_id] = enqueued_at
-    keys = [*map(rq_jobs.job_key, taken), *map(rq_jobs.executions_key, taken)]
-    if taken:
-        transact(connection, partial(_delete_taken, connection, taken), *keys)
+            time_of_taken[job_id] = enqueued_at
+    if time_of_taken:
+        job_keys = map(rq_jobs.job_key, time_of_taken)
+        executions_keys = map(rq_jobs.executions_key, time_of_taken)
+        delete = partial(_delete_taken, connection, time_of_taken)
+        transact(connection, delete, *job_keys, *executions_keys)
     return sum(counts)
 
 

@@ -55,13 +55,13 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
 def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
     """Count the jobs of each queue that workers have taken and not begun. Needs the workers' Redis user.
 
-    A full Redis does not take that a job has begun. Then this counts all jobs that workers hold.
+    When Redis is full, workers cannot record that a job has begun. Then all jobs that workers hold are counted.
     """
-    begun = time.time() + FAR_S / 2
+    lowest_score_of_begun = time.time() + FAR_S / 2
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hlen(held_key(name))
-            pipe.zcount(rq_jobs.QueueKeys(name).started, begun, "+inf")
+            pipe.zcount(rq_jobs.QueueKeys(name).started, lowest_score_of_begun, "+inf")
         replies = iter(pipe.execute())
 
     num_claimed = {}

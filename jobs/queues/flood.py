@@ -3,6 +3,7 @@
 A job's producer is its run, or the text that its `meta` has under `producer`. No payload is read.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,15 +71,18 @@ class Producers:
 def read_producers(connection: Redis, queue: str) -> Producers:
     """Return whose jobs wait in a queue. At most MAX_READ jobs are read. Raises RedisError."""
     key = rq_jobs.QueueKeys(queue).waiting
-    length: Any = connection.llen(key)
-    num_pages = min(MAX_READ, length + _PAGE - 1) // _PAGE
+    num_waiting: Any = connection.llen(key)
+    num_pages = min(MAX_READ // _PAGE, math.ceil(num_waiting / _PAGE))
     counts: Counter[str] = Counter()
     for page in range(num_pages):
-        first = page * length // num_pages
-        last = min((page + 1) * length // num_pages, first + _PAGE) - 1
+        # The pages lie evenly over the queue. If it is longer than MAX_READ, the jobs between them are not read.
+        first = page * num_waiting // num_pages
+        first_of_next_page = (page + 1) * num_waiting // num_pages
+        last = min(first_of_next_page, first + _PAGE) - 1
         entries: Any = connection.lrange(key, first, last)
-        counts.update(_producers(connection, list(map(stored.text, entries))))
-    return Producers(length, counts.total(), dict(counts.most_common()))
+        job_ids = list(map(stored.text, entries))
+        counts.update(_producers(connection, job_ids))
+    return Producers(num_waiting, counts.total(), dict(counts.most_common()))
 
 
 def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ class Requeued:
     """The result of putting failed jobs back.
 
     cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
-    wrong: jobs that ask for what is wrong, as their errors say. `requeue_all` leaves them: they would fail again.
+    wrong: jobs whose errors say that the client is at fault. `requeue_all` leaves them, because they would fail again.
     missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
     """
 
@@ -54,34 +54,34 @@ RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was ca
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     """Put failed jobs back at their queue's end, except jobs of cancelled runs. Each move is atomic."""
-    moves = Requeued()
+    result = Requeued()
     for start in range(0, len(job_ids), CHUNK):
-        moves.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
-    return moves
+        result.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
+    return result
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs, and jobs that ask for what is wrong, stay and do not count.
+    Jobs of cancelled runs stay, and so do jobs whose client is at fault. They do not count against the limit.
     """
-    moves = Requeued()
+    result = Requeued()
     while True:
-        num_left = limit - len(moves.done) - len(moves.missing)
+        num_left = limit - len(result.done) - len(result.missing)
         if num_left <= 0:
             break
-        # These stay in Redis' list of failed jobs.
-        num_passed = len(moves.cancelled) + len(moves.missing) + len(moves.wrong)
-        last = num_passed + min(num_left, CHUNK) - 1
-        page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
+        # These jobs stay at the beginning of Redis' list of failed jobs. The next page begins after them.
+        first = len(result.cancelled) + len(result.missing) + len(result.wrong)
+        last = first + min(num_left, CHUNK) - 1
+        page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, first, last)
         if not page:
             break
         job_ids = list(map(stored.text, page))
         wrong = _wrong(connection, job_ids)
-        moves.wrong += [job_id for job_id in job_ids if job_id in wrong]
-        helped = [job_id for job_id in job_ids if job_id not in wrong]
-        moves.add(_requeue_chunk(connection, queue, helped))
-    return moves
+        result.wrong += [job_id for job_id in job_ids if job_id in wrong]
+        others = [job_id for job_id in job_ids if job_id not in wrong]
+        result.add(_requeue_chunk(connection, queue, others))
+    return result
 
 
 def _wrong(connection: Redis, job_ids: Sequence[str]) -> set[str]:
@@ -112,8 +112,11 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
             partial(_requeue, connection, queue, to_requeue),
             *map(rq_jobs.job_key, to_requeue),
         )
-    missing = [job_id for job_id in to_requeue if job_id not in done]
-    return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
+    return Requeued(
+        done=done,
+        cancelled=[job_id for job_id in job_ids if job_id in cancelled],
+        missing=[job_id for job_id in to_requeue if job_id not in done],
+    )
 
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:

@@ -246,7 +246,7 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
     jobs = read_earlier(connection, [plan_job])
     if not jobs:
         return False
-    job = jobs[0]
+    [job] = jobs
     is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
     if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
         return False
@@ -262,9 +262,8 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
     """Take jobs from the queue; return those that were still on it. No worker can claim these any more."""
     pipe.multi()
-    count = (
-        -1 if from_end else 1
-    )  # LREM removes one entry, and its sign says from which end LREM searches
+    # LREM removes one entry. The sign says from which end it searches.
+    count = -1 if from_end else 1
     for job_id in job_ids:
         pipe.lrem(queue_key, count, job_id)
     replies = pipe.execute()
@@ -282,7 +281,11 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Ask workers to stop those of the jobs that they hold. Return how many are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
-    for job_id, execution_id, worker in holders:
-        command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
-        pipe.publish(command_channel(worker), json.dumps(command))
-    return len({job_id for job_id, _, _ in holders})
+    for holder in holders:
+        command = {
+            "command": "stop-execution",
+            "job_id": holder.job_id,
+            "execution_id": holder.execution_id,
+        }
+        pipe.publish(command_channel(holder.worker), json.dumps(command))
+    return len({holder.job_id for holder in holders})

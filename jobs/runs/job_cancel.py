@@ -34,29 +34,41 @@ class JobCancel(enum.Enum):
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
     """Take a waiting job from its place, or ask its worker to stop it. Its dependents still wait. Raises RedisError."""
-    for _ in range(2):  # look again if a worker took the job between the two looks
-        if transact(connection, partial(stop_held, connection, [job_id])):
+    for _ in range(2):
+        num_held = transact(connection, partial(stop_held, connection, [job_id]))
+        if num_held > 0:
             return JobCancel.STOPPING
-        # If a worker claims the job meanwhile, one of these keys changes, and `_take` is called again.
-        had_waited = transact(
+        # A worker that claims the job while `_take` reads changes one of these keys. Then `_take` is called again.
+        place = transact(
             connection,
             partial(_take, job_id),
             rq_jobs.job_key(job_id),
             rq_jobs.executions_key(job_id),
         )
-        if had_waited is not None:
-            return JobCancel.REMOVED if had_waited else JobCancel.GONE
+        if place is _Place.TAKEN:
+            return JobCancel.REMOVED
+        if place is _Place.NONE:
+            return JobCancel.GONE
+        # A worker claimed the job after `stop_held` looked. It can be asked to stop the job now.
     return JobCancel.GONE
 
 
-def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Cancel a job that waits. Return whether the job waited; None if a worker holds it."""
+class _Place(enum.Enum):
+    """Where `_take` found a job."""
+
+    TAKEN = enum.auto()  # the job waited, and was cancelled
+    HELD = enum.auto()  # a worker holds the job
+    NONE = enum.auto()  # the job neither waits nor runs
+
+
+def _take(job_id: str, pipe: Pipeline) -> _Place:
+    """Cancel a job that waits. Change nothing if the job does not wait."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
-        return None
+        return _Place.HELD
     fields: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     queue_name, rate_limit = fields
     if not queue_name:
-        return False
+        return _Place.NONE
 
     keys = rq_jobs.QueueKeys(stored.text(queue_name))
     registries = [keys.deferred, keys.ready, keys.scheduled]
@@ -65,7 +77,7 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     place_in_queue: Any = pipe.lpos(keys.waiting, job_id)
     in_registries = [pipe.zscore(key, job_id) is not None for key in registries]
     if place_in_queue is None and not any(in_registries):
-        return False
+        return _Place.NONE
 
     pipe.multi()
     pipe.lrem(keys.waiting, 0, job_id)
@@ -73,4 +85,4 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
         pipe.zrem(key, job_id)
     pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
-    return True
+    return _Place.TAKEN

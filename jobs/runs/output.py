@@ -54,7 +54,8 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     if output is not None:
         return output.plan.run, output
 
-    run_bytes: Any = connection.get(run_folder_key(real_path(run_path(name))))
+    folder = real_path(run_path(name))
+    run_bytes: Any = connection.get(run_folder_key(folder))
     run = stored.text(run_bytes or b"")
     if not is_run_id(run):
         raise UnknownRun(name)

@@ -1,6 +1,7 @@
 """Each row has the answer of the model that its adapter makes, whatever rows of others are computed with it."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import (
     Completion,
@@ -21,9 +23,10 @@ from engine import (
     UnknownAdapter,
     check_up,
 )
-from engine.checkpoint.adapter_folder import AdapterFolder, scale_of
+from engine.checkpoint.adapter_folder import Adapter, AdapterFolder, scale_of
 from engine.errors import AdapterRefused
 from engine.run import adapters
+from engine.tensor_parallel.rank import _load_adapter
 from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.families import BY_NAME, make_family
@@ -265,6 +268,10 @@ def test_a_new_sub_folder_is_found_and_changed_files_are_another_adapter(
         ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
         ({"something_of_next_year": 3}, "something_of_next_year is set"),
         ({"lora_alpha": "16"}, "lora_alpha must be a number"),
+        ({"lora_alpha": math.nan}, "lora_alpha must be a number .* got nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number .* got 1000"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "lora_alpha must be a number .* got inf"),
+        ({"alpha_pattern": {"(q_proj": 4}}, r"alpha_pattern has .\(q_proj., which is no pattern"),
     ],
 )
 def test_what_is_not_built_is_named(
@@ -288,9 +295,12 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     make_adapter(folder / "cut", stage.model, seed=1)
     cut = folder / "cut" / "adapter_model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-100])
-    names = ["all", "of_another", None, "deeper", "cut", "nobody"]
+    make_adapter(folder / "diverged", stage.model, seed=1)
+    diverged = folder / "diverged" / "adapter_model.safetensors"
+    save_file({name: each / 0 for name, each in load_file(diverged).items()}, diverged)
+    names = ["all", "of_another", None, "deeper", "cut", "nobody", "diverged"]
     with Engine(stage.config(adapters=str(folder))) as built:
-        done = built.generate([PROMPTS[8]] * 6, [replace(GREEDY, adapter=name) for name in names])
+        done = built.generate([PROMPTS[8]] * 7, [replace(GREEDY, adapter=name) for name in names])
         assert not built.has_unfinished
     told = [each for each in check_up(built.config) if each.subject == "adapters"]
     assert [each.grade for each in told] == ["warning", "ok"]
@@ -302,6 +312,19 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     assert "this model has no such linear layer" in str(done[3].error)
     assert "no complete safetensors file" in str(done[4].error)
     assert "there is no adapter 'nobody'; known are all, attention" in str(done[5].error)
+    assert "adapter 'diverged' cannot be used: 'model.layers.0." in str(done[6].error)
+    assert "has numbers that are NaN or infinite in float32" in str(done[6].error)
+
+
+def test_names_that_no_job_can_ask_for_are_not_listed(stage: Stage, tmp_path: Path) -> None:
+    """Hidden folders, as copies that are not whole yet, and names that look pinned or have line breaks."""
+    for name in ("all", ".copying", f"all@{'0' * 32}", "two\nlines"):
+        shutil.copytree(stage.adapters / "all", tmp_path / name)
+    folder = AdapterFolder(str(tmp_path))
+    assert folder.names() == ["all"]
+    assert [adapter.name for adapter in folder.look()[0]] == ["all"]
+    with pytest.raises(UnknownAdapter, match=r"no adapter .two.nlines.; known are all"):
+        folder.find("two\nlines")
 
 
 def test_an_aborted_request_that_waits_for_its_adapter_is_gone(stage: Stage) -> None:
@@ -419,6 +442,15 @@ def test_peft_gives_the_same_merged_or_not(stage: Stage, tmp_path: Path) -> None
         reference.__dict__["model"] = model
         assert reference.unexplained(completions) == []
     assert json.loads((tmp_path / "adapters/trained/adapter_config.json").read_text())["use_rslora"]
+
+
+def test_a_rank_says_what_any_error_of_an_adapters_files_was_and_goes_on() -> None:
+    class Broken:
+        def load_adapter(self, number: int, adapter: Adapter) -> None:
+            raise ValueError("no such number")
+
+    runner: Any = Broken()
+    assert _load_adapter(runner, 0, "a", "f", "/nowhere") == "ValueError: no such number"
 
 
 @pytest.mark.long  # ranks are processes

@@ -28,7 +28,7 @@ from engine import (
 )
 from engine.checkpoint import quantized
 from engine.checkpoint.quantization import Quantization, read_quantization
-from engine.checkpoint.quantized import unpacked
+from engine.checkpoint.quantized import QuantizedTensor, unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.quantizers import (
@@ -187,6 +187,17 @@ def test_two_ranks_answer_as_one(
     assert [completion.token_ids for completion in completions] == answers(made.folder)[1]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_may_stay_packed_unless_its_columns_are_in_another_order(
+    checkpoints: Callable[[str], QuantizedCheckpoint], name: str
+) -> None:
+    """GPTQ's files say each column's group, whether or not the columns are in another order."""
+    with weights_of(checkpoints(name).folder) as weights:
+        forms = [each.packed_form for each in weights.values() if isinstance(each, QuantizedTensor)]
+    assert forms
+    assert {form is not None for form in forms} == {name != "gptq_act_order"}
+
+
 def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -248,6 +259,7 @@ DAMAGES = [
     ("fp8_blocks", "weight", put(NAN), DamagedWeights, "NaN or infinite"),
     ("ct_fp8_channel", "weight_scale", put(INF), DamagedWeights, "NaN or infinite"),
     ("ct_int8_asymmetric", "weight_zero_point", None, MissingWeights, "is quantized and"),
+    ("ct_fp8_channel", "weight_scale", put(1e38), DamagedWeights, "weight_scale' .* too large"),
     ("ct_packed4", "weight_shape", lambda t: -t, DamagedWeights, r"is \[-48, -96\], which words of"),
     ("ct_packed4", "weight_scale", None, MissingWeights, "is quantized and"),
     ("awq", "qzeros", lambda t: t.long(), WeightMismatch, "holds I64, I32 expected"),

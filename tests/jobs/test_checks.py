@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jobs.context import JobContext
 from jobs.context import checks as checks_module
 from jobs.context.checks import Checks, RepairOptions
 from jobs.context.own_sources import hash_of, own_files
@@ -191,15 +193,15 @@ def test_a_function_whose_helper_changed_is_read_anew(
 
 
 def test_the_key_of_a_batch_line_has_the_version_of_its_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = iter(["one", "one", "two"])
     monkeypatch.setattr(Checks, "version", lambda self, options: next(versions))
 
     def key(check: object) -> bytes:
         spec = RunSpec.from_arguments("in.jsonl", "out", input_format="openai-batch")
-        context = SimpleNamespace(checks=Checks())
-        ask = keyed(BatchLines(SimpleNamespace(spec=spec), context), spec)  # type: ignore[arg-type]
+        plan = SimpleNamespace(spec=spec, model=SimpleNamespace(adapters=()))
+        ask = keyed(BatchLines(plan, replace(context, checks=Checks())), spec)  # type: ignore[arg-type]
         return ask.key_of(
             Row(json.dumps({"custom_id": "a", "body": {"prompt": "b", "check": check}}))
         )

@@ -125,7 +125,7 @@ def test_our_own_code_is_not_interrupted_but_asks(pool: FunctionPool) -> None:
         check_interrupted()
         steps.append("went on")
 
-    call = pool.submit(own, lambda value, error: outcome.set_result(error), raises=False)
+    call = pool.submit(own, lambda value, error: outcome.set_result(error), is_interruptible=False)
     assert begun.wait(60)
     call.interrupt(JobStopped)
     go.set()

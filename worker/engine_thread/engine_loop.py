@@ -109,16 +109,16 @@ class EngineLoop:
         The loop waits for an order if it has nothing else to do.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
-        wait = self._is_stopped or not has_work
+        may_wait = self._is_stopped or not has_work
         while True:
             try:
-                order = self._orders.get(wait, WAKE_PERIOD_S)
+                order = self._orders.get(block=may_wait, timeout=WAKE_PERIOD_S)
             except Empty:
                 break
             if isinstance(order, Halt):
                 return False
             self._carry_out(order)
-            wait = False
+            may_wait = False
         self._refused += self._intake.admit()
         return True
 

@@ -133,7 +133,7 @@ class _Preparers(FunctionPool):
             self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 
-        self.submit(prepare, lambda *_: self._report(), raises=False, order=order)
+        self.submit(prepare, lambda *_: self._report(), is_interruptible=False, order=order)
 
 
 class Intake:

@@ -32,11 +32,12 @@ def decoded(value: Any) -> Any:
     pixels_left = MAX_PIXELS
     for number, file in enumerate(pictures_in(value), 1):
         try:
-            height, width, pixels = decode(file, f"picture {number}", pixels_left)
+            picture = decode(file, f"picture {number}", pixels_left)
         except InvalidJob as error:
             raise InvalidRequest(str(error)) from None
-        arrays.append(np.frombuffer(pixels, np.uint8).reshape(height, width, 3))
-        pixels_left -= height * width
+        pixels = np.frombuffer(picture.rgb, np.uint8)
+        arrays.append(pixels.reshape(picture.height, picture.width, 3))
+        pixels_left -= picture.height * picture.width
 
     parts = filled(value, arrays)
     if "role" in parts[0]:  # the messages of a chat

@@ -185,11 +185,13 @@ class Claimer:
 
     def _has_suspect(self, moment: float) -> bool:
         """Whether a suspect runs alone now, for ISOLATION_S seconds at most."""
-        if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.suspect_deaths:
+        if self._runner.num_held != 1:
             return False
-        execution_id = self._runner.held[0].execution_id
-        if self._suspect_execution != execution_id:
-            self._suspect_execution = execution_id
+        [job] = self._runner.held
+        if job.deaths < self._limits.suspect_deaths:
+            return False
+        if self._suspect_execution != job.execution_id:
+            self._suspect_execution = job.execution_id
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
 
@@ -220,9 +222,8 @@ class Claimer:
         wanted = []
         is_idle = self._runner.num_held == 0
         self._turn += 1
-        suspects_place = self._turn % len(
-            lanes
-        )  # only one lane of a call takes suspects; the lanes take turns
+        # Only one lane of a call takes suspects. The lanes take turns.
+        suspects_place = self._turn % len(lanes)
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
@@ -256,17 +257,16 @@ class Claimer:
         self._polls[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
-        if (
-            claim.jobs and not claim.first_left
-        ):  # jobs come, and none was left to others: look again at once
+        has_left_jobs = claim.first_left != ""
+        if claim.jobs and not has_left_jobs:
+            # Jobs come, and none was left to others. So look again at once.
             self._polls[lane].end_now()
             self._looks[lane].postpone(self._clock() + POLL_S)
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
-        left_some = claim.first_left != ""
-        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if left_some else 0
+        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if has_left_jobs else 0
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
         """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""

@@ -16,7 +16,7 @@ PAUSE_S = 1.0
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Return whether our own code raised this error because a module, memory, descriptors or local disk are lacking."""
+    """Whether our own code raised this error because it lacks a module, memory, file descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
         return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
     return isinstance(error, ImportError) or is_exhausted(error)

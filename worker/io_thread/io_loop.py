@@ -325,8 +325,8 @@ class IoLoop:
         """Claim jobs while the worker serves. Else give back the jobs that this worker will not finish."""
         if self._phase is Phase.LEAVING:
             if not self._runner.journals.is_awaited(moment):
-                held = self._runner.withdraw_everything(self._is_overdue(moment))
-                self._runner.releases.give_back(held, self._release_mode)
+                withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
+                self._runner.releases.give_back(withdrawn, self._release_mode)
         elif self._phase is Phase.DRAINING:
             self._runner.releases.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:

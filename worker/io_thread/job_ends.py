@@ -1,10 +1,9 @@
 """Ends jobs: calls callbacks, has the end written, then queues dependents and sends webhooks."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
@@ -58,11 +57,15 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
 
 
-Ended = Callable[[HeldJob, Outcome | None, bool], None]
-"""Called with a job, its outcome and whether its end was written, once nothing is left to do for the job.
+class Ended(Protocol):
+    """Called once nothing is left to do for a job.
 
-The outcome is None if another worker has counted the job's end. If the job was cancelled or taken over, its end is not
-written."""
+    outcome: None if another worker has counted the job's end. is_written: whether Redis has taken the end. It does not
+    if the job was cancelled or taken over.
+    """
+
+    def __call__(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
+        """Let the job go, and count its end."""
 
 
 class JobEnds:
@@ -125,7 +128,13 @@ class JobEnds:
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(
-            job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
+            job.claimed,
+            status,
+            value,
+            ended_at=datetime.now(UTC),
+            working_s=working_s,
+            started_at=job.began_at,
+            retries=retries,
         )
         has_failed = status != "finished" and outcome.is_final
         if has_failed and run_and_shard(job.claimed.job_id) is not None:
@@ -203,21 +212,24 @@ class JobEnds:
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
             """Have the end written, as the callback has left it."""
             if failure is not None:
-                self._callback_raised(job, outcome, failure, None)
+                self._callback_raised(job, outcome, failure)
             elif isinstance(reply, Raised):
                 self._callback_raised(job, outcome, reply.error, reply.text)
             elif reply is not None:
                 self._write(job, reply)
             else:
-                self._ended(job, outcome, False)
+                self._ended(job, outcome, is_written=False)
 
         # Only our own call raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(
-        self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
+        self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None = None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text."""
+        """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text.
+
+        text: the callback's traceback; by default that of `failure`.
+        """
         if outcome.status == "finished":
             self.fail(job, failure, text)
         else:
@@ -247,7 +259,7 @@ class JobEnds:
                 self._log.error(
                     "job %s: the server refuses to write its end", outcome.claimed.job_id
                 )
-            self._ended(job, outcome, False)
+            self._ended(job, outcome, is_written=False)
         else:
             self._announce(job, outcome)
 
@@ -290,10 +302,12 @@ class JobEnds:
         """Queue the webhooks of a job whose end is written, then let the job go."""
         webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
         if outcome is None or not webhooks:
-            self._ended(job, outcome, True)
+            self._ended(job, outcome, is_written=True)
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
         self._calls.submit(
-            self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome, True))
+            self._pool,
+            job,
+            PoolCall(send, lambda job, _, error: self._ended(job, outcome, is_written=True)),
         )

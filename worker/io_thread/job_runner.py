@@ -165,12 +165,17 @@ class JobRunner:
             if job.is_ours:
                 function = self._bound_function(job, call)
                 pool_call = PoolCall(
-                    function, self._our_code_returned, self._function_ended, is_ours=True
+                    function=function,
+                    then=self._our_code_returned,
+                    came_back=self._function_ended,
+                    is_ours=True,
                 )
             else:
                 user_job = job.for_user_code(self._clients.user)
                 pool_call = PoolCall(
-                    partial(perform, user_job), self._user_function_returned, self._function_ended
+                    function=partial(perform, user_job),
+                    then=self._user_function_returned,
+                    came_back=self._function_ended,
                 )
             self._calls.submit(pool, job, pool_call)
 
@@ -318,17 +323,17 @@ class JobRunner:
         self._calls.try_again()
         self._ends.writer.flush(store)
 
-    def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
+    def _ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
         """Forget a job and count its end.
 
-        outcome: None if another worker has counted it. written: whether Redis has taken the end. It does not if this
+        outcome: None if another worker has counted it. is_written: whether Redis has taken the end. It does not if this
         worker has lost the job.
         """
         if job not in self.jobs:
             return
         self._let_go(job)
         self._beginnings.forget(job)
-        if not written:
+        if not is_written:
             self.tally.lost()
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
@@ -377,7 +382,11 @@ class JobRunner:
         def show(entries: Sequence[tuple[HeldJob, dict[str, Any]]]) -> Sequence[bool]:
             return store.show_progress([(job.claimed, progress) for job, progress in entries])
 
-        self.guard.batch(changed, lambda entry: entry[0], show)
+        def job_of(entry: tuple[HeldJob, dict[str, Any]]) -> HeldJob:
+            job, _ = entry
+            return job
+
+        self.guard.batch(changed, job_of, show)
 
     # Interrupt
 
@@ -389,7 +398,8 @@ class JobRunner:
     def _withdraw(self, job: HeldJob, error: type[BaseException]) -> None:
         """Take a job's work back from the engine and the pools."""
         self.streams.withdraw(job)
-        if self._beginnings.forget(job):
+        was_waiting_for_thread = self._beginnings.forget(job)
+        if was_waiting_for_thread:
             self._function_ended(job)
         job.withdraw(error)
 

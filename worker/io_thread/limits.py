@@ -40,7 +40,7 @@ class Limits:
 
 
 class Timer:
-    """Says when a period has passed. The first one has passed at once."""
+    """Says when a period has passed. The first period is over at the first look."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s

@@ -157,7 +157,10 @@ class PoolCalls:
 
         def start() -> None:
             """Give the function to the pool."""
-            job.call = pool.submit(call.function, post, not is_ours, call.discard)
+            job.call = pool.submit(
+                call.function, post, is_interruptible=not is_ours, discard=call.discard
+            )
+
             running.append(job.call)
 
         def start_again() -> None:
@@ -166,7 +169,7 @@ class PoolCalls:
                 if job.awaits(call_key):
                     start()
                 else:
-                    came_back(None, None)
+                    look_at(value=None, error=None)
 
         def report(value: Any, error: BaseException | None) -> None:
             """Free the call's place, then look at its outcome."""
@@ -175,24 +178,24 @@ class PoolCalls:
             if place is not None:
                 self._line.came_back(place)
             with self._guard.around(job):
-                came_back(value, error)
+                look_at(value, error)
 
-        def came_back(value: Any, error: BaseException | None) -> None:
+        def look_at(value: Any, error: BaseException | None) -> None:
             """Hand the outcome to `then`, or let the call wait for another try."""
             if not job.awaits(call_key):
                 call.came_back(job, value)
                 self._unawaited(job)
                 return
             is_outage = is_ours and isinstance(error, OUTAGES) and not is_fault(error)
+            is_to_be_repeated = is_outage or isinstance(error, call.again_on)
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
-            elif error is not None and (is_outage or isinstance(error, call.again_on)):
-                reason = shown_error(error)
+            elif error is not None and is_to_be_repeated:
                 self._delays.met(
                     type(error).__name__,
                     "job %s: not carried out yet (%s); trying again",
                     job.claimed.job_id,
-                    reason,
+                    shown_error(error),
                 )
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
@@ -302,9 +305,9 @@ class TaskFiles:
         """Open a job's task, note it as the job's `open_task`, then call `then`."""
         self._packer.opening(job)
         call = PoolCall(
-            lambda: task.open(context),
-            then,
-            self._opened,
+            function=lambda: task.open(context),
+            then=then,
+            came_back=self._opened,
             is_ours=True,
             discard=partial(self._close, job.claimed.job_id),
             place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
@@ -320,9 +323,9 @@ class TaskFiles:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
         call = PoolCall(
-            lambda: _result_of(job),
-            then,
-            lambda job, _: self._packer.finished(job),
+            function=lambda: _result_of(job),
+            then=then,
+            came_back=lambda job, value: self._packer.finished(job),
             is_ours=True,
             place=Place(opens=False, job_number=job.number),
         )
@@ -331,7 +334,7 @@ class TaskFiles:
     def close(self, job_id: str, opened: OpenTask) -> None:
         """Close the open files of a job that has ended."""
         self._writers.submit(
-            partial(self._close, job_id, opened), lambda _, error: None, raises=False
+            partial(self._close, job_id, opened), lambda _, error: None, is_interruptible=False
         )
 
     def _close(self, job_id: str, opened: OpenTask) -> None:

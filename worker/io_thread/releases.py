@@ -93,7 +93,8 @@ class Releases:
         def end(job: HeldJob) -> None:
             """End a job that no worker runs any more."""
             if job.claimed.has_ended:
-                self._ends.queue_dependents(job, None)
+                # Another worker has counted the end, so there is no outcome.
+                self._ends.queue_dependents(job, outcome=None)
                 return
             job.hold(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last))

@@ -70,16 +70,16 @@ class Reporter:
             return
         self._was_busy = is_busy
 
-        held = self._runner.held
+        held_jobs = self._runner.held
         if not is_serving:
             state = "draining"
         elif hold == RESTORED:
             state = RESTORED
-        elif held:
+        elif held_jobs:
             state = "busy"
         else:
             state = hold or "idle"
-        self._write(state, held[0].job_id if held else None)
+        self._write(state, held_jobs[0].job_id if held_jobs else None)
 
         if self._point_timer.due(moment):
             self._record.keep(self._runner.tally.shown.point)
@@ -105,7 +105,7 @@ class Reporter:
 
     def show_stopped(self) -> None:
         """Write the final statistics."""
-        self._write("stopped", None)
+        self._write("stopped")
         self._record.keep(self._runner.tally.shown.point)
 
     def log_throughput(self, moment: float) -> None:
@@ -123,32 +123,32 @@ class Reporter:
             self._runner.streams.completion_tokens,
         )
 
-    def _write(self, state: str, job_id: str | None) -> None:
-        """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs."""
+    def _write(self, state: str, job_id: str | None = None) -> None:
+        """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
         # The numbers are noted first, in case Redis does not answer below.
-        self._note(state, self._runner.tally.shown.queued)
-        queued, workers = self._record.count()
-        num_started = sum(by_status["started"] for by_status in queued.values())
-        self._poll_rates.hear(workers, num_started)
-        self._note(state, queued)
+        self._note(state, self._runner.tally.shown.jobs_by_queue)
+        jobs_by_queue, workers_by_queue = self._record.count()
+        num_started = sum(by_status["started"] for by_status in jobs_by_queue.values())
+        self._poll_rates.hear(workers_by_queue, num_started)
+        self._note(state, jobs_by_queue)
 
-        claimed = {name: by_status["claimed"] for name, by_status in queued.items()}
-        counters = {**self._counters(), "claimed": claimed}
+        num_claimed = {queue: by_status["claimed"] for queue, by_status in jobs_by_queue.items()}
+        counters = {**self._counters(), "claimed": num_claimed}
         self._record.show(state, job_id, counters, self._runner.tally.shown.point)
 
-    def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
-        """Note the numbers for the metrics. queued: jobs by queue and status."""
-        depth = {name: by_status["queued"] for name, by_status in queued.items()}
+    def _note(self, state: str, jobs_by_queue: Mapping[str, Mapping[str, int]]) -> None:
+        """Note the numbers for the metrics. jobs_by_queue: how many jobs, by queue and status."""
+        num_queued = {queue: by_status["queued"] for queue, by_status in jobs_by_queue.items()}
         held_by_kind = Counter[tuple[str, str]]()
         for job in self._runner.jobs:
             kind = "function" if job.is_function else "engine"
             held_by_kind[job.claimed.queue_name, kind] += 1
         self._runner.tally.shown = Shown(
-            state, self._point(depth), queued, held_by_kind, self.engine_stats
+            state, self._point(num_queued), jobs_by_queue, held_by_kind, self.engine_stats
         )
 
-    def _point(self, depth: Mapping[str, int]) -> Point:
-        """Return the statistics of this moment. depth: the queued jobs by queue."""
+    def _point(self, num_queued: Mapping[str, int]) -> Point:
+        """Return the statistics of this moment. num_queued: how many jobs wait, by queue."""
         stats = self.engine_stats
         counts = self._runner.tally
         cached_tokens = stats.get("cached_tokens", 0)
@@ -170,7 +170,7 @@ class Reporter:
             jobs_finished=counts.num_finished,
             jobs_failed=counts.num_failed,
             rows=counts.rows_done + self._runner.num_rows_done(),
-            depth=depth,
+            depth=num_queued,
             ended=dict(counts.ended),
             ended_badly=dict(counts.ended_badly),
             waited_ms=dict(counts.waited_ms),
@@ -179,11 +179,11 @@ class Reporter:
 
     def _counters(self) -> dict[str, Any]:
         """Return the statistics that the worker's record has besides those of the point."""
-        held = self._runner.held
+        held_jobs = self._runner.held
         return {
             **self.engine_stats,
-            "held": Counter(job.queue_name for job in held),
-            "held_jobs": [job.job_id for job in held[:MAX_HELD_NAMED]],
+            "held": Counter(job.queue_name for job in held_jobs),
+            "held_jobs": [job.job_id for job in held_jobs[:MAX_HELD_NAMED]],
             "completion_tokens": self._runner.streams.completion_tokens,
             "stuck_threads": self._runner.threads.num_stuck,
         }

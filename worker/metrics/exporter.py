@@ -62,7 +62,7 @@ class _WorkerCollector(Collector):
                 else:
                     family.add_metric(label_values, value)
             yield family
-        yield job_family(self._counts.shown.queued)
+        yield job_family(self._counts.shown.jobs_by_queue)
         numbers = self._counts.queue_numbers
         if numbers is not None:
             yield from waiting_families(numbers)
@@ -84,16 +84,17 @@ class _WorkerCollector(Collector):
     def _job_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of jobs and of Redis."""
         counts = self._counts
-        held = []
+        num_held = []
         for queue in self._queue_names:
             for kind in ("engine", "function"):
-                held.append(((queue, kind), counts.shown.held.get((queue, kind), 0)))
+                number = counts.shown.held_by_kind.get((queue, kind), 0)
+                num_held.append(((queue, kind), number))
         yield (
             _GAUGE,
             "tokenmill_jobs_held",
             "Jobs claimed here and not ended.",
             ("queue", "kind"),
-            held,
+            num_held,
         )
 
         labels = ("queue", "outcome", "reason")
@@ -135,13 +136,13 @@ class _WorkerCollector(Collector):
             text = f"From a job's enqueueing to its {until}."
             yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
 
-        sent = [((client,), number) for client, number in counts.round_trips.items()]
+        round_trips = [((client,), number) for client, number in counts.round_trips.items()]
         yield (
             _COUNTER,
             "tokenmill_redis_round_trips",
             "Commands or pipelines sent to Redis.",
             ("client",),
-            sent,
+            round_trips,
         )
 
         redis_errors = {"ConnectionError": 0, **counts.redis_errors}

@@ -66,5 +66,5 @@ class Health:
         return self.why_dead() or self._io.why_not_claiming or ""
 
     def warning(self) -> str:
-        """Say what a person should mend although the worker takes jobs; empty if nothing is wrong."""
+        """Say what a person should mend even though the worker takes jobs; empty if nothing is wrong."""
         return "" if self._io is None else self._io.warning

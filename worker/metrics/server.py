@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
@@ -21,6 +21,14 @@ MAX_REQUESTS = 256
 loop accepts 100 at once, so that a new connection is read long before it is the oldest."""
 
 _MAX_HEAD_BYTES = 16 << 10
+
+
+class Response(NamedTuple):
+    """What a request gets."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
@@ -44,7 +52,8 @@ class MetricsServer:
     @property
     def port(self) -> int:
         """The port on which it listens."""
-        return int(self._listener.getsockname()[1])
+        _, port, *_ = self._listener.getsockname()
+        return int(port)
 
     def serve(
         self,
@@ -73,7 +82,8 @@ class MetricsServer:
         # A closing server leaves open the connections that it has accepted but does not serve yet. So first accept no
         # more.
         self._loop.remove_reader(self._listener)
-        while len(asyncio.all_tasks()) > 1:  # one for each accepted connection, begun or not
+        # Besides this task there is one task for each accepted connection, begun or not.
+        while len(asyncio.all_tasks()) > 1:
             for writer in self._open:
                 writer.transport.abort()
             await asyncio.sleep(0)
@@ -97,40 +107,42 @@ class MetricsServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read one request and answer it."""
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, target, _ = lines[0].split(" ")
+        head_bytes = await reader.readuntil(b"\r\n\r\n")
+        request_line, *header_lines = head_bytes.decode("latin-1").split("\r\n")
+        method, target, _ = request_line.split(" ")
         headers = {}
-        for line in lines:
+        for line in header_lines:
             name, _, value = line.partition(":")
             headers[name.lower()] = value.strip()
-        status = HTTPStatus.METHOD_NOT_ALLOWED
-        kind = "text/plain"
-        body = b"GET only\n"
+        response = Response(HTTPStatus.METHOD_NOT_ALLOWED, b"GET only\n")
         if method == "GET":
-            status, kind, body = self.answer(target.partition("?")[0], headers.get("accept", ""))
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-        writer.write(
-            f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+            path, _, _ = target.partition("?")
+            response = self.answer(path, headers.get("accept", ""))
+        head = (
+            f"HTTP/1.1 {response.status.value} {response.status.phrase}\r\n"
+            f"Content-Type: {response.content_type}\r\n"
+            f"Content-Length: {len(response.body)}\r\n"
+            "Connection: close\r\n\r\n"
         )
+        writer.write(head.encode() + response.body)
         writer.write_eof()
         await writer.drain()
         await reader.read()  # until the client has read the answer and closes
 
-    def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
-        """Return status, content type and body for a path."""
-        text = "text/plain; charset=utf-8"
+    def answer(self, path: str, accept: str) -> Response:
+        """Return the response for a path. accept: the request's header of this name."""
         if path == "/metrics":
-            body, kind = self._exporter.exposition(accept)
-            return HTTPStatus.OK, kind, body
+            body, content_type = self._exporter.exposition(accept)
+            return Response(HTTPStatus.OK, body, content_type)
         if path not in ("/livez", "/readyz"):
-            return HTTPStatus.NOT_FOUND, text, b"/metrics, /livez and /readyz are here\n"
+            return Response(HTTPStatus.NOT_FOUND, b"/metrics, /livez and /readyz are here\n")
         problem = self.health.why_dead() if path == "/livez" else self.health.why_not_ready()
         if problem:
-            return HTTPStatus.SERVICE_UNAVAILABLE, text, f"{problem}\n".encode()
+            return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n".encode())
         warning = self.health.warning()
         if warning and path == "/readyz":
-            return HTTPStatus.OK, text, f"ok, but {warning}\n".encode()
-        return HTTPStatus.OK, text, b"ok\n"
+            return Response(HTTPStatus.OK, f"ok, but {warning}\n".encode())
+        return Response(HTTPStatus.OK, b"ok\n")
 
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:

@@ -81,14 +81,14 @@ class Histogram:
 class Shown:
     """A worker's last statistics.
 
-    queued: jobs by queue and status. held: held jobs by queue and kind, "function" or "engine".
-    engine_stats: the engine's counters.
+    jobs_by_queue: how many jobs, by queue and status. held_by_kind: how many held jobs, by queue and by kind,
+    which is "function" or "engine". engine_stats: the engine's counters.
     """
 
     state: str
     point: Point = field(default_factory=Point)
-    queued: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    held: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    jobs_by_queue: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held_by_kind: Mapping[tuple[str, str], int] = field(default_factory=dict)
     engine_stats: Mapping[str, Any] = field(default_factory=dict)
 
 

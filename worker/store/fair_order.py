@@ -123,6 +123,6 @@ def fair_order(
         placed.append(PlacedJob(latest, number, job.id))
     placed_new = []
     for number, job in enumerate(new, len(placed)):
-        placed_new.append(PlacedJob(end(job, 0.0), number, job.id))
+        placed_new.append(PlacedJob(end(job, not_before=0.0), number, job.id))
     placed_new.sort()
     return list(merge(placed, placed_new))

@@ -131,9 +131,14 @@ class JobStore:
         try:
             return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
-            job_id = reply[0].decode(errors="replace")
-            execution_id = reply[1].decode()
-            return ClaimedJob(job_id, execution_id, queue_name, self._worker_name, damage=error)
+            job_id, execution_id, *_ = reply
+            return ClaimedJob(
+                job_id.decode(errors="replace"),
+                execution_id.decode(),
+                queue_name,
+                self._worker_name,
+                damage=error,
+            )
 
     def _holder(self) -> dict[str, Any]:
         """Return the scripts' arguments that describe this worker, the holder of jobs."""
@@ -361,13 +366,17 @@ class JobStore:
 
     def _released(self, job: ClaimedJob, reply: Sequence[Any]) -> Released:
         """Read the reply of release.lua."""
-        result = reply[0]
-        deaths = reply[1]
+        result, deaths, *more = reply
         claimed = None
-        if result in (b"exhausted", b"ended"):
-            claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
-        # release.lua names the worker at the end of these two replies.
-        worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
+        worker_name = b""
+        if result == b"exhausted":
+            entry, worker_name = more
+            claimed = self._restore(job.queue_name, entry)
+        elif result == b"ended":
+            [entry] = more
+            claimed = replace(self._restore(job.queue_name, entry), has_ended=True)
+        elif result == b"queued":
+            [worker_name] = more
         return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
@@ -413,8 +422,10 @@ class JobStore:
     ) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now.
 
-        reasons: why each job fails, by its job id and execution id; the latter is '' if the job had not begun.
+        reasons: why each job fails, by its job id and execution id. The execution id is "" if the job had not begun.
+        Each job is returned with its reason.
         """
+
         holder = self._holder()
         calls = []
         for job_id, execution_id in reasons:
@@ -423,8 +434,11 @@ class JobStore:
 
         adopted = []
         for reply, reason in zip(self._call_many(calls), reasons.values(), strict=True):
-            if reply[0] == b"taken":
-                adopted.append((self._restore(queue, reply[1]), reason))
+            result, *entries = reply
+            if result == b"taken":
+                [entry] = entries
+                adopted.append((self._restore(queue, entry), reason))
+
         return adopted
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:

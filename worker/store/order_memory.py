@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from worker.store.fair_order import PlacedJob
 
@@ -20,20 +20,26 @@ _MOST_REMEMBERED = 200
 the time that the others have waited counts less."""
 
 
+class Sample(NamedTuple):
+    """How many rows the queue's runs had finished at a moment. at: Unix seconds."""
+
+    at: float
+    rows: float
+
+
 @dataclass
 class OrderMemory:
     """What the last look at a queue leaves for the next one.
 
     last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
-    samples: pairs of a time and the rows that were finished until then, the earliest first. front: the ids of the first
-    jobs, with the ends of their places. heads: each run's first job, with the rows that its share should have had while
-    this job was the first.
+    samples: the earliest first. front: the ids of the first jobs, with the ends of their places. heads: each run's
+    first job, with the rows that its share should have had while this job was the first.
     """
 
     last: str = ""
     urgent: list[str] = field(default_factory=list)
     rows_of: dict[str, int] = field(default_factory=dict)
-    samples: list[tuple[float, float]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     front: list[tuple[str, float]] = field(default_factory=list)
     heads: dict[str, tuple[str, float]] = field(default_factory=dict)
 
@@ -41,7 +47,7 @@ class OrderMemory:
     def from_object(cls, fields: Mapping[str, Any]) -> Self:
         """Read what the last look has left. Returns an empty memory if that cannot be read."""
         try:
-            samples = [(float(at), float(rows)) for at, rows in fields["samples"]]
+            samples = [Sample(float(at), float(rows)) for at, rows in fields["samples"]]
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
             front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
             heads = {}
@@ -56,29 +62,28 @@ class OrderMemory:
         """Return the rate of the queue's runs; 0 if it is not known."""
         if len(self.samples) < 2:
             return 0.0
-        began_at, rows_before = self.samples[0]
-        ended_at, rows = self.samples[-1]
-        if ended_at <= began_at:
+        first = self.samples[0]
+        last = self.samples[-1]
+        if last.at <= first.at:
             return 0.0
-        return (rows - rows_before) / (ended_at - began_at)
+        return (last.rows - first.rows) / (last.at - first.at)
 
     def see(self, rows_of: dict[str, int], now: float) -> None:
         """Count the rows that were finished since the last look."""
-        if self.samples and now - self.samples[-1][0] > _RESTED_S:
+        if self.samples and now - self.samples[-1].at > _RESTED_S:
             self.samples.clear()
-        rows = self.samples[-1][1] if self.samples else 0.0
+        rows = self.samples[-1].rows if self.samples else 0.0
         for run, finished_rows in rows_of.items():
-            rows_before = self.rows_of.get(
-                run, finished_rows
-            )  # a run that is new here adds nothing
+            # A run that is new here adds nothing.
+            rows_before = self.rows_of.get(run, finished_rows)
             rows += max(0, finished_rows - rows_before)
         self.rows_of = rows_of
 
-        self.samples = [sample for sample in self.samples if now - sample[0] <= _RATE_OVER_S]
+        self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
         # The last sample is replaced until it is far enough from the one before.
-        if len(self.samples) > 1 and now - self.samples[-2][0] < _SAMPLE_EVERY_S:
+        if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
-        self.samples.append((now, rows))
+        self.samples.append(Sample(now, rows))
 
     def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
         """Return the rows that each run's share should have had while its first job waited.

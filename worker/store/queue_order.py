@@ -108,8 +108,11 @@ class QueueOrder:
 
 def _run_of(job_id: str) -> str:
     """Return a job's run, or PROMPTS."""
-    run_shard = run_and_shard(job_id)
-    return PROMPTS if run_shard is None else run_shard[0]
+    named = run_and_shard(job_id)
+    if named is None:
+        return PROMPTS
+    run, _ = named
+    return run
 
 
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:

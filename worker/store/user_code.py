@@ -47,7 +47,7 @@ class Webhooks:
                 self._failed(job.id, f"{MAX_WAITING} others wait already")
                 continue
             call = partial(self._call, webhook, webhook.get_payload(job, exc_string=exc_string))
-            self.pool.submit(call, partial(self._done, job.id), raises=False)
+            self.pool.submit(call, partial(self._done, job.id), is_interruptible=False)
 
     def _call(self, webhook: Webhook, payload: dict[str, Any]) -> int:
         """Send a webhook; return the status of the answer."""

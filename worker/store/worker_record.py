@@ -138,10 +138,11 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
         for name in queue_names:
             pipe.hkeys(held_key(name))
         # Somebody may have put another kind of value into a key. Then only that key is left out.
-        held = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, list)]
+        replies = pipe.execute(raise_on_error=False)
+        members_by_queue = [reply for reply in replies if isinstance(reply, list)]
 
         keys = []
-        for member in chain(*held):
+        for member in chain(*members_by_queue):
             job_id, _, execution_id = text(member).rpartition(":")
             key = execution_key(job_id, execution_id)
             keys.append(key)
@@ -193,13 +194,13 @@ class WorkerRecord:
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
         *,
-        changing: Callable[[], Mapping[str, Any]] = dict,
+        changing_facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock.
 
-        changing: returns facts that may change.
+        changing_facts: returns facts that may change.
         """
-        self._changing = changing
+        self._changing_facts = changing_facts
         self._clock = clock
         self._client = client
         self._beat = beat
@@ -238,7 +239,7 @@ class WorkerRecord:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
-        facts = {**self._facts, **self._changing()}
+        facts = {**self._facts, **self._changing_facts()}
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.zadd(fleet_key(name), {self._name: moment})

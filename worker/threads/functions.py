@@ -101,18 +101,19 @@ class FunctionPool:
         self,
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
-        raises: bool = True,
+        is_interruptible: bool = True,
         discard: Callable[[Any], None] | None = None,
         order: float = 0,
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)` in the same thread.
 
         If the call is given up, `done` is called by the thread that gives it up.
-        raises: whether errors from outside are raised in the call; False for our own code, which asks for them.
+        is_interruptible: whether errors from outside are raised in the call; False for our own code, which asks for
+        them.
         discard: called in the thread with the late value of a call that was given up.
         order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
-        call = Call(function, done, raises, self._clock, discard)
+        call = Call(function, done, is_interruptible, self._clock, discard)
         self._calls.put((order, next(self._numbers), call))
         return call
 

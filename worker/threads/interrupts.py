@@ -43,7 +43,7 @@ class Call:
 
     An error from outside is raised at the thread's next bytecode. During an import it waits for the import's end,
     because other threads would get a half-imported module.
-    raises: False for our own code, which is not safe from such errors. It calls `check_interrupted` instead.
+    is_interruptible: False for our own code, which is not safe from such errors. It calls `check_interrupted` instead.
     discard: called with the late value of a call that was given up.
     """
 
@@ -51,14 +51,14 @@ class Call:
         self,
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
-        raises: bool = True,
+        is_interruptible: bool = True,
         clock: Callable[[], float] = time.monotonic,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
         self._function = function
         self._done = done
         self._discard = discard
-        self._raises = raises
+        self._is_interruptible = is_interruptible
         self._clock = clock
         self._lock = threading.Lock()
         self._thread_id: int | None = None
@@ -94,7 +94,7 @@ class Call:
 
     def _raise(self, error: type[BaseException]) -> None:
         """Raise an error in the thread now, or after its import. The caller holds the lock."""
-        if not self._raises or self._thread_id is None:
+        if not self._is_interruptible or self._thread_id is None:
             return
         if self._importing:
             self._delayed_error = error

@@ -114,7 +114,13 @@ class OtelTraces(Traces):
         if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:
             return None
 
-        span = SpanContext(trace_id, _number(execution_id, 8), False, _SAMPLED, parent.trace_state)
+        span = SpanContext(
+            trace_id,
+            _number(execution_id, 8),
+            is_remote=False,
+            trace_flags=_SAMPLED,
+            trace_state=parent.trace_state,
+        )
         child_carrier = {"traceparent": f"00-{trace_id:032x}-{span.span_id:016x}-01"}
         trace_state = parent.trace_state.to_header()
         if trace_state:
@@ -147,7 +153,13 @@ class OtelTraces(Traces):
         ) -> SpanContext:
             """Add a span below another one; return its context."""
             number = _number(f"{root.span_id:016x}{name}", 8)
-            context = SpanContext(root.trace_id, number, False, _SAMPLED, root.trace_state)
+            context = SpanContext(
+                root.trace_id,
+                number,
+                is_remote=False,
+                trace_flags=_SAMPLED,
+                trace_state=root.trace_state,
+            )
             spans.append(self._span(name, context, of, (start, stop), more))
             return context
 
@@ -177,20 +189,21 @@ class OtelTraces(Traces):
         kind: SpanKind = SpanKind.INTERNAL,
         status: Status | None = None,
     ) -> ReadableSpan:
-        """Return a span that has ended. times: of its beginning and end, in Unix seconds."""
+        """Return a span that has ended. times: its beginning and its end, in Unix seconds."""
+        began_at, ended_at = times
+        safe_attributes = {}
+        for key, value in attributes.items():
+            safe_attributes[key] = safe_name(value) if isinstance(value, str) else value
         return ReadableSpan(
             safe_name(name),
             context,
             parent,
             self._resource,
-            {
-                key: safe_name(value) if isinstance(value, str) else value
-                for key, value in attributes.items()
-            },
+            safe_attributes,
             kind=kind,
             status=status or Status(StatusCode.UNSET),
-            start_time=int(times[0] * 1e9),
-            end_time=int(times[1] * 1e9),
+            start_time=int(began_at * 1e9),
+            end_time=int(ended_at * 1e9),
             instrumentation_scope=self._scope,
         )
 

@@ -84,24 +84,29 @@ class AdapterLoader:
             num_ranks += pair.rank
             if isinstance(layer, RowParallelLinear):
                 pair.check(layer.columns.total, layer.out_features)
-                parts.append(layer.columns.read(pair.a, 1))
+                parts.append(self._placed(layer.columns.read(pair.a, 1), pair))
                 blocks.append(
                     self._block(slice(0, layer.out_features), ranks, pair.b.whole(), pair)
                 )
                 continue
             total = sum(share.total for share in layer.rows.values())
             pair.check(layer.in_features, total if shard is None else layer.rows[shard].total)
-            parts.append(pair.a.whole())
+            parts.append(self._placed(pair.a.whole(), pair))
             for rows, share in _rows_of(layer, shard):
                 b = pair.b.read(0, share.start, share.length)
                 blocks.append(self._block(rows, ranks, b, pair))
-        return LowRank(torch.cat([self._placed(part) for part in parts]), tuple(blocks))
+        return LowRank(torch.cat(parts), tuple(blocks))
 
     def _block(self, rows: slice, ranks: slice, b: Tensor, pair: _Pair) -> Block:
-        return Block(rows, ranks, self._placed(b), pair.scale)
+        return Block(rows, ranks, self._placed(b, pair), pair.scale)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype)
+    def _placed(self, tensor: Tensor, pair: _Pair) -> Tensor:
+        """Bring one of a pair's matrices to the device. Raises _Misfit if it is not finite there."""
+        placed = tensor.to(self._dtype)
+        if not placed.isfinite().all():
+            dtype = str(self._dtype).removeprefix("torch.")
+            raise _Misfit(f"{pair.module!r} has numbers that are NaN or infinite in {dtype}")
+        return placed.to(self._device)
 
 
 class _Misfit(Exception):

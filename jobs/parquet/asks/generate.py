@@ -91,14 +91,21 @@ class Generate(RowAsk):
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
         """Return the ask that gets a completion for each row of a run."""
         spec = plan.spec
-        return cls(spec, plan.seed, *spec.chat, spec.is_chat, context.model.control_tokens)
+        return cls(
+            spec,
+            plan.seed,
+            sampling=spec.chat.sampling,
+            chat=spec.chat.options,
+            is_chat=spec.is_chat,
+            control_tokens=context.model.control_tokens,
+        )
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of a completion, and the columns of attempts or of the way to the completion."""
         fields = list(OUTPUT_FIELDS)
         common_names = {field.name for field in fields}
-        for name in answer_columns(spec.chat[0], has_tools=spec.has_tools):
+        for name in answer_columns(spec.chat.sampling, has_tools=spec.has_tools):
             if name not in common_names:
                 fields.append(answer_field(name, spec))
         if spec.n > 1:
@@ -113,7 +120,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Let preview and dry run ask some rows."""
+        """Return True: preview and dry run ask some rows."""
         return True
 
     def is_greedy(self, row: Row) -> bool:
@@ -154,8 +161,8 @@ class Generate(RowAsk):
             sampling = {"seed": seed, **sampling}
         prompt = prompt_of(row, is_json=self._is_chat)
         if self._is_chat:
-            return Request(None, prompt, sampling, chat)
-        return Request(prompt, None, sampling)
+            return Request(prompt=None, messages=prompt, sampling=sampling, chat_options=chat)
+        return Request(prompt=prompt, messages=None, sampling=sampling)
 
     def answer(self, answer: PromptAnswer) -> Answer:
         """Return a row's answer. If the row has several samples, values of a sample are tuples, with one for each."""
@@ -220,16 +227,16 @@ def _calls_text(sample: Completion) -> str | None:
 
 
 @cache
-def logprobs_type(number: str, is_list: bool = False) -> pa.DataType:
+def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
     """Return the type of log probabilities: a list for each token, with the token itself before the likeliest.
 
-    number: the type of each log probability. is_list: whether a row has several completions.
+    number_type: the type of each log probability. is_list: whether a row has several completions.
     """
     token = pa.struct(
         [
             ("token_id", pa.int32()),
             ("token", pa.string()),
-            ("logprob", pa.type_for_alias(number)),
+            ("logprob", pa.type_for_alias(number_type)),
             ("rank", pa.int32()),
         ]
     )
@@ -237,10 +244,10 @@ def logprobs_type(number: str, is_list: bool = False) -> pa.DataType:
     return pa.list_(completion) if is_list else completion
 
 
-def _logprob_array(rows: Any, number: str, is_list: bool = False) -> pa.Array:
+def _logprob_array(rows: Any, number_type: str, is_list: bool = False) -> pa.Array:
     """Return a row's log probabilities as an array of length 1. Python's objects would take ten times the memory."""
     exact = pa.array([_entries(rows)], logprobs_type("float32", is_list))
-    return exact.cast(logprobs_type(number, is_list))
+    return exact.cast(logprobs_type(number_type, is_list))
 
 
 def _entries(rows: Any) -> Any:

@@ -5,7 +5,7 @@ have the same answer, in any run. Files and the memory of answers have only whol
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.common.display import brief
+from jobs.context.adapters import shown_adapter
 from jobs.context.served_model import PinnedModel
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.dialects import DIALECT
@@ -26,6 +27,9 @@ Keys = npt.NDArray[np.uint64]
 
 #: The bytes of a key, and of a model's mark.
 SIZE = 16
+
+#: The most adapters that a difference lists for a run.
+_MAX_ADAPTERS_SHOWN = 4
 
 _TRUNCATION = "truncate_prompt_tokens"
 
@@ -108,8 +112,8 @@ class RowKeys:
             deciding["length"] = self._length
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
-        deciding["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
-        text = json.dumps(dict(sorted(deciding.items())))
+        deciding["sampling"] = _sorted(given_sampling(spec, seed))
+        text = json.dumps(_sorted(deciding))
         # 0 and 0.0 are the same value.
         text = json.dumps(json.loads(text, parse_float=_number))
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
@@ -121,7 +125,11 @@ class RowKeys:
         texts = [row.prompt, row.sampling, row.values]
         if row.pictures:
             texts.append("pictures")
-        if _TRUNCATION in row.sampling or (self._has_lines and _TRUNCATION in row.prompt):
+        # A line of a batch file has its sampling values in the prompt's text.
+        may_truncate = _TRUNCATION in row.sampling
+        if self._has_lines and _TRUNCATION in row.prompt:
+            may_truncate = True
+        if may_truncate:
             texts.append(self._length)
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
@@ -129,6 +137,11 @@ class RowKeys:
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()
+
+
+def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with its keys in order."""
+    return dict(sorted(values.items()))
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
@@ -145,6 +158,10 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     fingerprints = {model.fingerprint for model in (new.model, new.second) if model is not None}
     if not any_model and old.model.fingerprint not in fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
+    if not any_model and old.model.adapters != new.model.adapters:
+        old_shown = _adapters_beside(old.model, new.model)
+        new_shown = _adapters_beside(new.model, old.model)
+        lines.append(f"adapters {old_shown} there, {new_shown} here")
     old_length = old.model.max_model_len
     new_length = new.model.max_model_len
     if old_length != new_length:
@@ -158,6 +175,15 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
         if old_value != new_value:
             lines.append(f"{name} {_shown(old_value)} there, {_shown(new_value)} here")
     return lines
+
+
+def _adapters_beside(model: PinnedModel, other: PinnedModel) -> str:
+    """Name the adapters of a run that another run has not, with their files."""
+    pinned = [each for each in model.adapters if each not in other.adapters]
+    shown = ", ".join(map(shown_adapter, pinned[:_MAX_ADAPTERS_SHOWN])) or "none"
+    if len(pinned) > _MAX_ADAPTERS_SHOWN:
+        shown += f" and {len(pinned) - _MAX_ADAPTERS_SHOWN} more"
+    return shown
 
 
 def _values_of(plan: Plan) -> dict[str, Any]:
@@ -175,7 +201,9 @@ def _shown(value: Any) -> str:
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
     """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
-    keys = (key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
+    keys = []
+    for row in rows:
+        keys.append(key_of(row) if isinstance(row, Row) else bytes(SIZE))
     return as_keys(b"".join(keys)).copy()
 
 

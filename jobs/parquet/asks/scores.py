@@ -52,7 +52,7 @@ class Scores(RowAsk):
         spec = plan.spec
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates"
-        chat = spec.chat[1] if spec.is_chat else None
+        chat = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:
@@ -129,11 +129,12 @@ class Scores(RowAsk):
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
     """Return a row that has CONTENT_FREE in each column. Raises InvalidValue if no prompt can be made of this row."""
-    value: Any = CONTENT_FREE
+    content: Any = CONTENT_FREE
     if spec.messages_column is not None:
-        value = [{"role": "user", "content": CONTENT_FREE}]
-    batch = pa.RecordBatch.from_pylist([dict.fromkeys(source.columns, value)])
-    (row,) = source.rows(batch)
+        content = [{"role": "user", "content": CONTENT_FREE}]
+    values = dict.fromkeys(source.columns, content)
+    batch = pa.RecordBatch.from_pylist([values])
+    [row] = source.rows(batch)
     if isinstance(row, RowProblem):
         raise InvalidValue(
             f"calibrate puts {{}} into each column, and no prompt can be made of that: {row}",

@@ -22,6 +22,8 @@ from jobs.errors import InputNotFound
 from jobs.parquet.files.filesystem import Entry, FetchedFile, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.local_files import root_of
 from jobs.parquet.files.object_requests import (
+    HAS_ANY,
+    LEVEL,
     TRIES_S,
     make_request,
     make_upload_request,
@@ -43,7 +45,10 @@ _pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
-    """Return the listing of a prefix, see object_requests.listing. Raises as obstore does, or StoreRefused."""
+    """Have a child list a prefix. Raises as obstore does, or StoreRefused.
+
+    kind: HAS_ANY or LEVEL. See the functions of object_requests for what is returned.
+    """
     scheme, bucket, key = _split(folder)
     environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     question = {
@@ -110,7 +115,7 @@ class ObjectFiles:
         name = os.path.basename(path)
         if key and self._head(path) is not None:
             return Entry(name, is_folder=False, is_link=False)
-        is_prefix = not key or self._list("has_any", path)
+        is_prefix = not key or self._has_any(path)
         if is_prefix:
             return Entry(name, is_folder=True, is_link=False)
         return None
@@ -119,14 +124,14 @@ class ObjectFiles:
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
         """Lend the entries of a prefix. An object that is also a prefix of others counts as a folder."""
         _, key = self._place(folder)
-        level = self._list("level", folder)
+        level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
         files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each of a prefix's objects was written, in nanoseconds of Unix time, by name."""
-        objects = self._list("level", folder)["objects"]
+        objects = self._level(folder)["objects"]
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
@@ -225,10 +230,16 @@ class ObjectFiles:
             self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
             raise
 
-    def _list(self, kind: str, folder: str) -> Any:
-        """Return the listing of a prefix. kind: see object_requests.listing."""
+    def _has_any(self, folder: str) -> bool:
+        """Whether there is any object below a prefix."""
         self._place(folder)
-        return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
+        return bool(self._make(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
+
+    def _level(self, folder: str) -> dict[str, Any]:
+        """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
+        self._place(folder)
+        level: dict[str, Any] = self._make(folder, lambda: listed(LEVEL, folder, self._timeout_s))
+        return level
 
     def _make(self, path: str, request: Callable[[], T]) -> T:
         """Make a request, and return the store's answer. path: for errors."""

@@ -177,6 +177,11 @@ def _first_group(pattern: re.Pattern[str], text: str) -> str:
 _environment: dict[str, str] = {}
 
 
+#: The kinds of questions about a prefix, see has_any and level_of.
+HAS_ANY = "has_any"
+LEVEL = "level"
+
+
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
     """List a prefix, in a child. The question brings the worker's environment variables for stores."""
     global _environment
@@ -189,20 +194,24 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
         os.environ.update(_environment)
     store = opened_store(question["scheme"], question["bucket"], question["timeout_s"])
     try:
-        yield {"found": listing(store, question["kind"], question["key"])}
+        yield {"found": answer_about(store, question["kind"], question["key"])}
     except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
         yield {"raised": type(error).__name__, "text": str(error)}
 
 
-def listing(store: Any, kind: str, key: str) -> Any:
-    """Return a listing of a prefix.
+def answer_about(store: Any, kind: str, key: str) -> bool | dict[str, Any]:
+    """Answer a question about a prefix. kind: HAS_ANY or LEVEL."""
+    return has_any(store, key) if kind == HAS_ANY else level_of(store, key)
 
-    kind: "has_any" asks whether there is any object. "level" asks for the folders and objects of the prefix. Each
-    object comes with the nanoseconds of Unix time at which it was written.
-    """
-    if kind == "has_any":
-        chunks = iter(obstore.list(store, key or None, chunk_size=1))
-        return next(chunks, None) is not None
+
+def has_any(store: Any, key: str) -> bool:
+    """Whether there is any object below a prefix."""
+    chunks = iter(obstore.list(store, key or None, chunk_size=1))
+    return next(chunks, None) is not None
+
+
+def level_of(store: Any, key: str) -> dict[str, Any]:
+    """Return the `folders` and `objects` of a prefix. An object's value is when it was written, in Unix nanoseconds."""
     level = obstore.list_with_delimiter(store, key or None)
     objects = {}
     for entry in level["objects"]:

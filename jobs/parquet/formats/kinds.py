@@ -144,9 +144,10 @@ def _kind_of_integer(value: int, too_large: str) -> str:
 
 
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
-    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null.
+    """Return the kind of a CSV file's column. A decimal comma counts as a point here. An empty field counts as null.
 
-    Integers that no type holds exactly are "digits", but "text" beside decimal commas, where digits become floats.
+    Integers that no type holds exactly are "digits". In a file with decimal commas they are "text", because digits
+    become floats there.
     """
     kind: Kind = "null"
     for text in set(texts) - {""}:
@@ -188,7 +189,7 @@ _WRITTEN = {
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
-    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError if it is no kind."""
+    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError for a value that is no kind."""
     metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
     return pa.field(name, _arrow_type(kind), metadata=metadata)
 

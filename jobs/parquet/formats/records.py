@@ -98,16 +98,17 @@ def json_records(file: TextFile) -> Iterator[Record]:
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
     """Yield a file's lines. One that is too long is read to its end, and has a problem in place of a value."""
     number = 0
-    while text := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(text) <= MAX_LINE_BYTES or text.endswith(b"\n"):
-            yield Record(number, len(text), text.removesuffix(b"\n"))
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+            yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
-        size = len(text)
-        while text and not text.endswith(b"\n"):
-            text = file.readline(CHUNK_BYTES)
-            size += len(text)
-        yield Record(number, size, None, _TOO_LONG)
+        size = len(line)
+        piece = line
+        while piece and not piece.endswith(b"\n"):
+            piece = file.readline(CHUNK_BYTES)
+            size += len(piece)
+        yield Record(number, size, value=None, problem=_TOO_LONG)
 
 
 def _json_record(line: Record, encoding: str) -> Record:
@@ -176,16 +177,17 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             if "new-line character" in problem:
                 problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
-                problem = row_lines[0].problem or no_end_problem
-                size = row_lines[0].size
-                again.extendleft(reversed(row_lines[1:]))
+                first_line, *later_lines = row_lines
+                problem = first_line.problem or no_end_problem
+                size = first_line.size
+                again.extendleft(reversed(later_lines))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
         if fields or problem:  # other lines are blank
             yield Record(row_lines[0].line, size, fields, problem)
 
 
 #: A first line of CSV that names the delimiter for Excel. This line is no row.
-_SEP_LINE = re.compile(rb'"?sep=(.)"?\r?', re.IGNORECASE)
+_SEP_LINE = re.compile(rb'"?sep=(?P<delimiter>.)"?\r?', re.IGNORECASE)
 #: Likely delimiters, if the header seems to have a single column that contains one.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
@@ -209,7 +211,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     if file.delimiter:
         delimiter = file.delimiter
     elif sep_line:
-        delimiter = sep_line[1].decode(errors="replace")
+        delimiter = sep_line["delimiter"].decode(errors="replace")
     rows = _csv_rows(lines, delimiter, file.encoding_name)
 
     head = next(rows, None)
@@ -218,18 +220,20 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     if head.problem:
         file.check_encoding()
         raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
-    if len(head.value) == 1 and file.delimiter is None and sep_line is None:
-        candidates = _DELIMITERS.keys() - {usual_delimiter}
-        counts = Counter(character for character in head.value[0] if character in candidates)
+    names: list[str] = head.value
+    if len(names) == 1 and file.delimiter is None and sep_line is None:
+        [name] = names
+        other_delimiters = _DELIMITERS.keys() - {usual_delimiter}
+        counts = Counter(character for character in name if character in other_delimiters)
         if counts:
-            commonest, _ = counts.most_common(1)[0]
+            [(commonest, _)] = counts.most_common(1)
             shown = _DELIMITERS[commonest]
-            raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(usual_delimiter))
+            raise OtherDelimiter(path, brief(name), shown, shown, repr(usual_delimiter))
 
-    for name, count in Counter(head.value).items():
+    for name, count in Counter(names).items():
         if count > 1:
             raise SchemaMismatch(path, f"it has two columns named {brief(name)}")
-    return head.value, (_csv_record(head.value, row) for row in rows)
+    return names, (_csv_record(names, row) for row in rows)
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:

@@ -62,26 +62,27 @@ _WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {
 def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
     """Yield a table for each part that has failed rows. cut: whether rows with a cut answer count as failed."""
     plan = reader.plan
-    answers = set(answer_names(plan.spec))
+    answer_columns = set(answer_names(plan.spec))
     failed_by_shard: dict[int, list[FailedRow]] = {}
     for shard in reader.shards():
         failed = list(reader.failed_rows(shard, cut))
         if failed:
             failed_by_shard[shard] = failed
 
-    lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
+    line_of = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed in failed_by_shard.items():
         start = plan.first_row(shard)
         rows = reader.part_table(shard).take([row.row - start for row in failed])
-        table = rows.select([name for name in rows.column_names if name not in answers])
-        beside = {
+        table = rows.select([name for name in rows.column_names if name not in answer_columns])
+        lines = [line_of.get((row.file, row.file_row)) for row in failed]
+        added_columns = {
             "row": pa.array([row.row for row in failed], pa.int64()),
             "file": pa.array([row.file for row in failed], pa.string()),
             "file_row": pa.array([row.file_row for row in failed], pa.int64()),
             "reason": pa.array([row.reason for row in failed], pa.string()),
-            "line": pa.array([lines.get((row.file, row.file_row)) for row in failed], pa.string()),
+            "line": pa.array(lines, pa.string()),
         }
-        for name, column in beside.items():
+        for name, column in added_columns.items():
             while name in table.column_names:  # the input has a column of this name
                 name += "_"
             table = table.append_column(name, column)

@@ -133,7 +133,8 @@ def open_part(
         with closing(TableReading(storage, path, columns)) as reading:
             yield reading
     except (CorruptParquet, TableNotRead) as error:
-        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+        reason = error.argument("reason")
+        raise PartDamaged(path, f"not readable as Parquet: {reason}") from error
 
 
 def part_rows(

@@ -75,12 +75,15 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
     if texts is None or (answer.error is not None and not prompt):
         return Parsed()
     if answer.check_error is not None:
-        return Parsed(None, answer.check_error)
+        return Parsed(reason=answer.check_error)
     if isinstance(texts, str):
         return parsed_text(kind, texts)
-    several = [Parsed() if text is None else parsed_text(kind, text) for text in texts]
-    values = [parsed.value for parsed in several]
-    reasons = [parsed.reason for parsed in several]
+    values = []
+    reasons = []
+    for text in texts:
+        parsed = Parsed() if text is None else parsed_text(kind, text)
+        values.append(parsed.value)
+        reasons.append(parsed.reason)
     return Parsed(values, reasons)  # type: ignore[arg-type]
 
 
@@ -89,11 +92,11 @@ def parsed_text(kind: ValueType, text: str) -> Parsed:
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        return Parsed(None, f"it is not JSON: {error}")
+        return Parsed(reason=f"it is not JSON: {error}")
     try:
         return Parsed(_value(kind, value, "$"))
     except _Unfit as error:
-        return Parsed(None, str(error))
+        return Parsed(reason=str(error))
 
 
 class _Unfit(Exception):

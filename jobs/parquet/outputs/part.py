@@ -48,7 +48,7 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     """Return which of the input's columns the output has."""
     dropped = tuple(spec.drop or ())
     if spec.keep is None:
-        return ColumnChoice(None, dropped)
+        return ColumnChoice(without=dropped)
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
@@ -146,9 +146,9 @@ def with_answers(
 def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
     """Return a column of answers' values. Values that are Arrow arrays already are not copied."""
     if any(isinstance(value, pa.Array) for value in values):
-        return pa.chunked_array(
-            [pa.nulls(1, kind) if value is None else value for value in values], kind
-        )
+        null = pa.nulls(1, kind)
+        arrays = [null if value is None else value for value in values]
+        return pa.chunked_array(arrays, kind)
     if pa.types.is_struct(kind):
         # Probabilities are pairs. From pairs, Arrow would make a struct by place.
         values = [dict(value) if isinstance(value, tuple) else value for value in values]
@@ -169,12 +169,13 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     """Sum up the answers of a shard's rows. known: other fields of PartStats."""
     good = [answer for answer in answers if answer.error is None]
     completion_lengths: list[int] = []
+    finish_reasons: Counter[str] = Counter()
     for answer in good:
         tokens = answer.completion_tokens
         completion_lengths += tokens if isinstance(tokens, tuple) else (tokens,)
-    finish_reasons = Counter(reason for answer in good for reason in answer.all_finish_reasons)
+        finish_reasons.update(answer.all_finish_reasons)
     labels = Counter(answer.column("label") for answer in good)
-    labels.pop(None, None)
+    del labels[None]  # answers of runs without labels
     return PartStats(
         **known,
         rows=len(answers),
@@ -221,7 +222,8 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     try:
         contents = look_at(storage, path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
-        raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+        reason = error.argument("reason")
+        raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
     except (errors.InputNotFound, errors.PathSwapped):  # the folder lists its name
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:

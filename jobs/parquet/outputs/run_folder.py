@@ -75,8 +75,8 @@ def load_plan(storage: Storage, path: str) -> Plan:
             content = source.read(min(source.size(), MAX_PLAN_BYTES))
         return Plan.from_text(content.decode())
     except AnotherFormat as error:
-        age = "a newer" if error.args[0] > FORMAT else "an older"
-        raise PlanOfAnotherVersion(path, age, error.args[0], FORMAT) from None
+        age = "a newer" if error.number > FORMAT else "an older"
+        raise PlanOfAnotherVersion(path, age, error.number, FORMAT) from None
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
     except ValueError as error:
@@ -256,9 +256,12 @@ class RunFolder:
         for shard in sorted(present):
             check_interrupted()
             self.part_stats(shard)
-        missing = sorted(set(range(len(self.plan.shards))) - present)
+        all_shards = set(range(len(self.plan.shards)))
+        missing = sorted(all_shards - present)
         if has_ended:
-            for path in (*map(self.plan.part_path, missing), *map(self.path, self._outputs)):
+            missing_parts = map(self.plan.part_path, missing)
+            output_files = map(self.path, self._outputs)
+            for path in (*missing_parts, *output_files):
                 if self.storage.stat(path) is None:
                     raise PartDamaged(path, _GONE)
         elif missing:
@@ -299,7 +302,8 @@ class RunFolder:
         submission = stop_over_limit(self.state, is_whole=is_whole)
         if submission is None:
             return False
-        waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
+        all_shards = set(range(len(self.plan.shards)))
+        waiting = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
             # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
@@ -321,7 +325,7 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            second_queue, _ = self.plan.queues(queue)[-1]
+            _, (second_queue, _) = self.plan.queues(queue)
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
             facts["second_queue"] = second_queue
@@ -341,7 +345,7 @@ class RunFolder:
         return self._finish()
 
     def has_success(self) -> bool:
-        """Whether the run has ended."""
+        """Whether the run has ended, because its folder has the mark of the end."""
         return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:

@@ -39,18 +39,18 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
 
     Reads all rows once. Their files must be converted already.
     """
-    found = set(plan.model.adapters)
-    known = set(context.adapters.names)
+    pinned = set(plan.model.adapters)
+    known_names = set(context.adapters.names)
     source = row_source(plan.spec, control_tokens=context.model.control_tokens)
     for _, rows in rendered_shards(context, storage, plan, source):
         names: set[str] = set()
         for row in rows:
             if isinstance(row, Row):
                 names.update(_names_of(row, plan.spec))
-        for name in names & known:
+        for name in names & known_names:
             with suppress(UnknownAdapter):  # it has gone in between
-                found.add(context.adapters.pin(name))
-    return _with(plan, found)
+                pinned.add(context.adapters.pin(name))
+    return _with(plan, pinned)
 
 
 def _with(plan: Plan, pinned: set[str]) -> Plan:

@@ -89,14 +89,14 @@ def partition_columns(
         for file in files:
             _, text = file.keys[place]
             texts.append(text)
-        given_texts = [text for text in texts if text is not None]
-        is_integer = any(given_texts) and all(map(_is_int64, given_texts))
+        present_texts = [text for text in texts if text is not None]
+        is_integer = any(present_texts) and all(map(_is_int64, present_texts))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
-            value: Any = text
             if is_integer and text is not None:
-                value = int(text)
-            values_of_file.append(value)
+                values_of_file.append(int(text))
+            else:
+                values_of_file.append(text)
     return columns, values_by_file
 
 
@@ -223,18 +223,20 @@ class Search:
                         files.append(FoundEntry(folder, entry))
                     continue
 
+                # Files below a key=value folder count as files of the top folder. All other files below are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
                 if entry.is_link and not is_key_folder:
                     continue
                 child = folder.child(entry, self.storage)
+                is_child_nested = not is_key_folder
                 if child is not None and child.path != self._output:
-                    waiting.append((child, not is_key_folder))
+                    waiting.append((child, is_child_nested))
         return folder_files
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. Raises SearchTooLong, or OSError.
 
-        or_none: a folder that cannot be read holds nothing.
+        or_none: whether a folder that cannot be read counts as empty.
         """
         entries = []
         errors_are_ignored = suppress(OSError) if or_none else nullcontext()
@@ -254,25 +256,32 @@ class Search:
         read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
         Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
-        first = _first_glob_segment(pattern)
-        segments = pattern.split("/")[first:]
-        top = "/".join(pattern.split("/")[:first]) or "/"
+        all_segments = pattern.split("/")
+        num_plain = _first_glob_segment(pattern)
+        top = "/".join(all_segments[:num_plain]) or "/"
+        segments = all_segments[num_plain:]
+        last_place = len(segments) - 1
         matches = []
         # The folders that are still to be read, each with the places of the segments that its entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
-            for entry in self._candidates(folder, [segments[place] for place in places]):
+            segments_here = [segments[place] for place in places]
+            for entry in self._candidates(folder, segments_here):
                 matched = {place for place in places if _matches(segments[place], entry.name)}
-                if not matched or (_is_hidden(entry.name) and not names_hidden):
+                is_skipped = _is_hidden(entry.name) and not names_hidden
+                if not matched or is_skipped:
                     continue
-                if len(segments) - 1 in matched:
+                if last_place in matched:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue
 
-                # `**` stays, because it stands for any number of folders.
-                next_places = {place if segments[place] == "**" else place + 1 for place in matched}
+                next_places = set()
+                for place in matched:
+                    # `**` stays, because it stands for any number of folders.
+                    stays = segments[place] == "**"
+                    next_places.add(place if stays else place + 1)
                 places_below = _with_skipped(next_places, segments)
                 child = folder.child(entry, self.storage) if places_below else None
                 if child is not None:
@@ -355,7 +364,7 @@ def _format_of(names: Sequence[str]) -> str | None:
     """Return the format of a folder's files: Parquet if it has any, else its only format. None if it has no files."""
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
-    return one_format(names, None) if names else None
+    return one_format(names) if names else None
 
 
 def _first_glob_segment(pattern: str) -> int:

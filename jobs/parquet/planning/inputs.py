@@ -159,10 +159,10 @@ def check_columns_here(spec: RunSpec) -> None:
         file_format = one_format((file.named for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
             return  # only a look at all lines would tell the columns
-        look = scan(storage, path, file_format, 0, spec.dialect)
-        columns, _ = _added_columns(found_files, look.schema.names, spec.filename_column)
+        contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
+        columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
         if file_format not in LINES:
-            _check_columns(spec, with_added_fields(look.schema, columns), path)
+            _check_columns(spec, with_added_fields(contents.schema, columns), path)
     except _RAISED_HERE:
         raise
     except (errors.InputError, OSError):  # planning will report this error, if it finds the same
@@ -283,15 +283,16 @@ def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[Found
     present_files: the files that the input names now.
     """
     limit = plan.spec.limit
-    planned = {file.path: file for file in plan.files}
+    planned_files = {file.path: file for file in plan.files}
     present_paths = [file.path for file in present_files]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
         # The run does not read the files after its limit.
-        present_paths = present_paths[: len(planned)]
-    for path in [*present_paths, *planned]:
-        if path not in planned:
+        present_paths = present_paths[: len(planned_files)]
+    for path in present_paths:
+        if path not in planned_files:
             raise errors.InputChanged(path, "it is new")
+        storage.check_interrupted()
+        check_unchanged(storage, planned_files[path], input_format=plan.input_format)
+    for path in planned_files:
         if path not in present_paths:
             raise errors.InputChanged(path, GONE)
-        storage.check_interrupted()
-        check_unchanged(storage, planned[path], input_format=plan.input_format)

@@ -49,9 +49,10 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     """
     assert plan.reused is not None
     # The chosen rows count as rows of the first file.
-    first = replace(plan.files[0], num_chosen=len(chosen))
-    other_files = [replace(file, num_chosen=0) for file in plan.files[1:]]
-    new_plan = replace(plan, files=(first, *other_files))
+    first_file, *other_files = plan.files
+    first = replace(first_file, num_chosen=len(chosen))
+    without_rows = [replace(file, num_chosen=0) for file in other_files]
+    new_plan = replace(plan, files=(first, *without_rows))
     groups: list[int] = []
     if len(chosen):
         rows_path = new_plan.rows_path(first)
@@ -59,7 +60,8 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
         for path in (rows_path, numbers_path):
             storage.make_folder(os.path.dirname(path))
         with writing(rows_path), storage.open_output(rows_path) as sink:
-            groups = write_groups(sink, None, _chosen_rows(context, storage, plan, chosen))
+            batches = _chosen_rows(context, storage, plan, chosen)
+            groups = write_groups(sink, schema=None, batches=batches)
         with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
     return replace(new_plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
@@ -152,8 +154,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
     # Rows that failed before have no answer to take.
     num_found = sum(run.rows for run in old.reused) + num_cut
-    took_few = 2 * num_found < min(num_rows, old.keys.num_known)
-    if took_few:
+    most_to_find = min(num_rows, old.keys.num_known)
+    if 2 * num_found < most_to_find:
         has_function = plan.spec.repairs.function is not None
         no_difference = _NO_DIFFERENCE[has_function]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
@@ -218,10 +220,11 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
         return
     if first.reused is not None and first.reused.name == plan.reused.name:
         return  # the plan in place is this one, and the reply to its writing was lost
-    paths = list(map(plan.reused_path, range(len(plan.shards))))
-    if plan.files[0].num_chosen:
+    paths = [plan.reused_path(shard) for shard in range(len(plan.shards))]
+    first_file = plan.files[0]
+    if first_file.num_chosen:
         paths += [
-            plan.rows_path(plan.files[0]),
+            plan.rows_path(first_file),
             os.path.join(plan.spec.output, row_numbers_name(plan.reused.name)),
         ]
     with writing(plan.spec.output):
@@ -325,7 +328,14 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
         if old_value is not None:
             sampling["max_tokens"] = old_value
         shorter_spec = replace(spec, sampling=sampling)
-        asks.append(RowKeys(shorter_spec, None, check, plan.model.max_model_len, plan.given_seed))
+        shorter_keys = RowKeys(
+            shorter_spec,
+            before=None,
+            check=check,
+            max_model_len=plan.model.max_model_len,
+            seed=plan.given_seed,
+        )
+        asks.append(shorter_keys)
     return asks
 
 

@@ -60,7 +60,7 @@ def score_parquet(
         "template": template,
     }
     spec = RunSpec.from_arguments(input, output, **run_arguments)
-    spec.check_sampling(context.check_sampling)
+    spec.check_values(context.check_sampling)
     spec.prepare(context.checks)
     submission.check_calls(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)

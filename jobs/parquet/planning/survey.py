@@ -80,7 +80,7 @@ class SurveyWork(RowsTask):
                 "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
                 "prompts, of which you can name one; a dry run counts these too"
             )
-        spec.check_sampling(context.check_sampling)
+        spec.check_values(context.check_sampling)
         spec.admit(context.checks)
 
         storage = Storage.of(context)
@@ -117,9 +117,8 @@ class SurveyWork(RowsTask):
             if planned.row in chosen_rows:
                 self._tried.append((planned, chosen_rows[planned.row]))
         answered_rows = [row for _, row in self._tried] if has_answers else []
-        self.runner = row_runner(
-            answered_rows, ask, context.checks, lambda place: self._tried[place][0].row
-        )
+        row_numbers = [planned.row for planned, _ in self._tried]
+        self.runner = row_runner(answered_rows, ask, context.checks, row_numbers.__getitem__)
         self._is_dry = first is None
         self._sent: list[Request] = []
         #: Monotonic seconds when the timed batch was sent; 0 before.
@@ -168,8 +167,9 @@ class SurveyWork(RowsTask):
         if index < len(self._sent):
             super().deliver(index, completions)
             return
+        first, *_ = completions
         num_generated = sum(len(completion.token_ids) for completion in completions)
-        self._timed_tokens += completions[0].num_prompt_tokens + num_generated
+        self._timed_tokens += first.num_prompt_tokens + num_generated
         self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
@@ -201,32 +201,33 @@ class SurveyWork(RowsTask):
         # The weights add up to the requests whose text had room. `scale` makes up for all others.
         weights = sum(planned.weight for planned, _ in self._tried) or 1.0
         scale = counts.scale * len(counts.requests) / weights
-        low = self._spec.escalate_below or 0
-        generated = 0.0
-        completion = 0.0
-        escalated = 0.0
+        generated_tokens = 0.0
+        completion_tokens = 0.0
+        rows_escalated = 0.0
         # The prompt tokens of further prompts and further attempts: of requests, and of all rows that they answer.
-        later = 0.0
-        later_of_rows = 0.0
+        later_tokens = 0.0
+        later_tokens_of_rows = 0.0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
-            tokens = answered.num_tokens * scale
-            generated += planned.weight * tokens
-            completion += planned.weight * tokens * planned.rows
-            more = max(0, answer.prompt_tokens - planned.tokens) * planned.weight * scale
-            later += more
-            later_of_rows += more * planned.rows
-            if answer.error is None and (answer.column("margin") or 0) < low:
-                escalated += planned.weight * planned.rows * scale
+            num_requests = planned.weight * scale
+            num_rows = num_requests * planned.rows
+            generated_tokens += num_requests * answered.num_tokens
+            completion_tokens += num_rows * answered.num_tokens
+            later_of_request = max(0, answer.prompt_tokens - planned.tokens)
+            later_tokens += num_requests * later_of_request
+            later_tokens_of_rows += num_rows * later_of_request
+            margin = answer.column("margin") or 0
+            if answer.error is None and margin < (self._spec.escalate_below or 0):
+                rows_escalated += num_rows
 
         seconds_per_token = self._seconds / max(1, self._timed_tokens)
-        computed_tokens = counts.request_tokens * counts.scale + later + generated
+        computed_tokens = counts.request_tokens * counts.scale + later_tokens + generated_tokens
         return {
-            "generated_tokens": generated,
-            "completion_tokens": completion,
-            "rows_escalated": escalated,
-            "prompt_tokens": prompt_tokens + later_of_rows,
+            "generated_tokens": generated_tokens,
+            "completion_tokens": completion_tokens,
+            "rows_escalated": rows_escalated,
+            "prompt_tokens": prompt_tokens + later_tokens_of_rows,
             "seconds": seconds_per_token * computed_tokens,
         }
 
@@ -438,14 +439,14 @@ def _with_beginning(request: Request, beginning: str) -> Request:
         ids = Random(beginning).choices(prompt, k=len(beginning))
         return replace(request, prompt=[*ids, *prompt])
     if request.messages is None:
-        return replace(request, prompt=_behind(beginning, request.prompt))
+        return replace(request, prompt=_prefixed(request.prompt, beginning))
     first, *later = request.messages
-    content = _behind(beginning, first.get("content") or "")
+    content = _prefixed(first.get("content") or "", beginning)
     return replace(request, messages=[{**first, "content": content}, *later])
 
 
-def _behind(beginning: str, content: Any) -> Any:
-    """Return a text, or the parts of a message, behind a text."""
+def _prefixed(content: Any, beginning: str) -> Any:
+    """Return a text, or the parts of a message, with another text before it."""
     if isinstance(content, str):
         return beginning + content
     return [{"type": "text", "text": beginning}, *content]

@@ -89,7 +89,7 @@ class JinjaSource(PromptSource):
                 yield from message["rows"]
 
     def render(self, values: list[str]) -> str:
-        """Return the prompt, or a chat as JSON, of a row's rendered texts. Raises RowProblem."""
+        """Make a row's prompt of its rendered texts: a text, or a chat as JSON. Raises RowProblem."""
         if self._roles is None:
             return checked_text(values[0])
         pairs = zip(self._roles, values, strict=True)

@@ -118,11 +118,11 @@ class RowSampling:
                 value = _from_json(column, value)
             if value is not None:
                 sampling[name] = _plain(value)
-        text = json.dumps(sampling)
-        problem = self._problem(text)
+        sampling_json = json.dumps(sampling)
+        problem = self._problem(sampling_json)
         if problem is not None:
             raise RowProblem(problem)
-        return text
+        return sampling_json
 
     def _check(self, values: Mapping[str, Any]) -> None:
         """Raise InvalidJob for impossible values."""
@@ -131,9 +131,9 @@ class RowSampling:
             sampling, _ = split_chat_options(values)
         self._check_sampling(sampling)
 
-    def _find_problem(self, text: str) -> str | None:
-        """Return why a row's values are impossible; None if they are possible. text: the values as JSON."""
-        values = json.loads(text)
+    def _find_problem(self, sampling_json: str) -> str | None:
+        """Return why a row's sampling values are impossible; None if they are possible."""
+        values = json.loads(sampling_json)
         for name, value in values.items():
             try:
                 self._check({name: value})
@@ -273,11 +273,11 @@ def row_source(
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
     sampling = None
     if spec.sampling_columns:
-        sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
+        sampling = RowSampling(spec.sampling_columns, spec.chat.sampling, check_sampling)
     if spec.steps:
         return _step_source(spec, sampling, control_tokens)
 
-    _, chat_options = spec.chat
+    chat_options = spec.chat.options
     prompts = _prompts(spec, _kept_out(chat_options, control_tokens))
     pictures = spec.image_column or ()
     if pictures:

@@ -25,6 +25,7 @@ from jobs.errors import (
     PathSwapped,
     PlanDamaged,
     PlanOfAnotherVersion,
+    RunError,
 )
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys
@@ -154,16 +155,17 @@ class KnownKeys:
             candidates = self._order[lows[row] : end]
             equal = candidates[self._second_halves[candidates] == keys[row, 1]]
             if len(equal):
-                turn = self._num_taken[equal[0]] % len(equal)
+                first = equal[0]  # counts for all that are equal
+                turn = self._num_taken[first] % len(equal)
                 found_places[row] = equal[turn]
-                self._num_taken[equal[0]] += 1
+                self._num_taken[first] += 1
         return found_places
 
 
 #: The most unreadable files of an earlier run that are named.
 MAX_NAMED = 10
 #: The names of logs that have answers: in journals, and from a cascade's first model. The number is the shard's.
-_ANSWERS = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
+_ANSWERS = re.compile(r"_(?:kept\.)?(?P<shard>\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 
 @dataclass
@@ -180,13 +182,14 @@ class ReusedRun:
     passed_over: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
 
-    def pass_over(self, error: Exception) -> None:
-        """Note a file that could not be read. error: its arguments are the path and, if known, the reason."""
-        if len(self.passed_over) >= MAX_NAMED:
-            return
-        path = error.args[0]
-        reason = error.args[1] if len(error.args) > 1 else "it is gone"
-        self.passed_over.append(f"{path}: {reason}")
+    def pass_over(self, path: str, reason: str) -> None:
+        """Note a file or folder that is not used."""
+        if len(self.passed_over) < MAX_NAMED:
+            self.passed_over.append(f"{path}: {reason}")
+
+    def pass_over_unreadable(self, error: RunError) -> None:
+        """Note a file that could not be read. error: names its path, and also the reason unless the file is gone."""
+        self.pass_over(error.argument("path"), error.argument("reason", default="it is gone"))
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ class OldRuns:
                     part_keys[:] = known_keys
                     marks.append(known_marks)
             except PartDamaged as error:
-                part.reused.pass_over(error)
+                part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
         self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
 
@@ -258,11 +261,11 @@ class OldRuns:
         try:
             written_plan = load_plan(storage, os.path.join(output, PLAN))
         except PlanDamaged as error:
-            raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
+            reason = error.argument("reason")
+            raise CannotReuse(output, f"{error.argument('path')}: {reason}") from None
         except PlanOfAnotherVersion as error:
-            raise CannotReuse(
-                output, f"{error.args[1]} version of Tokenmill has planned it"
-            ) from None
+            age = error.argument("age")
+            raise CannotReuse(output, f"{age} version of Tokenmill has planned it") from None
 
         run = ReusedRun(output, written_plan.run)
         # The folder may have been moved.
@@ -272,10 +275,10 @@ class OldRuns:
         answered = _answered(storage, plan)
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
             for shard in set(range(len(plan.shards))) - answered.keys():
-                run.pass_over(PartDamaged(plan.part_path(shard), "it is gone"))
+                run.pass_over(plan.part_path(shard), "it is gone")
         reason = _unlike(plan, self._new)
         if reason is not None:
-            run.pass_over(CannotReuse(output, reason))
+            run.pass_over(output, reason)
             return
 
         first = 0
@@ -302,7 +305,7 @@ class OldRuns:
                         keys[rows[is_good]] = answer_keys[is_good]
                         marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
             except AnswersDamaged as error:
-                part.reused.pass_over(error)
+                part.reused.pass_over_unreadable(error)
         return marks
 
     def answers(
@@ -327,7 +330,7 @@ class OldRuns:
                         is_missing[indices] = False
                         yield part, begin + indices[is_new], batch.filter(pa.array(is_new))
                 except (*UNREADABLE, AnswersDamaged, PartDamaged) as error:
-                    part.reused.pass_over(error)
+                    part.reused.pass_over_unreadable(error)
 
     def _answers_in_file(
         self, part: OldPart, path: str, wanted: Places, schema: pa.Schema
@@ -437,9 +440,9 @@ def _max_lengths(plan: Plan) -> set[int]:
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why no answer of an old run can be taken. Return None if answers can be.
+    """Say why no answer of an old run can be taken. Return None if answers can be taken.
 
-    Only a model that takes another length now rules all answers out.
+    The only such reason is that the model takes sequences of another length now.
     """
     if _max_lengths(old) == _max_lengths(new):
         return None
@@ -458,11 +461,12 @@ def _unlike(old: Plan, new: Plan) -> str | None:
 
 def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     """Return a run's columns that show which answers were cut."""
-    names = [field.name for field in kind_of(spec).fields(spec, 0)]
-    wanted = ["finish_reason"]
+    fields = kind_of(spec).fields(spec, embedding_size=0)
+    names = [field.name for field in fields]
+    columns_of_cuts = ["finish_reason"]
     if spec.input_format == OPENAI_BATCH:
-        wanted.insert(0, "completion")
-    return tuple(name for name in wanted if name in names)
+        columns_of_cuts = ["completion", "finish_reason"]
+    return tuple(name for name in columns_of_cuts if name in names)
 
 
 #: A finish reason in a response's JSON. Texts in it cannot match, because their quotation marks have a backslash.
@@ -491,7 +495,8 @@ def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     for name in storage.names(folder):
         match = _ANSWERS.match(name)
         if match is not None:
-            logs_of.setdefault(int(match[1]), []).append(os.path.join(folder, name))
+            shard = int(match["shard"])
+            logs_of.setdefault(shard, []).append(os.path.join(folder, name))
 
     shards = part_shards(storage.names(plan.spec.parts_folder))
     if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):

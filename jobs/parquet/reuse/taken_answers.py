@@ -87,4 +87,4 @@ def kept_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> li
     try:
         return log.read(storage, path)
     except AnswersDamaged as error:
-        raise KeptAnswersLost(path, error.args[1]) from None
+        raise KeptAnswersLost(path, error.argument("reason")) from None

@@ -55,7 +55,9 @@ class ShardTexts:
                     f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
                     f"take {self._bytes + num_bytes} bytes"
                 )
-                raise ShardTooLarge(self._path, problem, self._shard_bytes.limit, "", self._remedy)
+                limit = self._shard_bytes.limit
+                factor = ""  # the limit is the setting itself, not a multiple
+                raise ShardTooLarge(self._path, problem, limit, factor, self._remedy)
             self._shard_bytes.hold(num_bytes, self._bytes)
             self._bytes += num_bytes
 

@@ -65,7 +65,7 @@ class VerifyWork(RowsTask):
                 f"run {run} cannot be verified: its new or sorted rows were removed when it ended"
             )
         self._columns = []
-        for field in kind_of(spec).fields(spec, 0):
+        for field in kind_of(spec).fields(spec, embedding_size=0):
             # The log probabilities of tokens and the probabilities of labels stand in structs or maps. The values of a
             # map are structs too.
             has_structs = holds(field.type, pa.types.is_struct)
@@ -191,7 +191,7 @@ def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) 
     return key_of
 
 
-_SAMPLE = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", re.ASCII)
+_SAMPLE = re.compile(r"(?P<number>\d{1,12}(?:\.\d{1,9})?)(?P<percent_sign>%?)", re.ASCII)
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
@@ -200,13 +200,12 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     sample: a number of rows, or a share such as "1%".
     """
     match = _SAMPLE.fullmatch(sample)
-    if match is None or Fraction(match[1]) == 0:
+    if match is None or Fraction(match["number"]) == 0:
         raise InvalidValue(
             "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
         )
-    number, percent_sign = match.groups()
-    size = Fraction(number)
-    if percent_sign:
+    size = Fraction(match["number"])
+    if match["percent_sign"]:
         size = size * total / 100
     count = min(total, math.ceil(size))
     if count > most:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -284,10 +284,13 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
         values = (scalar.as_py() for scalar in column)
     if not holds(column.type, pa.types.is_map):
         return values
-    return (
-        value if isinstance(value, RowProblem) else with_dicts(value, column.type)
-        for value in values
-    )
+    return _maps_as_dicts(values, column.type)
+
+
+def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+    for value in values:
+        is_problem = isinstance(value, RowProblem)
+        yield value if is_problem else with_dicts(value, kind)
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:

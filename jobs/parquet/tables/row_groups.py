@@ -29,7 +29,7 @@ def write_groups(
 ) -> list[int]:
     """Write rows as Parquet; return the number of rows of each row group.
 
-    schema: of the rows; by default the first batch's. Needed if there may be no rows.
+    schema: the rows' schema; None for the first batch's. Needed if there may be no rows.
     """
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
@@ -126,7 +126,8 @@ class RowBuckets(ExitStack):
                 table = pa.ipc.open_stream(source).read_all()
                 order_of_rows = np.argsort(table[_PLACE.name].to_numpy())
                 ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
-                num_rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
+                rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
+                num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
                 for start in range(0, len(ranks), num_rows):
                     # Take a few rows at a time, because `take` joins a column's chunks, and a joined column holds at
                     # most 2 GiB of text.

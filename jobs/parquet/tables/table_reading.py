@@ -262,5 +262,6 @@ class RowReader(TableReading):
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
                 size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
-                raise ShardTooLarge(self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy)
+                factor = f"{SHARD_TIMES} times "
+                raise ShardTooLarge(self._path, size, self._limit, factor, remedy)
             yield batch

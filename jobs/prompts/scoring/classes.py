@@ -47,7 +47,8 @@ class Classes(Scoring):
         if scores is None:
             return unscored(completion)
         if len(scores) == 1:
-            return Scored({"score": next(iter(scores.values()))})
+            [score] = scores.values()
+            return Scored({"score": score})
         label = max(scores, key=scores.__getitem__)
         probabilities = tuple(scores.items())
         return Scored({"label": label, "score": scores[label], "probabilities": probabilities})

@@ -62,8 +62,10 @@ class Scoring(abc.ABC):
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt. chat: the options of a chat; then the prompt is the chat's messages."""
         if chat is None:
-            return Request(prompt, None, self.values, kind=self.kind)
-        return Request(None, prompt, self.values, chat, self.kind)
+            return Request(prompt=prompt, messages=None, sampling=self.values, kind=self.kind)
+        return Request(
+            prompt=None, messages=prompt, sampling=self.values, chat_options=chat, kind=self.kind
+        )
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
         """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
@@ -90,6 +92,6 @@ def truncation(value: object) -> dict[str, int]:
     """Return `truncate_prompt_tokens` as a sampling value, or nothing for None. Raises InvalidJob."""
     if value is None:
         return {}
-    if type(value) is not int or (value < 1 and value != -1):
-        raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")
-    return {TRUNCATION: value}
+    if type(value) is int and (value >= 1 or value == -1):
+        return {TRUNCATION: value}
+    raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")

@@ -33,16 +33,16 @@ NOT_FINITE = "a label has no finite log-likelihood: its probability is not known
 
 def parse_labels(name: str, labels: object) -> list[str]:
     """Return labels. Raises InvalidJob for too few or too many labels, and for an empty or repeated label."""
-    parsed = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
-    for number, label in enumerate(parsed):
+    texts = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
+    for number, label in enumerate(texts):
         if not checked_text(label, f"label {number}"):
             raise InvalidJob(f"label {number} is empty: no token stands for it")
-        first = parsed.index(label)
+        first = texts.index(label)
         if first != number:
             raise InvalidValue(
                 f"labels {first} and {number} are both {{}}: name each once", brief(label)
             )
-    return list(parsed)
+    return list(texts)
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,11 @@ def _response(answers: Answers, job_id: str, labels: Labels) -> dict[str, Any]:
     for number, answer in enumerate(answers):
         if answer.first.loglikelihoods is None:
             raise RequestFailed(number, answer.first.error or NO_REASON)
-    if len(answers) > 1:
-        labels = labels.calibrated(answers[1].first)
-    scored = labels.scored(answers[0].first)
+    answer, *without_content = answers
+    if without_content:
+        [calibrating] = without_content
+        labels = labels.calibrated(calibrating.first)
+    scored = labels.scored(answer.first)
     if scored.error is not None:
         raise RequestFailed(0, scored.error)
     return {

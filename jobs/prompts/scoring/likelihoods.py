@@ -22,22 +22,26 @@ def loglikelihood_task(
 ) -> PromptTask:
     """Return the task of `jobs.loglikelihood`. Raises InvalidJob."""
     model_name = parse_model(model)
-    parsed = _continuations(continuations)
-    values = {"continuations": parsed, **truncation(truncate_prompt_tokens)}
-    request = Request(one_prompt(prompt, "prompt"), None, values, kind="score")
-    return PromptTask([request], partial(_response, continuations=parsed), model_name)
+    scored = _continuations(continuations)
+    request = Request(
+        prompt=one_prompt(prompt, "prompt"),
+        messages=None,
+        sampling={"continuations": scored, **truncation(truncate_prompt_tokens)},
+        kind="score",
+    )
+    return PromptTask([request], partial(_response, continuations=scored), model_name)
 
 
 def _continuations(continuations: object) -> list[str | list[int]]:
     """Return continuations as texts or token ids. Raises InvalidJob."""
-    parsed: list[str | list[int]] = []
+    texts_or_ids: list[str | list[int]] = []
     values = listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
     for number, value in enumerate(values):
         name = f"continuation {number}"
         if not value or not isinstance(value, str | list):
             raise unlike(name, value, "a text or a list of token ids, and not empty")
-        parsed.append(one_prompt(value, name))
-    return parsed
+        texts_or_ids.append(one_prompt(value, name))
+    return texts_or_ids
 
 
 def _response(

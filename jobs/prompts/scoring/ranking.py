@@ -62,7 +62,9 @@ class Relevance(Scoring):
         """Return the request for a prompt. The prompt is a query and a document."""
         query, document = prompt
         if self.has_head:
-            return Request(query, None, {"pair": document}, kind="classify")
+            return Request(
+                prompt=query, messages=None, sampling={"pair": document}, kind="classify"
+            )
         text = RERANK_PROMPT.format(instruction=self.instruction, query=query, document=document)
         problem = text_problem(text, "the prompt of query and document")
         if problem:
@@ -72,7 +74,8 @@ class Relevance(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the head's score, or the probability of yes."""
         if completion.class_scores is not None:
-            return Scored({"score": next(iter(completion.class_scores.values()))})
+            [score] = completion.class_scores.values()  # such a head has one class
+            return Scored({"score": score})
         if completion.loglikelihoods is None:
             return unscored(completion)
         scored = _YES_OR_NO.scored(completion)
@@ -124,9 +127,9 @@ def _documents(documents: object) -> list[str]:
     texts = []
     entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
     for number, entry in enumerate(entries):
-        if isinstance(entry, dict) and entry.keys() == {"text"}:
-            entry = entry["text"]
-        texts.append(checked_text(entry, f"document {number}"))
+        has_only_text = isinstance(entry, dict) and entry.keys() == {"text"}
+        document = entry["text"] if has_only_text else entry
+        texts.append(checked_text(document, f"document {number}"))
     return texts
 
 

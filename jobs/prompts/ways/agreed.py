@@ -84,9 +84,11 @@ class Agreement(Way):
                 votes.add(sample, answer)
 
         if not votes.samples:
-            return PromptAnswer(rounds[0][:1], [0])
+            [refused] = rounds  # the first round had only errors
+            return PromptAnswer(samples=refused[:1], num_generated=[0])
         extras = {"votes": votes.share, "samples": len(votes.samples)}
-        return merged(votes.winner, [drawn[0] for drawn in rounds], votes.samples, extras)
+        first_of_rounds = [samples[0] for samples in rounds]
+        return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
         """Return the part of a sample that is compared; None if the sample agrees with no other sample."""
@@ -95,5 +97,5 @@ class Agreement(Way):
         if not self.questions:
             return sample.text.strip()
         [question] = self.questions
-        part: str | None = yield Check(question, None, sample.text)
+        part: str | None = yield Check(question, sample.text)
         return part

@@ -54,7 +54,7 @@ def after_calls(
             error = f"the tool {name} has no function: give it with tool"
             break
         question = RepairOptions({TOOL: function_of[name]})
-        reply = yield Check(question, None, call["function"]["arguments"])
+        reply = yield Check(question, call["function"]["arguments"])
         outcome = json.loads(reply)
         if "error" in outcome:
             error = f"tool {name}: {outcome['error']}"

@@ -95,4 +95,4 @@ class ToolUse(Way):
                 error = chat.error
 
         extras = {"messages": with_pictures(messages, lambda _: None), "turns": len(answers)}
-        return merged(answers[-1], answers, answers, extras, error)
+        return merged(answers[-1], prefills=answers, samples=answers, extras=extras, error=error)

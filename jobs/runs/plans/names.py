@@ -67,7 +67,7 @@ def is_named(name: str, wanted: str | None) -> bool:
     return file_format == (JSONL if wanted == OPENAI_BATCH else wanted)
 
 
-def one_format(names: Iterable[str], wanted: str | None) -> str:
+def one_format(names: Iterable[str], wanted: str | None = None) -> str:
     """Return the wanted format; if none is wanted, the format that the files' names show, or Parquet.
 
     Raises MixedFormats if the names show several.
@@ -120,7 +120,7 @@ KEPT_BESIDE = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
-_PART = re.compile(r"part-(\d{5,})\.parquet")
+_PART = re.compile(r"part-(?P<shard>\d{5,})\.parquet")
 
 
 def is_run_id(value: object) -> bool:
@@ -159,7 +159,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
         match = _PART.fullmatch(name)
         if match is None:
             continue
-        shard = int(match[1])
+        shard = int(match["shard"])
         if part_name(shard) == name:  # and not a number with further zeros
             parts[shard] = name
     return parts
@@ -196,7 +196,8 @@ def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
 
 def job_shard(run: str, job_id: str) -> int | None:
     """Return the shard whose job this is; None if it is not the job of a shard of this run."""
-    run_shard = run_and_shard(job_id)
-    if run_shard is None or run_shard[0] != run:
+    named = run_and_shard(job_id)
+    if named is None:
         return None
-    return run_shard[1]
+    named_run, shard = named
+    return shard if named_run == run else None

@@ -67,11 +67,13 @@ _BATCH_VALUES = {
 def check_batch(arguments: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an argument that a batch file's lines set, or that a run of batch files cannot have."""
     for name, value in arguments.items():
-        if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
+        is_empty = value in (None, False, "", [], {})
+        if name in _BESIDE_BATCHES or is_empty:
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
             continue  # the run's seed is for the lines without a seed
-        if value not in _BATCH_VALUES.get(name, ()):
+        usable_values = _BATCH_VALUES.get(name, ())
+        if value not in usable_values:
             raise InvalidJob(
                 f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
                 "leave it out, or score the file as jsonl"

@@ -23,7 +23,11 @@ MAX_SHARES = 10_000
 
 
 class AnotherFormat(ValueError):
-    """Raised if this version cannot read a plan's format: (the format)."""
+    """Raised if this version cannot read a plan's format."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"its format is {number}, and this version reads {FORMAT}")
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ class AddedColumn:
 class PlannedFile:
     """An input file as it was planned.
 
-    size: in bytes. mtime_ns (Unix), etag: if these have changed, the file is looked at more closely. values: its values
-    in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run; None for all.
+    size: in bytes. mtime_ns, etag: if these have changed, the file's content is compared with `fingerprint`.
+    values: its values in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run;
+    None for all.
     """
 
     path: str
@@ -200,9 +205,10 @@ class Plan:
     @property
     def _digest(self) -> str:
         """Return a digest of the numbers by which rows are found. Nothing else would show that a number has changed."""
+        rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)
-        for value in (self.seed, *(file.num_asked for file in self.files), *self.shards):
-            digest.update(json.dumps(value).encode())
+        for number_or_shard in (self.seed, *rows_of_files, *self.shards):
+            digest.update(json.dumps(number_or_shard).encode())
         return digest.hexdigest()
 
     def to_text(self) -> str:

@@ -38,12 +38,13 @@ class Template:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
         texts, roles = template_texts(template)
         if roles is None:
-            return cls((_parse_text(texts[0], "the template"),), None)
+            [text] = texts
+            return cls(texts=(_parse_text(text, "the template"),), roles=None)
         pieces = [
             _parse_text(text, f"message {number} of the template")
             for number, text in enumerate(texts)
         ]
-        return cls(tuple(pieces), roles)
+        return cls(texts=tuple(pieces), roles=roles)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -81,7 +81,8 @@ class _Reader:
         schema = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise _unfit(path, f"{brief(reference)} is not in this schema")
-        for step in reference.removeprefix("#").split("/")[1:]:
+        _, *steps = reference.removeprefix("#").split("/")
+        for step in steps:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if not isinstance(schema, dict) or name not in schema:
                 raise _unfit(path, f"{brief(reference)} is not in this schema")
@@ -104,7 +105,8 @@ class _Reader:
     ) -> ValueType:
         """Return the type of a schema that names its type."""
         if kind == STRING:
-            return ValueType(_FORMATS.get(str(schema.get("format")), STRING))
+            text_format = str(schema.get("format"))
+            return ValueType(_FORMATS.get(text_format, STRING))
         if kind in (INTEGER, NUMBER, BOOLEAN):
             return ValueType(kind)
 

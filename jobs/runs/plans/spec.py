@@ -16,7 +16,7 @@ from jobs.context.values import column_name, one_of, share, some_text, truth, wh
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import parse_model
 from jobs.prompts.generated import check_repairs
-from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.messages import ChatArguments, split_chat_options
 from jobs.prompts.responses import LOGPROBS
 from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
@@ -229,7 +229,7 @@ class RunSpec:
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     @cached_property
-    def chat(self) -> tuple[dict[str, Any], ChatOptions]:
+    def chat(self) -> ChatArguments:
         """Return the run's sampling values, split into those for the engine and those for its chats."""
         return split_chat_options(self.sampling)
 
@@ -241,7 +241,7 @@ class RunSpec:
     @property
     def has_tools(self) -> bool:
         """Whether rows' chats may have tools, from the run or from a column."""
-        return "tools" in self.chat[1] or "tools" in self.sampling_columns
+        return "tools" in self.chat.options or "tools" in self.sampling_columns
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
@@ -314,13 +314,18 @@ class RunSpec:
             version += self.way.version(checks)
         return version
 
-    def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Raise InvalidJob for sampling values that no request could use, and for unknown names."""
-        for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
-            check(sampling)
+    def check_values(self, check_sampling: Callable[[Mapping[str, Any]], None]) -> None:
+        """Check the sampling values of all requests, and the names of the columns that hold such values.
+
+        check_sampling: raises InvalidJob for values that no request could use, and for unknown names.
+        """
+        sampling_of_requests = [step.sampling for step in self.steps] or [self.chat.sampling]
+        for sampling in sampling_of_requests:
+            check_sampling(sampling)
         for name in self.sampling_columns:
+            # Null is no value of most arguments. Only an unknown name is an error here.
             with suppress(InvalidValue):
-                check({name: None})
+                check_sampling({name: None})
 
     def differences(self, other: Self) -> list[str]:
         """Return the names of arguments that differ."""
@@ -560,7 +565,7 @@ def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
     if spec.task != checks.GENERATE or is_batch:
         raise InvalidJob(f"{name} is for prompts and chats whose answers are generated")
     check_beside(way, spec.sampling, spec.repairs)
-    way.check(spec.sampling, spec.chat[1].get("tools", []))
+    way.check(spec.sampling, spec.chat.options.get("tools", []))
 
 
 def check_num_files(num_files: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.client import Pipeline
@@ -119,8 +119,16 @@ def read_earlier(
 _CHUNK = 1000
 
 
-def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return the executions that hold any of the jobs, each as job id, execution id and worker name."""
+class Holder(NamedTuple):
+    """An execution that holds a job. worker: the name of its worker."""
+
+    job_id: str
+    execution_id: str
+    worker: str
+
+
+def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
+    """Return the executions that hold any of the jobs."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
@@ -136,7 +144,7 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
     holders = []
     for (job_id, execution), name in zip(held_ids, worker_names, strict=True):
         if name:
-            holders.append((job_id, execution, stored.text(name)))
+            holders.append(Holder(job_id, execution, stored.text(name)))
     return holders
 
 
@@ -218,7 +226,7 @@ class _NewJobs:
         if self._state.is_cancelled():
             raise RunCancelled(run)
         submission = self._state.submission()
-        cancelled = self._state.submission("cancelled_submission")
+        cancelled = self._state.cancelled_submission()
         earlier_jobs: list[tuple[EarlierJob, bool]] = []
         for queue in self._queues:
             earlier_jobs += queue.look(shards, cancelled)
@@ -301,11 +309,13 @@ class _ShardQueue:
         """
         ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, ids)
-        queued = {job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions}
-        if queued and not queued <= self._on_queue:
+        waiting_ids = {
+            job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions
+        }
+        if waiting_ids and not waiting_ids <= self._on_queue:
             jobs = read_earlier(self._connection, ids, self.keys)
         else:
-            jobs = [replace(job, in_queue=job.id in queued) for job in jobs]
+            jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:

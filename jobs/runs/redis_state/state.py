@@ -105,11 +105,12 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
     """Return the reasons of errors in a run's parts. Some are missing if more than MAX_PARTS parts have errors."""
-    records: Any = connection.hgetall(run_key(run, "errors"))
+    reasons_of_parts: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
-    for record in islice(records.values(), 2 * MAX_PARTS):
-        for text, count, rows in json.loads(record):
-            reasons.add(text, rows, count)
+    # Parts that end at the same time may exceed MAX_PARTS a little.
+    for reasons_text in islice(reasons_of_parts.values(), 2 * MAX_PARTS):
+        for reason, count, examples in json.loads(reasons_text):
+            reasons.add(reason, examples, count)
     return reasons
 
 
@@ -135,8 +136,8 @@ class PartCount:
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
         """Return the count from a reply of Redis. length: the entries of the parts' hash, one of which is the total."""
         if total is None:
-            return cls(length, None, failed)
-        return cls(length - 1, int(total), failed)
+            return cls(done=length, total=None, failed=failed)
+        return cls(done=length - 1, total=int(total), failed=failed)
 
     @property
     def is_whole(self) -> bool:
@@ -194,13 +195,14 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submission(self, which: str = "submission") -> int:
-        """Return the number of the last submission, 0 for none. It is greater than any earlier one.
+    def submission(self) -> int:
+        """Return the number of the last submission, 0 for none. It is greater than any earlier one."""
+        number: Any = self._redis.hget(self._key, "submission")
+        return _number(number)
 
-        which: "cancelled_submission" for the last cancelled submission. Jobs of this and of earlier submissions must
-        stop.
-        """
-        number: Any = self._redis.hget(self._key, which)
+    def cancelled_submission(self) -> int:
+        """Return the number of the last cancelled submission, 0 for none. Its jobs and earlier jobs must stop."""
+        number: Any = self._redis.hget(self._key, "cancelled_submission")
         return _number(number)
 
     def submit(

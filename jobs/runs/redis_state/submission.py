@@ -45,14 +45,15 @@ class ErrorLimit:
         """Read a number of rows, a share like "5%", or None for the default. Raises InvalidValue."""
         if value is None:
             return DEFAULT_LIMIT
-        match = _LIMIT.fullmatch(str(value).strip()) if type(value) in (int, str) else None
-        if match and match["rows"]:
+        expected = "a number of rows, or a share of them like '5%'"
+        if type(value) not in (int, str):
+            raise unlike("max_errors", value, expected)
+        match = _LIMIT.fullmatch(str(value).strip())
+        if match is not None and match["rows"]:
             return cls(rows=int(match["rows"]))
-        if match:
-            share = float(match["percent"]) / 100
-            if share <= 1:
-                return cls(share=share)
-        raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
+        if match is None or float(match["percent"]) > 100:
+            raise unlike("max_errors", value, expected)
+        return cls(share=float(match["percent"]) / 100)
 
     @classmethod
     def from_stored(cls, text: str | None) -> ErrorLimit:

@@ -71,12 +71,14 @@ def report_html(
     statistics = manifest["statistics"]
     rows = manifest["rows"]
     errors = manifest["errors"]
-    outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
-    is_good = outcome == outcome_text(0, 0, 0)
-    state = "none with an error" if is_good else f'<span class="bad">{outcome}</span>'
-    began = (
-        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"])) if rows else ""
-    )
+    failed_checks = manifest.get("failed_checks", 0)
+    cut = manifest.get("cut", 0)
+    state = "none with an error"
+    if errors or failed_checks or cut:
+        state = f'<span class="bad">{outcome_text(errors, failed_checks, cut)}</span>'
+    began = ""
+    if rows:
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"]))
     sections = [
         f"<h1>Run {_text(manifest['run'])}</h1>",
         f"<p>{rows:,} rows, {state}. <span class=soft>{_text(began)}</span></p>",
@@ -210,16 +212,16 @@ def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
         counts = statistics.get(key) or {}
         total = sum(counts.values())
         rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
-        tables.append(_table(title, ("", "Answers", "Share"), rows, 0, ""))
+        tables.append(_table(title, ("", "Answers", "Share"), rows))
     if manifest.get("arguments", {}).get("check"):
         failed = manifest["failed_checks"]
         passed = manifest["rows"] - manifest["errors"] - failed
         rows = [("passed", passed, ""), ("failed", failed, "")]
-        tables.append(_table("Checks", ("", "Answers", ""), rows, 0, ""))
+        tables.append(_table("Checks", ("", "Answers", ""), rows))
     left_out = list((statistics.get("left_out") or {}).items())
-    tables.append(_table("Arguments that were left out", ("", "Lines"), left_out, 0, ""))
-    shown = [f"<section>{text}</section>" for text in tables if text]
-    return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
+    tables.append(_table("Arguments that were left out", ("", "Lines"), left_out))
+    sections = [f"<section>{table}</section>" for table in tables if table]
+    return f'<div class="pair">{"".join(sections)}</div>' if sections else ""
 
 
 def _examples(examples: Examples | None) -> str:
@@ -244,11 +246,14 @@ def _long(value: Any) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else to_json(value)
-    cut = text[:MAX_VALUE_CHARS]
-    lines = cut.split("\n")[:MAX_VALUE_LINES]
-    shown = "<br>".join(escape(printable(line.removesuffix("\r"))) for line in lines)
-    is_whole = len(cut) == len(text) and cut.count("\n") < MAX_VALUE_LINES
-    return shown if is_whole else f"{shown}..."
+    beginning = text[:MAX_VALUE_CHARS]
+    lines = []
+    for line in beginning.split("\n")[:MAX_VALUE_LINES]:
+        shown_line = printable(line.removesuffix("\r"))
+        lines.append(escape(shown_line))
+    html = "<br>".join(lines)
+    is_whole = len(beginning) == len(text) and beginning.count("\n") < MAX_VALUE_LINES
+    return html if is_whole else f"{html}..."
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
@@ -296,20 +301,25 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 
 
 def _table(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    num_left_out: int = 0,
+    noun: str = "rows",
 ) -> str:
     """Return a table, and below it how many rows are left out. Return "" if there are no rows.
 
-    num_more: how many rows are left out. more_of: the word for them.
+    noun: says what the rows that are left out are.
     """
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)
     body = ""
     for row in rows:
-        body += f"<tr>{''.join(map(_cell, row))}</tr>"
-    more = f"<p class=soft>And {num_more:,} more {more_of}.</p>" if num_more > 0 else ""
-    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>{more}"
+        cells = "".join(map(_cell, row))
+        body += f"<tr>{cells}</tr>"
+    note = f"<p class=soft>And {num_left_out:,} more {noun}.</p>" if num_left_out > 0 else ""
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>{note}"
 
 
 def _cell(value: Any) -> str:
@@ -325,8 +335,13 @@ def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
         rows.append((reason["rows"], reason["reason"], examples))
         num_listed += reason["rows"]
     heads = ("Rows", "Reason", "Such as row")
-    num_more = errors - num_listed
-    return _table("Rows with an error", heads, rows, num_more, "rows, whose reasons are not listed")
+    return _table(
+        "Rows with an error",
+        heads,
+        rows,
+        num_left_out=errors - num_listed,
+        noun="rows, whose reasons are not listed",
+    )
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
@@ -338,7 +353,8 @@ def _workers(statistics: Mapping[str, Any]) -> str:
         counts = (worker["rows"], worker["errors"], worker["generated_tokens"])
         rows.append((name, *counts, duration_text(worker["seconds"])))
     heads = ("Name", "Rows", "Errors", "Tokens", "Time")
-    return _table("Workers", heads, rows, statistics["num_workers"] - len(workers), "workers")
+    num_left_out = statistics["num_workers"] - len(workers)
+    return _table("Workers", heads, rows, num_left_out=num_left_out, noun="workers")
 
 
 def _text(value: object) -> str:

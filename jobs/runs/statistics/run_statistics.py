@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
-from math import fsum
+from math import fsum, inf
 from typing import Any, NamedTuple, Self
 
 #: Fields of PartStats that are summed up over the parts while a run goes on.
@@ -100,9 +100,9 @@ class PartStats:
             raise ValueError(str(error)) from None
 
 
-def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> str:
-    """Say how many rows have no good answer, and why. rows: a word to put after the first number."""
-    texts = [f"{errors} {rows}with an error"]
+def outcome_text(errors: int, failed_checks: int, cut: int, noun: str = "") -> str:
+    """Say how many rows have no good answer, and why. noun: put after the first number, such as "rows "."""
+    texts = [f"{errors} {noun}with an error"]
     if failed_checks:
         texts.append(f"{failed_checks} failed their check")
     if cut:
@@ -211,12 +211,15 @@ def _lasted(spans: Iterable[tuple[float, float]]) -> float:
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the times that the spans cover, in order. Spans that touch are merged."""
     merged: list[tuple[float, float]] = []
+    latest_end = -inf
     for start, end in sorted(spans):
-        if not merged or start > merged[-1][1]:
-            merged.append((start, max(start, end)))
-            continue
-        last_start, last_end = merged[-1]
-        merged[-1] = (last_start, max(last_end, end))
+        if start > latest_end:
+            latest_end = max(start, end)
+            merged.append((start, latest_end))
+        else:
+            latest_end = max(latest_end, end)
+            last_start, _ = merged.pop()
+            merged.append((last_start, latest_end))
     return merged
 
 
@@ -302,7 +305,8 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]  # seconds, by busy time
     starts = [start for start, _ in busy]
     tokens = [0.0] * min(MAX_BINS, 3 * len(parts))
-    width = worked_before[-1] / max(1, len(tokens))
+    working_s = worked_before[-1]
+    width = working_s / max(1, len(tokens))
     if width <= 0:
         return {"bin_s": 0.0, "tokens": [sum(part.tokens for part in parts)] if parts else []}
 

@@ -13,7 +13,14 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
-from jobs.common.workers import Worker, are_held, are_suspended, read_workers, served_on
+from jobs.common.workers import (
+    Worker,
+    are_held,
+    are_suspended,
+    listening_on,
+    models_on,
+    read_workers,
+)
 from jobs.context.served_model import is_served
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
@@ -94,7 +101,8 @@ class RunLook:
 
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
-    progress: of the running shards, in their order. is_worked_on: whether shards run, and a worker of its queues lives.
+    progress: the progress of the running shards, in their order.
+    is_worked_on: whether shards run, and a worker of its queues lives.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -236,6 +244,8 @@ class RunLook:
             rows_per_s = (measured.rows + rows_under_way) / measured.seconds
             tokens_per_s = (measured.tokens + tokens_under_way) / measured.seconds
 
+        listening = listening_on(workers, facts["queue"])
+        busy_workers = {shard.worker for shard in progress}
         return RunSnapshot(
             run=self.run,
             output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -255,11 +265,11 @@ class RunLook:
             claimed=self.claimed,
             gone=self.gone,
             failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
-            workers=served_on(workers, facts["queue"])[0],
+            workers=len(listening),
             queue_length=self.length,
-            listened=tuple(sorted({name for worker in workers for name in worker.queues})),
-            silent_workers=tuple(sorted({shard.worker for shard in progress} - _alive(workers))),
-            is_held=are_held(worker for worker in workers if facts["queue"] in worker.queues),
+            listened=_queues_of(workers),
+            silent_workers=tuple(sorted(busy_workers - _alive(workers))),
+            is_held=are_held(listening),
             is_suspended=are_suspended(workers),
             awaited_model=self._awaited(workers, facts["queue"], *model_facts),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
@@ -345,16 +355,17 @@ class RunLook:
         return None
 
     def _awaited(
-        self, workers: Collection[Worker], queue: str, needed: str, shown: str
+        self, workers: Collection[Worker], queue: str, identity_fact: str, text_fact: str
     ) -> str | None:
         """Return the text of the model that the run needs, if no worker of the queue serves the model; else None.
 
-        needed, shown: the names of the facts with the model's identity and with its text.
+        identity_fact: the name of the fact with the model's identity. text_fact: the name of the fact with its text.
         """
-        _, models = served_on(workers, queue)
-        if models is None or needed not in self.facts or is_served(self.facts[needed], models):
+        models = models_on(workers, queue)
+        identity = self.facts.get(identity_fact)
+        if models is None or identity is None or is_served(identity, models):
             return None
-        return _shown(self.facts, shown)
+        return _shown(self.facts, text_fact)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
@@ -397,8 +408,9 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
-        is_served = any(name in worker.queues for worker in alive for name in look.queues)
-        look.is_worked_on = bool(look.progress) and is_served
+        queues_of_run = set(look.queues)
+        has_worker = any(queues_of_run.intersection(worker.queues) for worker in alive)
+        look.is_worked_on = bool(look.progress) and has_worker
         look.see_stopped(connection)
 
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
@@ -493,7 +505,11 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
                 rq_jobs.job_key(job_id), PROGRESS_FIELD, "started_at", "worker_name", "status"
             )
         replies = pipe.execute(raise_on_error=False)
-    return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
+    progress = []
+    for reply in replies:
+        is_error = not isinstance(reply, list)
+        progress.append(Progress() if is_error else _progress(*reply))
+    return progress
 
 
 def _progress(
@@ -581,11 +597,22 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
     """Return the ids of shards' jobs in a registry, by run and shard. An entry is `<job>` or `<job>:<execution>`."""
     jobs: dict[str, dict[int, str]] = {}
     for entry in entries:
-        job_id = stored.text(entry).partition(":")[0]
-        run, shard = run_and_shard(job_id) or ("", None)
+        job_id, _, _ = stored.text(entry).partition(":")
+        named = run_and_shard(job_id)
+        if named is None:
+            continue  # a job of no run
+        run, shard = named
         if shard is not None:
             jobs.setdefault(run, {})[shard] = job_id
     return jobs
+
+
+def _queues_of(workers: Collection[Worker]) -> tuple[str, ...]:
+    """Return the names of all queues on which workers listen, sorted."""
+    names: set[str] = set()
+    for worker in workers:
+        names.update(worker.queues)
+    return tuple(sorted(names))
 
 
 def _alive(workers: Collection[Worker]) -> set[str]:

@@ -183,6 +183,12 @@ class RunSnapshot:
         return not may_wait
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run is cancelled or finished. A finished run that is planned again is not over."""
+        has_finished = self.finished and not self.is_planning
+        return self.cancelled or has_finished
+
+    @property
     def state(self) -> str:
         """Return the run's state, one of STATES."""
         if self.finished and not self.is_planning:
@@ -236,7 +242,7 @@ def needs(snapshot: RunSnapshot) -> list[str]:
     """Say what a person must provide before a run can go on: workers that claim, and that serve its models."""
     # A started shard counts as waiting too, because its worker may be gone.
     is_waiting = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
-    if not is_waiting or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
+    if not is_waiting or snapshot.is_over:
         return []
 
     sentences = []
@@ -262,7 +268,7 @@ def needs(snapshot: RunSnapshot) -> list[str]:
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Say what holds a run up: what it needs, workers or jobs that are gone, and jobs ahead of it."""
-    if snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
+    if snapshot.is_over:
         return []
 
     sentences = [
@@ -311,13 +317,19 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             num_ahead = place
             break
     ahead = waiting_ids[:num_ahead]
-    running = [stored.text(entry).partition(":")[0] for entry in started]
+    running = []
+    for entry in started:
+        job_id, _, _ = stored.text(entry).partition(":")
+        running.append(job_id)
     if not ahead and not running:
         return []
 
     count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
-    prefixes = (job_id.partition("-")[0] for job_id in (*running, *ahead))
-    runs = list(dict.fromkeys(prefix for prefix in prefixes if is_run_id(prefix)))
+    runs: dict[str, None] = {}
+    for job_id in (*running, *ahead):
+        prefix, _, _ = job_id.partition("-")
+        if is_run_id(prefix):
+            runs[prefix] = None
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [
         f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"

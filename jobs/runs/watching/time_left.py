@@ -18,8 +18,8 @@ class Progress:
     rows: the answered rows, of shard_rows. tokens: the generated tokens. has_job: whether Redis has the job.
     """
 
-    rows: int
-    tokens: int
+    rows: int = 0
+    tokens: int = 0
     shard_rows: int = 0
     started_at: float | None = None
     worker: str = ""

@@ -268,8 +268,8 @@ def reason(storage: Storage, path: Path, log: AnswerLog = LOG) -> str:
     """Return why a log is not read."""
     with pytest.raises(AnswersDamaged) as raised:
         log.read(storage, str(path))
-    assert raised.value.args[0] == str(path)
-    return str(raised.value.args[1])
+    assert raised.value.argument("path") == str(path)
+    return str(raised.value.argument("reason"))
 
 
 @pytest.mark.parametrize("stride", [41, pytest.param(2, marks=pytest.mark.long)])

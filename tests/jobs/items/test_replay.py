@@ -178,7 +178,7 @@ def test_a_check_that_can_check_nothing_fails_the_item_at_its_own_place(
     def item() -> Item[str]:
         yield [Request("a", None, {})]
         try:
-            yield Check(RepairOptions({"regex": "("}), None, "a")
+            yield Check(RepairOptions({"regex": "("}), "a")
         except InvalidJob as error:
             return str(error)
         return "no error"

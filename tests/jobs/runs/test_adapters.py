@@ -94,7 +94,7 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(serving: JobContext) 
         run_task(serving, "jobs.complete", "a", adapter=CHANGED)
     with pytest.raises(InvalidJob, match="adapter is"):
         run_task(serving, "jobs.complete", "a", adapter=7)
-    with pytest.raises(ModelNotServed, match="'sqll'"):
+    with pytest.raises(ModelNotServed, match="serves 'm', and adapters fr, sql: name"):
         run_task(serving, "jobs.complete", "a", model="sqll")
 
 
@@ -187,6 +187,19 @@ def test_equal_rows_of_another_adapter_are_asked_anew(runs: Runs, serve: Serve) 
     runs.plan(output=again, sampling={**GREEDY, "adapter": "sql"}, reuse=outputs[-1])
     runs.work(named)
     assert len(named.asked) == 4, "the same adapter, so its answer is taken"
+
+
+def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
+    runs: Runs, serve: Serve
+) -> None:
+    runs.write(["a"], who=["sql"])
+    asked: dict[str, Any] = {"sampling": GREEDY, "sampling_columns": {"adapter": "who"}}
+    runs.plan(**asked)
+    runs.work(Named())
+    serve(CHANGED, FRENCH)
+    output = str(runs.output.parent / "new")
+    planned = runs.plan(output=output, reuse=str(runs.output), **asked)
+    assert planned["reused"][0]["differs"] == ["adapters sql (11111111) there, sql (33333333) here"]
 
 
 def test_a_run_with_an_unknown_adapter_fails_by_name(runs: Runs, serve: Serve) -> None:

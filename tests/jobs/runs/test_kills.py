@@ -196,8 +196,8 @@ class IsSlow(RunState):
 
     meanwhile: Callable[[RunState], object]
 
-    def submission(self, which: str = "submission") -> int:
-        found, meanwhile = super().submission(which), IsSlow.meanwhile
+    def submission(self) -> int:
+        found, meanwhile = super().submission(), IsSlow.meanwhile
         IsSlow.meanwhile = lambda state: None
         meanwhile(RunState(self.connection, self.run))
         return found

@@ -26,7 +26,7 @@ from obstore.store import MemoryStore
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import filesystem, object_files, object_requests
-from jobs.parquet.files.object_requests import listing
+from jobs.parquet.files.object_requests import answer_about
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.planner import plan_run
@@ -301,7 +301,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     monkeypatch.setattr(
         object_files,
         "listed",
-        lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3]),
+        lambda kind, folder, _: answer_about(store, kind, folder.split("/", 3)[3]),
     )
     return store
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from redis import Redis
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +12,8 @@ from tokenmill.server.errors import ApiError
 
 #: How old a look at the workers may be.
 LOOK_S = 1.0
+#: The most adapters that an error lists.
+MAX_LISTED = 20
 
 
 class LiveModels:
@@ -58,13 +60,20 @@ class LiveModels:
             )
         names = {name for sample in serving for name in sample.models}
         if model is not None and model not in names:
-            served = ", ".join(sorted({sample.model for sample in serving}))
+            served = ", ".join(_served_by(serving))
             raise ApiError(
                 404,
                 f"the model {model!r} is not served, but {served}: name one of these",
                 code="model_not_found",
                 param="model",
             )
+
+
+def _served_by(samples: Sequence[WorkerSample]) -> list[str]:
+    """Return the models of workers, and the first of their adapters."""
+    models = sorted({sample.model for sample in samples})
+    adapters = sorted({name for sample in samples for name in sample.adapters})
+    return [*models, *adapters[:MAX_LISTED]]
 
 
 def living_workers(connection: Redis, queue: str) -> list[WorkerSample]:

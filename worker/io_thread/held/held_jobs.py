@@ -300,7 +300,7 @@ class HeldJobs:
             job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
-        """Hold a job no longer. Raises KeyError if it is not held."""
+        """Stop holding a job. Raises KeyError if it is not held."""
         del self._jobs[job.number]
         self._by_lane[job.lane] -= 1
 
@@ -371,7 +371,7 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
 
 
 def _moment(stored: bytes) -> float | None:
-    """Return the Unix seconds of a date in RQ's form; None for anything else, or a date before 1970."""
+    """Read a date in RQ's form. Return its Unix seconds, or None for anything else and for dates before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:

@@ -116,7 +116,7 @@ class Journals:
         def done(_: object, error: BaseException | None) -> None:
             self._post(partial(self._guard.call, job, self._written, job, error))
 
-        self.pool.submit(write, done, raises=False)
+        self.pool.submit(write, done, is_interruptible=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
         """Note that an entry is written, and write the next one if a report came meanwhile."""

@@ -60,7 +60,7 @@ class Inspections:
         def done(_: Any, error: BaseException | None) -> None:
             self._post(lambda: then(error))
 
-        self._pool.submit(inspect, done, raises=False, order=turn)
+        self._pool.submit(inspect, done, is_interruptible=False, order=turn)
 
     def end(self) -> None:
         """Let the threads and processes end after their current work."""

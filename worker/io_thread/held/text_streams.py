@@ -14,6 +14,9 @@ MAX_WAITING = 10_000
 """The most pieces that wait while Redis is away. Later text waits until there is room again."""
 
 
+_NO_TEXT = PartialText(reasoning=None, text="", token_ids=())
+
+
 class WaitingPiece(NamedTuple):
     """A piece that is not written yet, and its job."""
 
@@ -51,7 +54,7 @@ class TextStreams:
         """Note what was added to a sample's text since its last piece. While too many pieces wait, note nothing."""
         if len(self._waiting) >= MAX_WAITING:
             return
-        streamed = job.streamed.get(sample, PartialText(None, "", ()))
+        streamed = job.streamed.get(sample, _NO_TEXT)
         num_tokens = len(streamed.token_ids)
         new_token_ids = partial.token_ids[num_tokens:]
         parts = (

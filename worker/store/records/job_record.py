@@ -157,9 +157,7 @@ def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(
-            f"{name.decode()} is {text[:40]!r}, expected {_EXPECTED.get(parse, error)}"
-        ) from None
+        raise ValueError(f"{name.decode()} is {text[:40]!r}: {error}") from None
 
 
 def _policy(parsed: Mapping[bytes, Any]) -> Policy:
@@ -167,10 +165,18 @@ def _policy(parsed: Mapping[bytes, Any]) -> Policy:
     return Policy(**{name.decode(): parsed[name] for name in _POLICY if name in parsed})
 
 
+def _whole_number(text: bytes) -> int:
+    """Parse a whole number. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+
+
 def _count(text: bytes) -> int:
     """Parse a count that scripts increase. Raises ValueError if Redis could not increase it further."""
     if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
-        raise ValueError
+        raise ValueError(f"expected a whole number up to {_MAX_COUNT}")
     return int(text)
 
 
@@ -178,7 +184,7 @@ def _intervals(text: bytes) -> list[Any] | None:
     """Parse the seconds between tries. Raises ValueError."""
     intervals = json.loads(text)
     if not isinstance(intervals, list | None):
-        raise ValueError
+        raise ValueError("expected a list of seconds")
     return intervals
 
 
@@ -202,30 +208,27 @@ def _webhooks(text: bytes) -> tuple[Webhook, ...]:
 _COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
 _MAX_COUNT = 2**53
 
-_EXPECTED: Mapping[Callable[[bytes], Any], str] = {
-    int: "a whole number",
-    _count: f"a whole number up to {_MAX_COUNT}",
-    _intervals: "a list of seconds",
-}
 
 _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     **dict.fromkeys(
         (b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode
     ),
-    **dict.fromkeys((b"timeout", b"result_ttl", b"failure_ttl"), int),
+    **dict.fromkeys((b"timeout", b"result_ttl", b"failure_ttl"), _whole_number),
     b"status": lambda text: JobStatus(text.decode()),
     **dict.fromkeys(_CALLBACKS.values(), bytes.decode),
-    **dict.fromkeys((name.replace(b"_name", b"_timeout") for name in _CALLBACKS.values()), int),
+    **dict.fromkeys(
+        (name.replace(b"_name", b"_timeout") for name in _CALLBACKS.values()), _whole_number
+    ),
     b"webhooks": _webhooks,
     b"dependency_ids": json.loads,
     b"dependency_id": bytes.decode,
-    **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), int),
+    **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), _whole_number),
     b"meta": _meta,
     **dict.fromkeys(
         (b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count
     ),
     **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), _intervals),
-    b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
+    b"enqueue_at_front_on_retry": lambda text: bool(_whole_number(text)),
     **dict.fromkeys(
         (name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())
     ),

@@ -90,9 +90,10 @@ class Outcome:
         )
 
     def as_left_by(self, job: Job | None) -> Outcome:
-        """Return the outcome with the policy that user code has left in its copy of the job. job: None without a copy.
+        """Return the outcome with the policy that user code has left in its copy of the job.
 
-        Raises any error if its values cannot be used to write an end, such as a text for `result_ttl`.
+        job: the copy; None if there is none. If it holds values that no end can be written with, such as a text for
+        `result_ttl`, an error of any type is raised.
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when it was read
@@ -140,7 +141,10 @@ def printable(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return the calls in which an error was raised, innermost first. Its message, which may quote a prompt, is not."""
+    """Return the calls in which an error was raised, innermost first. The error's message is left out.
+
+    The message may quote a prompt.
+    """
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
     return ", ".join(
         f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
@@ -202,9 +206,8 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
         if isinstance(item, str):
             num_bytes += len(item) + 2
         elif isinstance(item, (dict, list, tuple)):
-            num_bytes += max(
-                2, 2 * len(item)
-            )  # brackets, and a character and a comma for each item
+            # Each item takes at least a character and a comma. An empty list takes its brackets.
+            num_bytes += max(2, 2 * len(item))
             if num_bytes <= max_bytes:
                 waiting.extend(item)
                 if isinstance(item, dict):

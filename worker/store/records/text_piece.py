@@ -46,16 +46,16 @@ NUM_VALUES = 14
 
 def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
     """Return the tokens of an owner's pieces. entries: those of the job's stream. Damaged entries are left out."""
-    sent = []
-    for _, values in entries:
-        fields = dict(zip(values[::2], values[1::2], strict=False))
+    tokens = []
+    for _, names_and_values in entries:
+        fields = dict(zip(names_and_values[::2], names_and_values[1::2], strict=False))
         if fields.get(b"owner") != owner.encode():
             continue
         try:
             token_ids = array("i", fields[b"tokens"]).tolist()
-            sent.append(
+            tokens.append(
                 SentTokens(int(fields[b"sample"]), int(fields[b"num_tokens_before"]), token_ids)
             )
         except (KeyError, ValueError):  # a reader of the text gets an error
             continue
-    return sent
+    return tokens
