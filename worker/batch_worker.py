@@ -28,7 +28,7 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 import jobs
 from jobs.common.display import shown_error
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
-from worker.errors import ForeignJobsPackage, StartupError
+from worker.errors import ForeignJobsPackage, NameTaken, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import LastingTrouble, start_log
 from worker.start import (
@@ -41,7 +41,7 @@ from worker.start import (
 )
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.scheduler import Scheduler
-from worker.store.worker_record import end_leases_of, living_namesake, shown_loading
+from worker.store.worker_record import end_leases_of, living_namesake, shown_loading, successor
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -72,6 +72,7 @@ class BatchWorker(BaseWorker):
     _traces: OtelTraces | None = None
     _is_cold = False
     _is_stopped_early = False
+    _has_lost_name = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -224,7 +225,11 @@ class BatchWorker(BaseWorker):
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists. If the server does not answer, the entry expires."""
-        for sign_off in (self.register_death, self.unsubscribe):
+        # The entry of another worker stays.
+        steps = (
+            [self.unsubscribe] if self._has_lost_name else [self.register_death, self.unsubscribe]
+        )
+        for sign_off in steps:
             try:
                 sign_off()
             except RedisError as error:
@@ -395,7 +400,16 @@ class BatchWorker(BaseWorker):
     # What RQ shows of the worker
 
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
-        """Write RQ's worker hash: heartbeat, state, and one of the running jobs."""
+        """Write RQ's worker hash: heartbeat, state, and one of the running jobs.
+
+        Raises NameTaken if the hash is another worker's, which was started later under this name.
+        """
+        assert self.birth_date is not None  # RQ has set it as the worker signed on
+        other = successor(client, self.name, self.birth_date)
+        if other:
+            self._has_lost_name = True
+            raise NameTaken(self.name, other)
+
         self.last_heartbeat = now()
         self._state = state
         fields = {

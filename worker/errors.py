@@ -24,6 +24,11 @@ class MetricsNotServed(StartupError):
     many as there are workers here, such as 9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"""
 
 
+class NameTaken(WorkerError):
+    """the name {name} belongs to another worker by now, {successor}, which was started while this one was frozen or
+    cut off: this one stops; end a frozen process before its name is started again"""
+
+
 class FunctionNotFound(StartupError):
     """TOKENMILL_ALLOWED_FUNCTIONS names {name!r}, which cannot be used ({error.__class__.__name__}: {error}): correct
     the name, or say where the module is, with `--path .` for the working directory"""

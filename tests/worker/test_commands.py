@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from redis import Redis
 from rq import Queue
 from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
+from rq.utils import utcparse
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
 from tests.worker.stores import claim, worker_store
-from worker.store.worker_record import end_leases_of, living_namesake
+from worker.store.worker_record import end_leases_of, living_namesake, successor
 
 F = "tests.worker.functions."
 
@@ -68,6 +70,56 @@ def test_a_name_is_free_once_its_worker_is_known_to_be_dead(
     if is_heard:
         redis.set("tokenmill:served:w", "{}")
     assert living_namesake(redis, "w", socket.gethostname()) == holder
+
+
+def test_a_killed_worker_whose_parent_has_not_reaped_it_is_dead(redis: Redis) -> None:
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    redis.hset("rq:worker:w", mapping={**NAMESAKE, "pid": str(zombie.pid)})
+    redis.set("tokenmill:served:w", "{}")
+    assert living_namesake(redis, "w", socket.gethostname()) == ""
+    zombie.wait()
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        ({}, ""),
+        ({**NAMESAKE, "birth": "2026-11-29T10:00:00.000001Z"}, ""),
+        ({**NAMESAKE, "birth": "2026-11-29T09:59:59Z"}, ""),
+        ({**NAMESAKE, "birth": "tomorrow"}, ""),
+        (
+            {**NAMESAKE, "hostname": "b", "birth": "2026-11-29T10:00:01Z"},
+            "process 999999999 on host b",
+        ),
+    ],
+    ids=["none", "own", "brought back by a failover", "no time", "younger"],
+)
+def test_a_name_is_lost_only_to_a_younger_worker(
+    redis: Redis, entry: dict[str, str], found: str
+) -> None:
+    if entry:
+        redis.hset("rq:worker:w", mapping=entry)
+    assert successor(redis, "w", utcparse("2026-11-29T10:00:00.000001Z")) == found
+
+
+def test_a_worker_that_thaws_leaves_if_another_was_started_under_its_name(workers: Workers) -> None:
+    redis = workers.redis
+    frozen = workers.start("--name", "w")
+    wait_until(lambda: redis.exists("tokenmill:served:w"))
+    os.kill(frozen.pid, signal.SIGSTOP)
+    redis.delete("tokenmill:served:w")  # it expires when a worker is silent for long
+    other = workers.start("--name", "w")
+    wait_until(lambda: redis.hget("rq:worker:w", "pid") == str(other.pid).encode())
+    os.kill(frozen.pid, signal.SIGCONT)
+    assert frozen.wait(timeout=30) == 0
+    log = workers.log(frozen)
+    assert log.count(f"the name w belongs to another worker by now, process {other.pid}") == 1
+    assert redis.hmget("rq:worker:w", "pid", "death") == [str(other.pid).encode(), None]
+    assert redis.smembers("rq:workers") == {b"rq:worker:w"}
+    assert stats_of(workers, "w")["pid"] == other.pid
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    assert text_of(workers.result(job)) == "echo:a"
 
 
 def test_only_the_leases_of_the_namesake_end(redis: Redis) -> None:

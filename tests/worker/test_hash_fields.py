@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import pickle
 import random
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from jobs.common.keys import PROGRESS_FIELD
+from jobs.common.plain_log import JOB_ID, PLAIN
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from tests.worker.whole_worker import WholeWorker
@@ -164,11 +166,34 @@ def test_a_takeover_tells_whose_job_it_takes_why_and_how_many_workers_have_died_
     work_off_once = [whole.turn() for _ in range(6)]
     assert all(work_off_once)
     assert (
-        f"bulk: job {job.id} is taken over from {holder}, which did not renew its lease: worker death 1; "
+        f"bulk: job {job.id} is taken over from {holder}, whose lease ended: worker death 1; "
         "after 2 it fails"
     ) in caplog.text
+    (line,) = [record for record in caplog.records if "taken over from" in record.getMessage()]
+    PLAIN.filter(line)
+    assert vars(line)[JOB_ID] == job.id, "lines of JSON name the job"
     assert whole.tally.takeovers == {("bulk", 1): 1}
     assert Job.fetch(job.id, redis, JSONSerializer).get_status() == JobStatus.FINISHED
+
+
+def test_a_takeover_of_many_jobs_is_one_line(
+    queue: Queue, whole: WholeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole.turn()
+    dead = worker_store(queue.connection, "dead")
+    for _ in range(5):
+        queue.enqueue("jobs.complete", "a", max_tokens=1)
+    held = claim(dead)
+    assert dead.begin([(each, now()) for each in held]) == []
+    for each in held:
+        queue.connection.delete(f"rq:execution:{each.job_id}:{each.execution_id}")
+    queue.connection.delete("tokenmill:maintenance:bulk")
+    work_off(whole, queue)
+    takeovers = [line for line in caplog.records if "taken over from" in line.getMessage()]
+    lines = [line.getMessage() for line in takeovers if line.levelno >= logging.WARNING]
+    assert lines == [
+        "bulk: 5 jobs are taken over from worker dead, whose lease ended: worker death 1; after 2 they fail"
+    ]
 
 
 @pytest.mark.parametrize("key", ["rq:executions:{}", "rq:job:{}"])

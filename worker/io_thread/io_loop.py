@@ -17,6 +17,7 @@ from worker.errors import (
     EngineFailed,
     FaultySurroundings,
     IoThreadFailed,
+    NameTaken,
     TooManyStuckThreads,
     WorkerError,
 )
@@ -390,8 +391,13 @@ class IoLoop:
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's own numbers to Redis."""
-        self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
+        """Write the worker's own numbers to Redis. Stop warm if its name belongs to another worker by now."""
+        try:
+            self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
+        except NameTaken as error:
+            if self._phase is Phase.SERVING:
+                self._log.error("%s", error)
+                self._start_draining()
 
     def _take_up_abandoned(self, moment: float) -> None:
         """Give back, or fail, the jobs that dead workers held."""
@@ -444,5 +450,7 @@ class IoLoop:
         """Write the final statistics."""
         try:
             self.reporter.show_stopped()
+        except NameTaken:
+            return  # the statistics under this name are another worker's, and the log has said so
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

@@ -18,7 +18,7 @@ _REASONS: Mapping[Mode, str] = {
     "given_back": "which gave it back",
     "engine_died": "whose engine failed",
     "fault": "whose machine met a fault",
-    "abandoned": "which did not renew its lease",
+    "abandoned": "whose lease ended",
 }
 """Why a job is taken from a worker, for the log."""
 
@@ -99,18 +99,38 @@ class Releases:
             job.hold(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last))
 
+        self._log_takeovers(released, mode)
         for job in released:
             if job.deaths:
                 self._tally.taken_over(job.queue_name, job.deaths)
-                self._log.warning(
-                    "%s: job %s is taken over from %s, %s: worker death %d; after %d it fails",
-                    job.queue_name,
-                    job.job_id,
-                    f"worker {job.worker_name}" if job.worker_name else _NOT_BEGUN,
-                    _REASONS[mode],
-                    job.deaths,
-                    self._max_deaths,
-                )
             if job.claimed is not None:
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)
+
+    def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
+        """Log what is taken over from each worker in one line, even if it held hundreds of jobs."""
+        ids_of: dict[tuple[str, str, int], list[str]] = {}
+        for job in released:
+            if job.deaths:
+                group = (job.queue_name, job.worker_name, job.deaths)
+                ids_of.setdefault(group, []).append(job.job_id)
+
+        for (queue_name, worker_name, deaths), job_ids in ids_of.items():
+            holder = f"worker {worker_name}" if worker_name else _NOT_BEGUN
+            facts = (holder, _REASONS[mode], deaths, self._max_deaths)
+            has_many = len(job_ids) > 1
+            if has_many:
+                self._log.warning(
+                    "%s: %d jobs are taken over from %s, %s: worker death %d; after %d they fail",
+                    queue_name,
+                    len(job_ids),
+                    *facts,
+                )
+            for job_id in job_ids:
+                self._log.log(
+                    logging.DEBUG if has_many else logging.WARNING,
+                    "%s: job %s is taken over from %s, %s: worker death %d; after %d it fails",
+                    queue_name,
+                    job_id,
+                    *facts,
+                )

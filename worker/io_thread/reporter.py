@@ -61,7 +61,7 @@ class Reporter:
         self._record_timer.end_now()
 
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
-        """Write the worker's record if it is due, or if the worker has become busy or idle."""
+        """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken."""
         if self._clock_timer.due(moment):
             self._look_at_clock()
 

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
+from rq.utils import utcparse
 
 from jobs.common.display import safe_name
 from jobs.common.keys import (
@@ -113,6 +115,20 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     return safe_name(f"process {pid_text} on host {host}")
 
 
+def successor(client: Redis, worker_name: str, birth: datetime) -> str:
+    """Return the process that took a worker's name after its birth, such as "process 7 on host gpu1"; else "".
+
+    An older process does not count: a failover or a backup may bring its entry back. Raises RedisError.
+    """
+    fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
+    host, pid, born = (text(field or b"") for field in fields)
+    try:
+        is_younger = utcparse(born) > birth
+    except ValueError:
+        return ""
+    return safe_name(f"process {pid} on host {host}") if is_younger else ""
+
+
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
     """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
 
@@ -143,7 +159,7 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
 
 
 def _is_other_process(pid_text: str) -> bool:
-    """Whether another process of this machine has this id."""
+    """Whether another process of this machine has this id, and still runs."""
     if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
         return False
     try:
@@ -151,8 +167,19 @@ def _is_other_process(pid_text: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # the process of another user
+    return not _is_zombie(int(pid_text))
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process is dead, and only its parent has not asked how it ended; False if that is not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    # The state comes after the program's name, which stands in parentheses and may hold any character.
+    _, _, fields = stat.rpartition(")")
+    return fields.split()[:1] == ["Z"]
 
 
 class WorkerRecord:
