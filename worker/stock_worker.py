@@ -36,7 +36,7 @@ MAX_PENDING = 256
 
 def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one of our functions as the current RQ job and return its result. Raises JobsError."""
-    with _tried_once():
+    with _retried_after_server_faults_only():
         function = own_function(function_name)
         if function is not None:
             return function(_context(_current_job()), *args, **kwargs)
@@ -54,7 +54,7 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 @contextmanager
-def _tried_once() -> Iterator[None]:
+def _retried_after_server_faults_only() -> Iterator[None]:
     """Take the retries from a job that would fail in the same way each time."""
     try:
         yield

@@ -93,7 +93,7 @@ class AnswerMemo:
     """Remembers the answers of one process, and which answers are being computed. Thread-safe.
 
     It is like the log of answers (jobs/parquet/reuse/answer_log.py), but in memory. Both use the same keys, which name
-    a row's ask and the model. If the answers take more than `max_bytes`, those that were unused for longest are
+    what a row asks, and the model. If the answers take more than `max_bytes`, those that were unused for longest are
     dropped. num_bytes: the estimated bytes of all answers.
     """
 

@@ -53,7 +53,7 @@ class SharedFiles:
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
         self._idle: list[_IdleReader] = []  # the reader that was used last comes last
-        self._users = Counter[Hashable]()
+        self._open_shards = Counter[Hashable]()  # by the path of a file
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
@@ -71,14 +71,14 @@ class SharedFiles:
     def enter(self, path: str) -> None:
         """Note that a shard of this file is open. The shard may read the file until `leave`."""
         with self._lock:
-            self._users[path] += 1
+            self._open_shards[path] += 1
 
     def leave(self, path: str) -> None:
         """Note that a shard is closed. The last shard of a file closes the file's readers."""
         with self._lock:
-            self._users[path] -= 1
-            self._users += Counter()  # drops files without users
-        self.close_idle(self._users)
+            self._open_shards[path] -= 1
+            self._open_shards += Counter()  # drops files without open shards
+        self.close_idle(self._open_shards)
 
     def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
         """Close the readers that nobody uses. paths_to_keep: the files whose readers stay open."""
@@ -112,7 +112,7 @@ class SharedFiles:
                 self._close(reader)
                 raise
             with self._lock:
-                is_used = _path_of(key) in self._users
+                is_used = _path_of(key) in self._open_shards
                 if is_used:
                     self._idle.append(_IdleReader(key, reader))
             if not is_used:

@@ -45,7 +45,7 @@ class Health:
         self._io = io
 
     def why_dead(self) -> str:
-        """Say why only a restart helps; empty if none is needed. A worker that still loads its model lives."""
+        """Say why only a restart helps; empty if none is needed. While its model loads, a worker counts as alive."""
         if self._engine is None or self._io is None:
             return ""
         for name, loop in (("engine", self._engine), ("I/O", self._io)):

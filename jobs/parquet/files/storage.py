@@ -45,7 +45,7 @@ class Storage:
         """Take the roots of local files and of objects, in the form that run_path returns.
 
         check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
-        shard_bytes: the limit of one shard's prompts. A reader of tables may take a share of it.
+        shard_bytes: the most bytes of one shard's prompts. Children that read tables have a multiple of it.
         """
         self.check_interrupted = check_interrupted
         self.shard_bytes = shard_bytes

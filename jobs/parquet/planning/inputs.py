@@ -84,8 +84,8 @@ def read_inputs(
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    Among them are columns of prompts, and also kept columns if the output is lines again. Columns of whole prompts or
-    of pictures are not.
+    These are the columns that templates and messages read, and the kept columns if the output is lines again. A column
+    that is a whole prompt, a query, a document or a picture is never among them.
     """
     if look.format != JSONL:
         return ()

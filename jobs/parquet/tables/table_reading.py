@@ -99,7 +99,7 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 class TableReading:
     """One pass over a file, from a row group to the end. Raises the errors of look_at.
 
-    schema: the schema of the whole file. batches: the chosen columns of its rows, once.
+    schema: the schema of the whole file. batches: an iterator over its rows, with the chosen columns.
     A child that was killed is replaced once. A child that takes too much memory is asked for fewer rows at a time.
     """
 

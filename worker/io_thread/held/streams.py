@@ -121,7 +121,7 @@ class Streams:
             with self._guard.around(job):
                 self._beginnings.began(job, moment)
                 job.unscheduled.discard(index)
-                if not job.needs_payload:
+                if not job.needs_payload:  # then its payload can be dropped
                     self._changed[job.number] = job
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
