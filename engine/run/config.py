@@ -70,9 +70,9 @@ class EngineConfig:
     adapt_cpu_threads: on a CPU use fewer threads while other processes use the processors. This sets torch's
         number of threads for the whole process. Ignored with tensor parallelism.
     kernel_check: on a GPU each kernel that the model needs is compared with plain torch before the first start of this
-        build there, which takes about a minute. If one is wrong, "warn" logs it and computes with attention_backend
-        "torch", and "refuse" raises KernelCheckFailed. "off" compares nothing. Models through transformers are
-        compared with transformers' own code at each start instead.
+        build there, which takes as long as compiling them. If one is wrong, "warn" logs it and computes with
+        attention_backend "torch", and "refuse" raises KernelCheckFailed. "off" compares nothing. Models through
+        transformers are compared with transformers' own code at each start instead.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...). None goes by the checkpoint's modules.json; without that file there are no embeddings.
     adapters: a folder with a sub-folder for each LoRA adapter, as PEFT saves it. Requests name them by their

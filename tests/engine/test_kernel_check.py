@@ -181,8 +181,13 @@ def test_a_child_without_memory_accuses_no_kernel(tmp_path: Path) -> None:
 
 @needs_interpreter
 @pytest.mark.long
-def test_the_child_itself_passes(tmp_path: Path) -> None:
+def test_the_child_itself_passes_and_imports_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
+    (tmp_path / "json.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert find_fault(write_model(tmp_path)) is None
 
 

@@ -284,14 +284,14 @@ class ApiServer:
         models = [_model(sample) for _, sample in sorted(serving.items())]
         for adapter in sorted({name for sample in serving.values() for name in sample.adapters}):
             sample = next(each for each in serving.values() if adapter in each.adapters)
-            models.append({**_model(sample), "id": adapter, "parent": sample.model})
+            models.append(_model_named(sample, adapter))
         return JSONResponse({"object": "list", "data": models})
 
     async def _show_model(self, request: Request, project: Project, request_id: str) -> Response:
         name = request.path_params["model"]
         for sample in await self._models.serving():
             if name in sample.models:
-                return JSONResponse({**_model(sample), "id": name})
+                return JSONResponse(_model_named(sample, name))
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found")
 
     async def _missing(self, request: Request, project: Project, request_id: str) -> Response:
@@ -361,6 +361,14 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
         "owned_by": "tokenmill",
         "max_model_len": sample.max_model_len,
     }
+
+
+def _model_named(sample: WorkerSample, name: str) -> dict[str, Any]:
+    """Return the object of a worker's model by one of its names, or of its adapter. An adapter has a `parent`."""
+    model = {**_model(sample), "id": name}
+    if name in sample.adapters:
+        model["parent"] = sample.model
+    return model
 
 
 async def _unless_left(request: Request, answer: Awaitable[T]) -> T:

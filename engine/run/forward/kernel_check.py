@@ -31,8 +31,9 @@ from engine.run.dtype import served_dtype
 ENGINE = Path(__file__).parents[2]
 SOURCES = ("kernels", "attention", "layers", "run/forward/checked_kernels.py")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-COMMAND = (sys.executable, "-m", "engine.run.forward.checked_kernels")
-TIMEOUT_S = 300.0  # compiling the kernels of a large mixture of experts takes about a minute
+#: -P: the child imports nothing from the working directory, in which others may write.
+COMMAND = (sys.executable, "-P", "-m", "engine.run.forward.checked_kernels")
+TIMEOUT_S = 300.0  # compiling a model's kernels takes one to two minutes on two busy cores
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def find_fault(
 
     command: of the child, which is given the model as its last argument.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
             child = subprocess.run(

@@ -5,8 +5,8 @@ of sequences and tokens, which attention depends on and nothing else does. So th
 recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size. Its
 padding has slot -1: it stores nothing, nothing attends to it, and its hidden states are never read.
 
-Larger steps are not recorded. On an H200 a step of 5,000 tokens of a 0.6B model computes for as long as the host takes
-to start its kernels (13 ms), and steps between 2,048 and 5,000 tokens are rare: prompts come in bulk.
+Larger steps are not recorded. By estimate, a step of 5,000 tokens of a 0.6B model computes on an H200 for as long as
+the host takes to start its kernels (13 ms). Steps between 2,048 and 5,000 tokens are rare, as prompts come in bulk.
 Source: vLLM's piecewise graphs, https://docs.vllm.ai/en/latest/design/cuda_graphs.html.
 """
 

@@ -50,6 +50,10 @@ def test_an_adapter_is_a_model_as_soon_as_its_folder_is_there(served: Served) ->
     (folder / "adapter_model.safetensors").write_bytes(weights)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     wait_until(lambda: [model.id for model in served.client.models.list().data] == ["fake", "sql"])
+    listed = served.client.models.list().data[1]
+    assert listed == served.client.models.retrieve("sql")
+    assert listed.model_extra is not None
+    assert listed.model_extra["parent"] == "fake"
     answer = served.client.completions.create(model="sql", prompt="hello", max_tokens=3)
     assert (answer.choices[0].text, answer.model) == ("echo:hello", "sql")
     fingerprint = served.client.completions.create(model="fake", prompt="x").system_fingerprint
