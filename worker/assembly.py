@@ -87,7 +87,10 @@ def assemble(
     clients = _clients(worker.connection, tally)
     redis_clock = RedisClock()
     lent = settings.job_context(clients.pool, served, lambda: meter)
-    keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
+    keeping = Keeping(
+        records_failures=not worker.disable_default_exception_handler,
+        result_ttl_s=worker.default_result_ttl,
+    )
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
     webhooks = Webhooks(webhook_pool, settings.allowed_webhook_hosts, log)
     parts = Parts(
@@ -112,10 +115,10 @@ def assemble(
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(
             len(queue_names),
-            settings.max_num_seqs,
-            settings.prefetch,
-            settings.function_threads,
-            MAX_OPENING,
+            slots=settings.max_num_seqs,
+            prefetch=settings.prefetch,
+            max_functions=settings.function_threads,
+            max_files=MAX_OPENING,
         ),
         budget=PayloadBudget(len(queue_names), settings.max_held_bytes),
         poll_rates=PollRates(queue_names, limits),
@@ -163,8 +166,10 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
     """Return the values of the worker's key that change as adapters come and go; none if it has no adapters."""
     if not adapters.is_live:
         return {}
-    names = adapters.names
-    return {"models": [*served.names, *names], "adapters": sorted(map(name_of, adapters.pinned))}
+    return {
+        "models": [*served.names, *adapters.names],
+        "adapters": sorted(map(name_of, adapters.pinned)),
+    }
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class _Waiting:
         self.size = _size(add.request)
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
-        has_adapter = sampling.get("adapter") is not None  # whose files are read the first time
+        has_adapter = sampling.get("adapter") is not None
+        # A grammar is compiled, and the files of an adapter are read the first time. Both may take long.
         self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
@@ -121,11 +122,14 @@ class _Preparers(FunctionPool):
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
+        # The order of the request that was begun last. A thread takes the request with the smallest order.
         self._virtual_time = 0
+        # By lane: the smallest order that its next request may get.
         self._next_order = dict[int, int]()
 
     def submit_request(self, waiting: _Waiting) -> None:
         """Prepare a request when its turn has come."""
+        # A lane that has paused does not get the turns that it has missed.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
@@ -201,11 +205,13 @@ class Intake:
 
     def _prepare_pictured(self) -> None:
         """Prepare the next requests with pictures, up to PICTURES_AHEAD for each lane."""
-        counts = Counter(self._ahead.values())
+        num_ahead = Counter(self._ahead.values())  # by lane
         for lane, queue in self._pictured.items():
-            for _ in range(min(len(queue), PICTURES_AHEAD - counts[lane])):
+            while queue and num_ahead[lane] < PICTURES_AHEAD:
+                num_ahead[lane] += 1
                 waiting = queue.popleft()
                 self._ahead[waiting.request_id] = lane
+                # Requests that came later may be in the lane already.
                 self._put_back(waiting)
                 self._prepare(waiting)
 
@@ -366,18 +372,20 @@ def _size(request: Request) -> int:
 def _chars(value: object) -> int:
     """Count the characters and token ids in a value, at any depth. A picture counts PICTURE, an object OVERHEAD."""
     size = 0
-    values = [value]
-    while values:
-        item = values.pop()
+    uncounted = [value]
+    while uncounted:
+        item = uncounted.pop()
         if isinstance(item, str):
             size += len(item)
-        elif isinstance(item, bytes):
+        elif isinstance(item, bytes):  # the file of a picture
             size += PICTURE
-        elif isinstance(item, list) and item and isinstance(item[0], int):
-            size += len(item)
         elif isinstance(item, Mapping):
             size += OVERHEAD
-            values += item.values()
+            uncounted += item.values()
         elif isinstance(item, list):
-            values += item
+            holds_token_ids = bool(item) and isinstance(item[0], int)
+            if holds_token_ids:
+                size += len(item)
+            else:
+                uncounted += item
     return size

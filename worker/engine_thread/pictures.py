@@ -42,4 +42,5 @@ def decoded(value: Any) -> Any:
     parts = filled(value, arrays)
     if "role" in parts[0]:  # the messages of a chat
         return parts
-    return [part.get("text", part.get("image")) for part in parts]
+    # The engine takes a prompt's texts and pictures without the objects that name them.
+    return [part["text"] if "text" in part else part["image"] for part in parts]

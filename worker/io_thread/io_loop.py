@@ -81,10 +81,10 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at = float("-inf")
+        self._retry_at = float("-inf")  # after an error of Redis, when it is called again
         self._drain_by = float("inf")
         self._leave_by = float("inf")
-        self._release_mode: Mode = "given_back"
+        self._release_mode: Mode = "given_back"  # how the held jobs are given back
         self._renew = Timer(limits.renew_period_s)
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
@@ -145,12 +145,11 @@ class IoLoop:
         """Why the worker claims nothing, such as `rq suspend`; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
-        holds = {
-            "": None,
-            "suspended": "suspended: `rq resume` lets it claim",
-            RESTORED: RESTORED_TEXT,
-        }
-        return holds[self._claimer.hold]
+        if self._claimer.hold == "suspended":
+            return "suspended: `rq resume` lets it claim"
+        if self._claimer.hold == RESTORED:
+            return RESTORED_TEXT
+        return None
 
     @property
     def warning(self) -> str:
@@ -199,9 +198,10 @@ class IoLoop:
 
     def _take_events(self) -> None:
         """Handle all events that wait. If there is no event, wait for one, at most for a poll period."""
+        wait_s = 0 if self._can_open else POLL_S
         try:
-            event = self._events.get(timeout=0 if self._can_open else POLL_S)
-            while True:
+            event = self._events.get(timeout=wait_s)
+            while True:  # until there is no further event
                 self._handle(event)
                 event = self._events.get_nowait()
         except Empty:

@@ -49,12 +49,13 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     """Say in one line why a job failed. A foreign error shows its name only, as its message may quote a prompt."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
-        text = error.log_text
+        message = error.log_text
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
-        text = message_of(error)
+        message = message_of(error)
     else:
         return name
-    return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
+    in_one_line = " ".join(message.split())
+    return f"{name}: {in_one_line[:MAX_REASON_CHARS]}"
 
 
 class Ended(Protocol):
@@ -106,7 +107,8 @@ class JobEnds:
                 text += f"{fault_line(fault)}\n"
         if text is None:
             text = printable(error)
-        self._end(job, "failed", text, error, retries=fault in (None, "server"))
+        may_retry = fault is None or fault == "server"
+        self._end(job, "failed", text, error, retries=may_retry)
 
     def stop(self, job: HeldJob) -> None:
         """End a job that a person has stopped."""
@@ -201,7 +203,9 @@ class JobEnds:
 
         def call_back() -> Outcome | Raised | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
-            if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
+            began_at = outcome.started_at or outcome.ended_at
+            lost_jobs = self._store.begin([(outcome.claimed, began_at)])
+            if lost_jobs:
                 return None
             try:
                 self._callbacks.call_back(outcome, rq_job, exc_info)
@@ -215,10 +219,10 @@ class JobEnds:
                 self._callback_raised(job, outcome, failure)
             elif isinstance(reply, Raised):
                 self._callback_raised(job, outcome, reply.error, reply.text)
-            elif reply is not None:
-                self._write(job, reply)
-            else:
+            elif reply is None:
                 self._ended(job, outcome, is_written=False)
+            else:
+                self._write(job, reply)
 
         # Only our own call raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
@@ -300,14 +304,17 @@ class JobEnds:
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue the webhooks of a job whose end is written, then let the job go."""
-        webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
+        webhooks = job.claimed.record.webhooks
+        if job.user_job is not None:  # its code may have changed them
+            webhooks = job.user_job.webhooks
         if outcome is None or not webhooks:
             self._ended(job, outcome, is_written=True)
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
-        self._calls.submit(
-            self._pool,
-            job,
-            PoolCall(send, lambda job, _, error: self._ended(job, outcome, is_written=True)),
-        )
+
+        def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Let the job go, also if its webhooks could not be queued."""
+            self._ended(job, outcome, is_written=True)
+
+        self._calls.submit(self._pool, job, PoolCall(send, then))

@@ -426,7 +426,7 @@ class JobRunner:
         """Interrupt or fail a job that has run for longer than its limit."""
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:
+        if job.is_ours and job.is_function:  # it plans a run
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
@@ -524,7 +524,7 @@ class JobRunner:
                 return True
             return parts_too and job.state is JobState.COLLECTING
 
-        return self._withdraw_all(list(filter(may_go, self.jobs)))
+        return self._withdraw_all([job for job in self.jobs if may_go(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         """Let go of jobs and of all work for them. Returns them for the caller to give back."""

@@ -57,6 +57,7 @@ class RoomLine:
         self._clock = clock
         self._again_at = clock()
         self._waiting: dict[Place, WaitingCall] = {}
+        # The call that is made again at present, while the calls behind it wait.
         self._tried: Place | None = None
 
     def begin(
@@ -67,8 +68,9 @@ class RoomLine:
         start: makes the call. is_awaited: whether its job still waits for it. A call that nobody awaits is made without
         a turn.
         """
-        waits_behind_a_try = self._tried is not None and self._tried < place
-        if waits_behind_a_try or any(waiting < place for waiting in self._waiting):
+        is_behind_a_try = self._tried is not None and self._tried < place
+        is_behind_others = any(earlier_place < place for earlier_place in self._waiting)
+        if is_behind_a_try or is_behind_others:
             self._waiting[place] = WaitingCall(start, is_awaited)
         else:
             start()
@@ -148,7 +150,8 @@ class PoolCalls:
         """Run a function in a pool. Its `came_back` and `then` are called in the I/O thread."""
         place = call.place
         is_ours = call.is_ours
-        running: list[Call] = []
+        # What `start` has given to the pool. The job may make another call by the time this one comes back.
+        started: list[Call] = []
         call_key = job.await_call()
 
         def post(value: Any, error: BaseException | None) -> None:
@@ -160,20 +163,19 @@ class PoolCalls:
             job.call = pool.submit(
                 call.function, post, is_interruptible=not is_ours, discard=call.discard
             )
-
-            running.append(job.call)
+            started.append(job.call)
 
         def start_again() -> None:
             """Start the call that was delayed, unless its job was let go meanwhile."""
             with self._guard.around(job):
                 if job.awaits(call_key):
                     start()
-                else:
+                else:  # it ends without having been made
                     look_at(value=None, error=None)
 
         def report(value: Any, error: BaseException | None) -> None:
             """Free the call's place, then look at its outcome."""
-            if job.call in running:
+            if job.call in started:
                 job.call = None
             if place is not None:
                 self._line.came_back(place)
@@ -205,6 +207,7 @@ class PoolCalls:
                 call.then(job, value, error)
 
         def is_awaited() -> bool:
+            """Whether the job still waits for this call."""
             return job.awaits(call_key)
 
         if place is None:

@@ -62,6 +62,7 @@ class Packer:
         self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
         self._ended_streams: list[HeldJob] = []
+        # The sequences that have left the engine since the last refill, and before each of the refills before it.
         self._num_left = 0
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
@@ -155,8 +156,8 @@ class Packer:
         num_unread = sum(job.unread for job in self._streams[lane])
         if num_unread == 0:
             return self._refill(lane)
-        is_last_a_file = self._streams[lane][-1].is_file
-        if is_last_a_file and num_unread < self.slots:
+        last_job = self._streams[lane][-1]
+        if last_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
         return 0
 
@@ -191,7 +192,9 @@ class Packer:
                     request = self._take_request(job, lane)
                 if request is not None:
                     yield job, job.next_index - 1, request
-                elif streams and streams[0] is job:
+                elif (
+                    streams and streams[0] is job
+                ):  # its stream has ended; the guard has not failed it
                     self._ended_streams.append(streams.popleft())
 
     def _take_request(self, job: HeldJob, lane: int) -> Request | None:
@@ -225,7 +228,8 @@ class Packer:
         elif self._num_left:
             self._departures.append(self._num_left)
             self._num_left = 0
-            self._reserve = max(self._min_reserve, min(self.slots, 2 * max(self._departures)))
+            wished_reserve = 2 * max(self._departures)
+            self._reserve = max(self._min_reserve, min(self.slots, wished_reserve))
 
     @property
     def in_engine(self) -> Sequence[int]:
@@ -248,7 +252,7 @@ class PayloadBudget:
         self._max_held_bytes = max_held_bytes
         self._waiting: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._held_bytes = [0] * num_lanes
-        self._job_bytes: dict[int, int] = {}
+        self._job_bytes: dict[int, int] = {}  # of each open job, by its number
 
     def add(self, job: HeldJob) -> None:
         """Take a claimed job, to be opened in its turn."""
@@ -283,15 +287,15 @@ class PayloadBudget:
         The caller opens each job before it takes the next one. It calls `opening` before that, and `opened` after it.
         """
         for lane, waiting in enumerate(self._waiting):
-            num_bytes = 0
+            unpacked_bytes = 0
             while (
                 waiting
-                and num_bytes < _TURN_BYTES
+                and unpacked_bytes < _TURN_BYTES
                 and self._held_bytes[lane] < self._max_held_bytes
             ):
                 job = waiting.popleft()
                 yield job
-                num_bytes += job.payload_bytes
+                unpacked_bytes += job.payload_bytes
 
     def opening(self, job: HeldJob) -> None:
         """Count the bytes of a job's hash, before the job is opened."""

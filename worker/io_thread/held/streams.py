@@ -48,6 +48,7 @@ class Inspections:
 
         is_wanted: whether the inspection is still needed, asked when its turn has come.
         """
+        # A task's next inspection comes one turn after its last one, and never in a turn that is over.
         turn = 1 + max(self._turn, self._turns.get(task, 0))
         self._turns[task] = turn
 
@@ -88,7 +89,7 @@ class Streams:
         self._packer = packer
         self._beginnings = beginnings
         self._orders = orders
-        self._changed: dict[int, HeldJob] = {}
+        self._changed: dict[int, HeldJob] = {}  # the jobs for the next `feed`, by number
         self.completion_tokens = 0
         """Tokens of answers since the worker's start."""
 
