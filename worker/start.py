@@ -133,8 +133,9 @@ def load_functions(names: Iterable[str]) -> None:
 
 def _reason(name: str, error: Exception) -> Exception:
     """Return why a function cannot be imported. `error`, which is RQ's, hides which module is missing."""
+    module_name, _, _ = name.rpartition(".")
     try:
-        importlib.import_module(name.rpartition(".")[0] or name)
+        importlib.import_module(module_name or name)
     except Exception as reason:  # noqa: BLE001  # a module may raise what it likes
         return reason
     return error

@@ -98,6 +98,7 @@ class Tally:
     jobs: ended jobs by queue, outcome and reason. rows: rows of finished shards by the same.
     requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
     queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
+    ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
     queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
     them.
     """

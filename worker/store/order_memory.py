@@ -99,8 +99,10 @@ class OrderMemory:
             if run in heads:
                 continue
             head_before, rows_before = self.heads.get(run, ("", 0.0))
-            is_same_head = head_before == job_id
-            heads[run] = (job_id, rows_before + new_rows if is_same_head else 0.0)
+            rows = 0.0
+            if head_before == job_id:
+                rows = rows_before + new_rows
+            heads[run] = (job_id, rows)
         self.heads = heads
         return {run: rows for run, (_, rows) in heads.items()}
 

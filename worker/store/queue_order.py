@@ -60,7 +60,7 @@ class QueueOrder:
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         num_in_order = 0
         if urgent == memory.urgent and memory.last in run_of:
-            # The jobs behind the last one that was put in order have come since.
+            # The jobs behind the last one that was put in order have come since. They are counted from the queue's end.
             num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
 
@@ -92,9 +92,8 @@ class QueueOrder:
             # Producers may write to these keys too, so a reply may be an error.
             if not isinstance(values, list):
                 continue
-            rows_text, shards_text, rows_done_text, deadline_text, finished_text = (
-                stored.text(value or b"") for value in values
-            )
+            texts = [stored.text(value or b"") for value in values]
+            rows_text, shards_text, rows_done_text, deadline_text, finished_text = texts
             rows = stored.count(rows_text) or 0
             shards = stored.count(shards_text) or 0
             rows_done = stored.count(rows_done_text) or 0
@@ -108,10 +107,10 @@ class QueueOrder:
 
 def _run_of(job_id: str) -> str:
     """Return a job's run, or PROMPTS."""
-    named = run_and_shard(job_id)
-    if named is None:
+    run_shard = run_and_shard(job_id)
+    if run_shard is None:
         return PROMPTS
-    run, _ = named
+    run, _ = run_shard
     return run
 
 

@@ -34,7 +34,8 @@ class Scheduler(RQScheduler):
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
         """level, formats: the log's level, and its formats of dates and lines, as for `rq worker`."""
-        super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
+        interval_s = 1  # between two turns
+        super().__init__(queues, connection, interval_s, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
         self._scripts = Scripts(client)

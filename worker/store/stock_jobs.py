@@ -83,13 +83,13 @@ class StockJobs:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-            replies = iter(pipe.execute())
+            replies = pipe.execute()
 
+        # Three replies for each job, of which that of `set` is not needed.
         reasons = {}
-        for job_id in job_ids:
-            num_executions = next(replies)
-            next(replies)
-            first_seen = next(replies)
+        for job_id, num_executions, first_seen in zip(
+            job_ids, replies[::3], replies[2::3], strict=True
+        ):
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons

@@ -121,7 +121,7 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
     An older process does not count: a failover or a backup may bring its entry back. Raises RedisError.
     """
     fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
-    host, pid, born = (text(field or b"") for field in fields)
+    host, pid, born = [text(field or b"") for field in fields]
     try:
         is_younger = utcparse(born) > birth
     except ValueError:
@@ -132,7 +132,8 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
     """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
 
-    If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
+    If that worker lives after all, it renews them, or finds that it has lost the jobs. Nothing ends twice. Raises
+    RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         for name in queue_names:
@@ -218,10 +219,10 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # These claimed jobs have begun.
+                # The claimed jobs that have begun: their scores lie years ahead.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
-            replies = iter(pipe.execute())
+            replies = iter(pipe.execute())  # read below in the order of the commands above
 
         jobs: dict[str, dict[str, int]] = {}
         workers: dict[str, int] = {}

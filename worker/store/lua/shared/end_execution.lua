@@ -24,9 +24,9 @@ end
 local function not_held()
   local taken_at = holds(queue, id, eid)
   if taken_at then
-    local fields = call('HMGET', job, 'ended_by', 'rate_limit_key')
-    if fields[1] == eid then return 'dependents' end
-    rate_limit_key = fields[2]
+    local ended_by
+    ended_by, rate_limit_key = unpack(call('HMGET', job, 'ended_by', 'rate_limit_key'))
+    if ended_by == eid then return 'dependents' end
     if not is_queued_again(queue, id, taken_at) then return nil end
   end
   let_go_of_lost(queue, id, eid, worker)

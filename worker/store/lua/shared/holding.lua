@@ -77,10 +77,10 @@ end
 -- Whether the job stands in a queue once more, because it was enqueued again after it was taken (see `holds`).
 -- The queue may be long, so it is searched only if the job's `enqueued_at` has changed.
 local function is_queued_again(queue, id, taken_at)
-  local fields = call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin')
-  if taken_at == (fields[1] or '') then return false end
+  local enqueued_at, origin = unpack(call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin'))
+  if taken_at == (enqueued_at or '') then return false end
   return call('LPOS', 'rq:queue:' .. queue, id)
-    or call('LPOS', 'rq:queue:' .. (fields[2] or queue), id)
+    or call('LPOS', 'rq:queue:' .. (origin or queue), id)
 end
 
 -- A job's own ttl bounds its time in the queue.
