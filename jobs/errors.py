@@ -43,6 +43,7 @@ class ToldError(Exception):
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
+            """Return a brace with a number in place of a name. What follows, such as `!r}`, is not matched."""
             name = match[1]
             return "{" + str(names.index(name))
 
@@ -102,12 +103,12 @@ def _filled(text: str, values: Sequence[object]) -> str:
     """Put the values in the places of as many {}, the last of the text. All other braces stay, such as JSON's."""
     if not values:
         return text
-    left = list(values)
+    values_left = list(values)
     filled = ""
     for piece in text.rsplit("{}", len(values)):
         filled += piece
-        if left:
-            filled += str(left.pop(0))
+        if values_left:  # none is left after the last piece
+            filled += str(values_left.pop(0))
     return filled
 
 

@@ -47,7 +47,7 @@ class Request:
 
         now: the text that the chat template writes for the time.
         """
-        clock = now if self.messages is not None else ""
+        clock = now if self.messages is not None else ""  # a plain prompt has no template
         values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
         text = json.dumps(values, default=_hashed, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()

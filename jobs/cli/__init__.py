@@ -139,8 +139,9 @@ _COMMANDS = (
     dashboard,
     doctor,
     requeue_command,
+    restore_check,
     serve,
     keys,
 )
-for command in (*_COMMANDS, restore_check):
+for command in _COMMANDS:
     main.add_command(command)

@@ -52,9 +52,9 @@ MAX_ENTRIES = 1000
 
 def _number(value: object) -> float | None:
     """Read a number from 0 to 2**53, such as seconds or a share. Return None for anything else."""
-    if type(value) not in (int, float) or not 0 <= value < 1 << 53:  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)  # type: ignore[arg-type]
+    return float(value) if 0 <= value < 1 << 53 else None
 
 
 def _text(value: object) -> str | None:
@@ -262,6 +262,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
 
     workers = []
     for name in names:
+        # The replies come in the order of the commands above.
         registration = next(replies)
         record = next(replies)
         left_ms = next(replies)
@@ -275,7 +276,8 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
             fields_and_values = zip(_FIELDS, registration, strict=True)
             registered = {key: value for key, value in fields_and_values if value}
         sample = _sample(name, record, left_ms)
-        if registered or (sample is not None and sample.silent_s <= LISTED_S):
+        is_sample_recent = sample is not None and sample.silent_s <= LISTED_S
+        if registered or is_sample_recent:
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
             workers.append(Worker(name, queues, shown, sample))
@@ -288,9 +290,9 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     if not record:
         return None
     silent_s = 0.0
-    if left_ms >= 0:
+    if left_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
-    record["at"] = record.get("updated_at")
+    record["at"] = record.get("updated_at")  # the record's name for it
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
@@ -315,7 +317,8 @@ def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
     pin: see PinnedModel.pin.
     """
-    fingerprint, _, length = pin.partition("\n")[0].rpartition("/")
+    model_line, _, _ = pin.partition("\n")
+    fingerprint, _, length = model_line.rpartition("/")
     for worker in workers:
         sample = worker.sample
         if sample is None or worker.is_silent or queue not in worker.queues:
@@ -347,9 +350,12 @@ def _is_any(state: str, workers: Iterable[Worker]) -> bool:
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
     """Return how many jobs of each queue are taken and not begun, as the latest sample says."""
     samples = [worker.sample for worker in workers if worker.sample is not None]
+    oldest_first = sorted(samples, key=lambda sample: -sample.silent_s)
     claimed: dict[str, int] = {}
-    for sample in sorted(samples, key=lambda sample: -sample.silent_s):
-        claimed.update(sample.claimed)
+    for sample in oldest_first:
+        claimed.update(
+            sample.claimed
+        )  # a later sample replaces what an earlier one says of a queue
     return claimed
 
 
