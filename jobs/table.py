@@ -18,7 +18,7 @@ from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
-    """A task over files. Its function, of _FILE_JOBS, is called when the task is opened."""
+    """A task over files. Its function, which _FILE_JOBS names, is called when the task is opened."""
 
     blocking = True
     reads_rows = True

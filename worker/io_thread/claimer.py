@@ -105,8 +105,8 @@ class Claimer:
         self._turn = 0  # counts the calls of claim.lua, so that lanes take turns
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
-        self._polls = [Timer(POLL_S) for _ in parts.queue_names]
-        self._looks = [Timer(LOOK_S) for _ in parts.queue_names]
+        self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
+        self._look_timers = [Timer(LOOK_S) for _ in parts.queue_names]
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may."""
         self.idle_since = parts.clock()
@@ -151,8 +151,8 @@ class Claimer:
 
     def pause(self, until: float) -> None:
         """Claim nothing before `until`."""
-        for poll in self._polls:
-            poll.postpone(until)
+        for timer in self._poll_timers:
+            timer.postpone(until)
 
     @property
     def has_all_it_may(self) -> bool:
@@ -166,7 +166,7 @@ class Claimer:
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. A lane that may claim no file looks less often."""
         may_claim_files = self._packer.claimable_files(lane) > 0
-        timer = self._polls[lane] if may_claim_files else self._looks[lane]
+        timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
             self._num_held_at_claim[lane] = 0
@@ -262,14 +262,14 @@ class Claimer:
         self._num_claimed += len(claim.jobs)
 
         poll_s = self._poll_rates.poll_s(lane, claim.num_foreign)
-        self._polls[lane].period_s = poll_s
+        self._poll_timers[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
         has_left_jobs = claim.first_left != ""
         if claim.jobs and not has_left_jobs:
             # Jobs come, and none was left to others. So look again at once, or soon if the lane may claim no file.
-            self._polls[lane].end_now()
-            self._looks[lane].postpone(self._clock() + POLL_S)
+            self._poll_timers[lane].end_now()
+            self._look_timers[lane].postpone(self._clock() + POLL_S)
 
         for job in claim.jobs:
             with self._runner.guard.around(job):

@@ -85,10 +85,10 @@ class IoLoop:
         self._drain_by = float("inf")
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
-        self._renew = Timer(limits.renew_period_s)
-        self._progress = Timer(PROGRESS_PERIOD_S)
-        self._deadlines = Timer(DEADLINE_PERIOD_S)
-        self._sweep = Timer(limits.sweep_period_s)
+        self._renew_timer = Timer(limits.renew_period_s)
+        self._progress_timer = Timer(PROGRESS_PERIOD_S)
+        self._deadline_timer = Timer(DEADLINE_PERIOD_S)
+        self._sweep_timer = Timer(limits.sweep_period_s)
         self._duties = (
             self._settle,
             self._runner.texts.write,
@@ -187,7 +187,7 @@ class IoLoop:
         moment = self._clock()
         self.turned_at = moment
         self._runner.journals.ask_if_due(moment)
-        if self._deadlines.due(moment):
+        if self._deadline_timer.due(moment):
             self._check_deadlines()
         if self._phase is Phase.DRAINING and moment >= self._drain_by:
             self._hand_back("TOKENMILL_DRAIN_S is over")
@@ -370,7 +370,7 @@ class IoLoop:
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases of living workers ran out during the outage too. These workers get the time to renew their leases.
-        self._sweep.postpone(moment + self._limits.lease_s)
+        self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
                 "left without giving back what ran: other workers take it up when its leases end"
@@ -380,13 +380,13 @@ class IoLoop:
 
     def _keep_leases(self, moment: float) -> None:
         """Renew the leases of held jobs."""
-        self._renew.period_s = self._poll_rates.renew_s
-        if self._renew.due(moment):
+        self._renew_timer.period_s = self._poll_rates.renew_s
+        if self._renew_timer.due(moment):
             self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
         """Write the progress of jobs to Redis, and the throughput to the log."""
-        if self._progress.due(moment):
+        if self._progress_timer.due(moment):
             self._runner.show_progress(self._store)
         self.reporter.log_throughput(moment)
 
@@ -401,7 +401,7 @@ class IoLoop:
 
     def _take_up_abandoned(self, moment: float) -> None:
         """Give back, or fail, the jobs that dead workers held."""
-        if self._phase is not Phase.SERVING or not self._sweep.due(moment):
+        if self._phase is not Phase.SERVING or not self._sweep_timer.due(moment):
             return
         names = self._queue_names
         period_s = self._limits.sweep_period_s

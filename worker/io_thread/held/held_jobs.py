@@ -241,7 +241,7 @@ class HeldJob:
         if self.open_task is None:
             return None
         reported = self.open_task.progress()
-        # A task of prompts reports one object for some seconds, so that Redis is not written to more often.
+        # A task may return the same object for some seconds, so that Redis is not written to more often.
         if reported is None or reported is self.reported_progress:
             return None
         self.reported_progress = reported

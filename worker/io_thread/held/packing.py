@@ -90,6 +90,7 @@ class Packer:
     @property
     def _is_behind(self) -> bool:
         """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
+        # A job's `next_index` is the number of its requests so far. A part without any counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
@@ -156,8 +157,8 @@ class Packer:
         num_unread = sum(job.unread for job in self._streams[lane])
         if num_unread == 0:
             return self._refill(lane)
-        last_job = self._streams[lane][-1]
-        if last_job.is_file and num_unread < self.slots:
+        newest_job = self._streams[lane][-1]
+        if newest_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
         return 0
 
