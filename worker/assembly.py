@@ -86,7 +86,7 @@ def assemble(
     tally = Tally()
     clients = _clients(worker.connection, tally)
     redis_clock = RedisClock()
-    lent = settings.job_context(clients.pool, served, lambda: meter)
+    lent = settings.job_context(clients.pool, served, meter=lambda: meter)
     keeping = Keeping(
         records_failures=not worker.disable_default_exception_handler,
         result_ttl_s=worker.default_result_ttl,
@@ -101,14 +101,18 @@ def assemble(
             clients.io,
             worker.name,
             limits.lease_s,
-            settings.max_job_bytes,
-            served.names,
-            keeping,
-            redis_clock,
+            max_job_bytes=settings.max_job_bytes,
+            models=served.names,
+            keeping=keeping,
+            clock=redis_clock,
             more_models=lambda: lent.adapters.names,
         ),
         ends_store=JobStore(
-            clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock
+            clients.pool,
+            worker.name,
+            limits.lease_s,
+            max_job_bytes=settings.max_job_bytes,
+            clock=redis_clock,
         ),
         environment=JobEnvironment(lent, settings.function_grace_s, traces),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
@@ -153,12 +157,12 @@ def assemble(
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
     """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
-    sent = partial(tally.sent, "worker")
-    sent_by_functions = partial(tally.sent, "functions")
+    count_ours = partial(tally.sent, "worker")
+    count_users = partial(tally.sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, sent=sent, answered=tally.answered),
-        pool=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
-        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
+        io=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours, answered=tally.answered),
+        pool=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=count_users),
     )
 
 

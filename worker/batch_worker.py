@@ -70,9 +70,9 @@ class BatchWorker(BaseWorker):
     _io: IoLoop | None = None
     _metrics: MetricsServer | None = None
     _traces: OtelTraces | None = None
-    _is_cold = False
-    _is_stopped_early = False
-    _has_lost_name = False
+    _is_cold = False  # a cold shutdown was asked for
+    _is_stopped_early = False  # a shutdown was asked for before the loops ran
+    _has_lost_name = False  # another worker was started under this worker's name
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -152,8 +152,8 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         if snapshot.rows_escalated:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
         if snapshot.errors or snapshot.cut:
-            cut = " --cut" if snapshot.cut else ""
-            lines.append(f"why      `tokenmill errors {snapshot.run}{cut}` lists them by reason")
+            option = " --cut" if snapshot.cut else ""
+            lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
         begun = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
@@ -190,6 +190,7 @@ def _not_begun_text(snapshot: RunSnapshot) -> str:
     """Say what became of the shards that are not done and not begun."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
+        # Nobody goes on with any of them.
         num_left = snapshot.queued + num_failed + snapshot.gone
         return f"{num_left} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""

@@ -318,7 +318,9 @@ class Intake:
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
         try:
-            prompt, params = waiting.prepared or prepared_request(self._engine, request)
+            if waiting.prepared is None:  # it is short
+                waiting.prepared = prepared_request(self._engine, request)
+            prompt, params = waiting.prepared
             self._engine.add(
                 request_id,
                 prompt,

@@ -164,7 +164,7 @@ class Claimer:
         return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether a lane should claim now. A lane that may claim no file looks less often."""
+        """Whether a lane should claim now. If so, its next period begins. A lane that may claim no file looks less often."""
         may_claim_files = self._packer.claimable_files(lane) > 0
         timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
@@ -198,7 +198,8 @@ class Claimer:
         [job] = self._runner.held
         if job.deaths < self._limits.suspect_deaths:
             return False
-        if self._suspect_execution != job.execution_id:
+        is_new = self._suspect_execution != job.execution_id
+        if is_new:
             self._suspect_execution = job.execution_id
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until

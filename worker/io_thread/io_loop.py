@@ -303,7 +303,7 @@ class IoLoop:
                 if refusal is not None:
                     refusals.append(refusal)
             if refusals:
-                raise refusals[0]
+                raise refusals[0]  # it is treated like an outage, now that every duty had its turn
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
             self._outage.passed()

@@ -139,7 +139,8 @@ class JobEnds:
             retries=retries,
         )
         has_failed = status != "finished" and outcome.is_final
-        if has_failed and run_and_shard(job.claimed.job_id) is not None:
+        is_of_run = run_and_shard(job.claimed.job_id) is not None
+        if has_failed and is_of_run:
             self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)
@@ -167,11 +168,11 @@ class JobEnds:
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Call the job's callback if it has one, pack its value, and have its end written."""
-        value = outcome.value
-        status = outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
-        elif status != "finished" or (job.is_ours and is_small(value)):
+            return
+        has_no_value = outcome.status != "finished"
+        if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:

@@ -55,7 +55,7 @@ class JobRunner:
         self._log = log
         self._clock = clock
         self._functions = parts.functions
-        self._posts = parts.callbacks.webhooks.pool
+        self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
         self._surplus = list[ClaimedJob]()  # claimed, but without a place here
         self.faults = WorkerFaults()
@@ -201,6 +201,7 @@ class JobRunner:
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None and job.claimed.record.is_followed:
+            # The pieces of its text bear this digest, so that a later execution knows whose tokens they are.
             job.owner_digest = context.journal.owner_digest
         if job.is_file:
             self._files.open(job, task, context, self._opened)
@@ -364,10 +365,11 @@ class JobRunner:
     def renew(self, store: JobStore) -> None:
         """Extend the leases of all jobs, and drop jobs that are no longer ours."""
 
-        def renew(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
+        def renew_leases(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
+            """Extend leases. Returns the jobs that this worker no longer holds."""
             return store.renew([job.claimed for job in jobs])
 
-        lost = self.guard.batch(list(self.jobs), lambda job: job, renew)
+        lost = self.guard.batch(list(self.jobs), lambda job: job, renew_leases)
         self.drop(lost)
 
     def show_progress(self, store: JobStore) -> None:
@@ -466,7 +468,7 @@ class JobRunner:
     def _end_at_once(self, claimed: ClaimedJob, end: Callable[[HeldJob], None]) -> None:
         """Hold a job only to end it."""
         job = self.jobs.add(claimed)
-        job.state = JobState.ENDING
+        job.state = JobState.ENDING  # so nothing may stop it
         with self.guard.around(job):
             self.jobs.begin_trace(job)
             end(job)

@@ -142,6 +142,7 @@ class PoolCalls:
         self._guard = guard
         self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
+        # Starts the calls that an outage has cut off, once `_try_again_at` has come.
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
         self._line = RoomLine(clock)

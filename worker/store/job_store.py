@@ -301,7 +301,7 @@ class JobStore:
             claimed.job_id,
             result_type,
             connection=self._client,
-            return_value=outcome.returned_retry,
+            return_value=outcome.returned_retry,  # any other value is packed already, and is put in below
             exc_string=outcome.value if has_failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution_id,
@@ -321,8 +321,8 @@ class JobStore:
         """Queue those dependents of an ended job that wait for nothing else. Each call queues one page.
 
         cursor: the page, 0 for the first. Returns the next page's cursor, 0 after the last.
-        A dependent is queued only once, even by two calls, or if two jobs that it waited for end together. Then RQ
-        would queue it twice.
+        A dependent is queued only once, even by two calls. RQ would queue it twice if two jobs that it waited for end
+        together.
         """
         key = job_key(claimed.job_id)
         ended_as: Any = self._client.hget(key, "ended_as")

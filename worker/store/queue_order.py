@@ -53,9 +53,9 @@ class QueueOrder:
             return
 
         now = self._clock()
-        key = prefixed(f"tokenmill:fair:{name}")
-        memory = OrderMemory.from_object(stored.json_object(self._client.get(key)))
-        runs, rows_of = self._read_runs(run_ids, [*memory.rows_of])
+        memory_key = prefixed(f"tokenmill:fair:{name}")
+        memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
+        runs, rows_of = self._read_runs(run_ids, known=list(memory.rows_of))
         memory.see(rows_of, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         num_in_order = 0
@@ -70,7 +70,7 @@ class QueueOrder:
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
         memory.note(placed, urgent)
-        self._client.set(key, json.dumps(vars(memory)), ex=_MEMORY_S)
+        self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
         self, waiting: set[str], known: Sequence[str]
@@ -115,7 +115,7 @@ def _run_of(job_id: str) -> str:
 
 
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
-    """Return a job's rows: 1 for a prompt. runs: those that are planned.
+    """Return a job's cost in rows; a prompt costs one. runs: those that are planned.
 
     A planning job costs nothing. So it comes first, and the shards that it queues soon get their share.
     """
@@ -124,4 +124,4 @@ def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
         return 0.0
     if run in runs:
         return runs[run].shard_rows
-    return 1.0
+    return 1.0  # a prompt, or a shard of a run that Redis has lost

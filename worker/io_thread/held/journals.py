@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
@@ -86,6 +85,7 @@ class Journals:
         self._num_unanswered -= 1
         moment = self._clock()
         if self._leave_by is not None and not self._num_unanswered:
+            # The engine has answered. From now on the worker waits for its entries alone.
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
             assert job.started_at is not None  # a streaming job has begun
@@ -117,7 +117,8 @@ class Journals:
         self._writing[job.number] = None
 
         def done(_: object, error: BaseException | None) -> None:
-            self._post(partial(self._guard.call, job, self._written, job, error))
+            """Have the I/O thread note the end. Called in the pool's thread."""
+            self._post(lambda: self._guard.call(job, self._written, job, error))
 
         self.pool.submit(write, done, is_interruptible=False)
 

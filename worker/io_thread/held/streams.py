@@ -59,6 +59,7 @@ class Inspections:
                 task.inspect(index, completions)
 
         def done(_: Any, error: BaseException | None) -> None:
+            """Have the I/O thread go on. Called in the pool's thread."""
             self._post(lambda: then(error))
 
         self._pool.submit(inspect, done, is_interruptible=False, order=turn)

@@ -76,7 +76,7 @@ class JobRecord:
 
     @property
     def limit_s(self) -> float:
-        """The job's timeout; 0 or less for none."""
+        """The job's timeout, or RQ's default if the job does not say; negative for none."""
         return self.timeout_s or Queue.DEFAULT_TIMEOUT
 
     @property
