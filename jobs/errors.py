@@ -100,7 +100,10 @@ class InvalidValue(InvalidJob):
 
 
 def _filled(text: str, values: Sequence[object]) -> str:
-    """Put the values in the places of as many {}, the last of the text. All other braces stay, such as JSON's."""
+    """Put a value in the place of each {}. If there are more {} than values, the first ones stay.
+
+    All other braces stay too, such as JSON's.
+    """
     if not values:
         return text
     values_left = list(values)

@@ -157,8 +157,10 @@ class Intake:
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
         # The lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
+        # The other requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_Waiting]] = {}
-        self._ids: dict[str, _Waiting] = {}
+        # All requests above, by their ids.
+        self._by_id: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
         self._numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
@@ -181,7 +183,7 @@ class Intake:
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
-        self._ids[add.request_id] = waiting
+        self._by_id[add.request_id] = waiting
         prompt = add.request.prompt if add.request.messages is None else add.request.messages
         if not isinstance(prompt, str) and has_pictures(prompt):
             self._pictured[add.lane].append(waiting)
@@ -219,7 +221,7 @@ class Intake:
         """Forget requests. Unknown ids are ignored."""
         dropped = set()
         for request_id in request_ids:
-            waiting = self._ids.pop(request_id, None)
+            waiting = self._by_id.pop(request_id, None)
             if waiting is not None:
                 waiting.is_dropped = True
                 dropped.add(waiting)
@@ -246,7 +248,7 @@ class Intake:
         self._take_back()
         refused: list[Completion] = []
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
-            self._ids.pop(waiting.request_id, None)
+            self._by_id.pop(waiting.request_id, None)
             refused += self._add(waiting)
         self.begun([completion.request_id for completion in refused])
         return refused
@@ -301,7 +303,7 @@ class Intake:
 
     def close(self) -> None:
         """Drop the waiting requests, and wait briefly for the threads."""
-        self.drop(list(self._ids))
+        self.drop(list(self._by_id))
         until = time.monotonic() + LEAVE_S
         for pool in (self._preparers, self._long_preparers):
             pool.close(max(0.0, until - time.monotonic()))
@@ -338,7 +340,7 @@ class Intake:
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
-        return [_refused(request_id, error)]
+        return [_refusal(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
         """Return the new requests that this worker could not prepare for lack of memory, descriptors or disk."""
@@ -347,7 +349,7 @@ class Intake:
         return faults
 
 
-def _refused(request_id: str, error: BaseException) -> Completion:
+def _refusal(request_id: str, error: BaseException) -> Completion:
     """Return the end of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)

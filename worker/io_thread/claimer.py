@@ -164,7 +164,10 @@ class Claimer:
         return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether a lane should claim now. If so, its next period begins. A lane that may claim no file looks less often."""
+        """Whether a lane should claim now. If so, its next period begins.
+
+        A lane that may claim no file looks less often.
+        """
         may_claim_files = self._packer.claimable_files(lane) > 0
         timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
@@ -275,7 +278,9 @@ class Claimer:
         for job in claim.jobs:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
-        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if has_left_jobs else 0
+        self._num_held_at_claim[lane] = 0
+        if has_left_jobs:
+            self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
         """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""
