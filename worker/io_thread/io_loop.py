@@ -391,7 +391,7 @@ class IoLoop:
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's own numbers to Redis. Stop warm if its name belongs to another worker by now."""
+        """Write the worker's own numbers to Redis. Begin to drain if its name belongs to another worker by now."""
         try:
             self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
         except NameTaken as error:

@@ -307,7 +307,7 @@ class JobEnds:
         """Queue the webhooks of a job whose end is written, then let the job go."""
         webhooks = job.claimed.record.webhooks
         if job.user_job is not None:  # its code may have changed them
-            webhooks = job.user_job.webhooks
+            webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
             self._ended(job, outcome, is_written=True)
             return

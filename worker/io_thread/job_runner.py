@@ -239,7 +239,7 @@ class JobRunner:
     def _user_function_returned(
         self, job: HeldJob, value: Any, error: BaseException | None
     ) -> None:
-        """Take the value or error of a user's function."""
+        """End a job with the value or error of its user's function."""
         if error is not None:
             self._ends.fail(job, error)
         elif isinstance(value, Raised):
@@ -248,7 +248,7 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _our_code_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
-        """Take the value or error of our own code: a function, or a task's result."""
+        """End a job with the value or error of our own code: a function, or a task's result."""
         if error is not None:
             self._raised(job, error)
         else:

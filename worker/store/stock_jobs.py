@@ -73,7 +73,7 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Return why jobs in the intermediate queue are abandoned, by job id and ''."""
+        """Return why jobs in the intermediate queue are abandoned, by job id and execution id, which is ""."""
         key = QueueKeys(queue).popped
         moment = self._clock()
         members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)

@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def retry_wait_s(self) -> int:
-        """The seconds that the next try waits. If there are fewer intervals than tries, the first tries share one."""
+        """The seconds that the next try waits. The first tries share an interval if there are fewer."""
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
