@@ -279,6 +279,7 @@ class Intake:
         """Keep a request out of its lane until its grammar is compiled."""
 
         def note_compiled(_: Future[Any]) -> None:
+            """Have the request taken back into its lane. Called in another thread."""
             self._compiled.append(waiting)
             self._report()
 

@@ -54,7 +54,7 @@ class FairShare:
         left_before = self._first_left
         was_untouched = left_before == first_left or left_before in claimed_ids
         if left_before == "" or not was_untouched:
-            self._left_at = moment
+            self._left_at = moment  # from now on `first_left` is watched
         elif first_left and moment - self._left_at >= poll_s:
             # The other workers have had the time of a look, and did not take the job.
             self._num_vain_looks += 1

@@ -315,7 +315,7 @@ class IoLoop:
         """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised."""
         try:
             duty(moment)
-        except OUTAGES:
+        except OUTAGES:  # some are of ResponseError's class too
             raise
         except ResponseError as error:
             return error

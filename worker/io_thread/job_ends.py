@@ -257,14 +257,12 @@ class JobEnds:
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Go on after the server's reply to an end."""
-        if reply == "dependents":
-            self.queue_dependents(job, outcome)
-        elif reply in ("lost", "refused"):
-            if reply == "refused":
-                self._log.error(
-                    "job %s: the server refuses to write its end", outcome.claimed.job_id
-                )
+        if reply == "refused":
+            self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
+        if reply in ("lost", "refused"):
             self._ended(job, outcome, is_written=False)
+        elif reply == "dependents":
+            self.queue_dependents(job, outcome)
         else:
             self._announce(job, outcome)
 

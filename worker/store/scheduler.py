@@ -47,10 +47,14 @@ class Scheduler(RQScheduler):
     @property
     def should_reacquire_locks(self) -> bool:
         """Whether to try now to get missing locks. RQ would wait for minutes."""
-        last_try: Any = self.lock_acquisition_time
-        if self._queue_names == self.acquired_locks:
+        has_all_locks = self._queue_names == self.acquired_locks
+        if has_all_locks:
             return False
-        return last_try is None or (datetime.now() - last_try).total_seconds() > _REACQUIRE_S
+        last_try: Any = self.lock_acquisition_time
+        if last_try is None:
+            return True
+        ago = datetime.now() - last_try
+        return bool(ago.total_seconds() > _REACQUIRE_S)
 
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""

@@ -57,7 +57,8 @@ def process_facts() -> dict[str, Any]:
 def resident_bytes() -> int:
     """Return how much memory this process has now; 0 if that is not known."""
     try:
-        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        fields = Path("/proc/self/statm").read_text().split()
+        num_pages = int(fields[1])  # the second is the resident memory
     except (OSError, ValueError, IndexError):
         return 0
     return num_pages * os.sysconf("SC_PAGE_SIZE")

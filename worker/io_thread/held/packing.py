@@ -56,8 +56,10 @@ class Packer:
         self._reserve = self._min_reserve
         self._max_functions = max_functions
         self._max_files = max_files
+        # By lane: the jobs with requests that are still to be sent, and the number of sequences in the engine.
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
+        # The files that are being opened, the files whose parts are being written, and the functions.
         self._opening = set[HeldJob]()
         self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
