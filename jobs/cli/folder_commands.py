@@ -130,14 +130,16 @@ def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
 def _list_errors(
     connection: redis.Redis, scored: client.Run, limit: int, cut: bool, as_json: bool
 ) -> None:
-    """Print the rows of a run that have an error, or only the reasons that Redis keeps. For the rest see `errors`."""
+    """Print the rows of a run that have an error, or only the reasons that Redis keeps. Arguments: see `errors`."""
     snapshot = None
     with suppress(UnknownRun):
         snapshot = scored.status()
-    if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-        raise click.ClickException(
-            f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
-        )
+    if snapshot is not None:
+        was_planned = snapshot.shards is not None
+        if snapshot.plan_error is not None and not was_planned:
+            raise click.ClickException(
+                f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
+            )
 
     text_of_errors = _errors_json if as_json else _errors_text
     try:

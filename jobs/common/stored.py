@@ -21,8 +21,9 @@ def unpacked(packed: bytes, most: int) -> bytes | None:
     content = packed  # bytes that are not packed stay as they are, because RQ takes them so
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
+        is_whole = inflater.eof
         is_too_long = len(inflated) > most
-        if inflater.eof or is_too_long:
+        if is_whole or is_too_long:
             content = inflated
     return content if len(content) <= most else None
 

@@ -353,9 +353,8 @@ def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
     oldest_first = sorted(samples, key=lambda sample: -sample.silent_s)
     claimed: dict[str, int] = {}
     for sample in oldest_first:
-        claimed.update(
-            sample.claimed
-        )  # a later sample replaces what an earlier one says of a queue
+        # A later sample replaces what an earlier one says of a queue.
+        claimed.update(sample.claimed)
     return claimed
 
 

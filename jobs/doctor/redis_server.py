@@ -46,8 +46,8 @@ class Server:
 
 def reach(url: str) -> Server:
     """Return the server of a URL. Raises RedisError."""
-    wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
-    client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
+    timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
     took_s = []
     for _ in range(5):
         sent_at = time.time()

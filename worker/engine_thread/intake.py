@@ -134,6 +134,7 @@ class _Preparers(FunctionPool):
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
+            """Begin the request. Called in a thread."""
             self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 

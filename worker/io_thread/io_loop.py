@@ -115,6 +115,7 @@ class IoLoop:
         """
 
         def stop() -> None:
+            """Stop it in the I/O thread."""
             if not self._runner.stop(job_id, execution_id):
                 self._log.info("not working on job %s, stop command ignored", job_id)
 

@@ -101,6 +101,7 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
+        # Errors of ours bear the note already, as JobsError adds it.
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
             if text is not None:
@@ -128,7 +129,9 @@ class JobEnds:
     ) -> None:
         """End a job. Notices of its run's failure come first, then callbacks. Then the end is written."""
         job.state = JobState.ENDING
-        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
+        working_s = 0.0
+        if job.started_at is not None:
+            working_s = self._clock() - job.started_at
         outcome = Outcome(
             job.claimed,
             status,

@@ -303,7 +303,7 @@ class JobRunner:
         """Free the memory of a job's payload, as the job may run for long. Payloads that callbacks may see are kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
-            if record.is_heavy:
+            if record.is_heavy:  # otherwise a copy without the payload would save nothing
                 job.hold(record.without_payload())
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
@@ -382,9 +382,11 @@ class JobRunner:
                     changed.append((job, progress))
 
         def show(entries: Sequence[tuple[HeldJob, dict[str, Any]]]) -> Sequence[bool]:
+            """Write progress. Returns for each job whether this worker still holds it."""
             return store.show_progress([(job.claimed, progress) for job, progress in entries])
 
         def job_of(entry: tuple[HeldJob, dict[str, Any]]) -> HeldJob:
+            """Return the job that an entry is about."""
             job, _ = entry
             return job
 
@@ -460,6 +462,7 @@ class JobRunner:
         """Fail a job that one of RQ's own workers left behind, or retry it if it has retries left."""
 
         def fail(job: HeldJob) -> None:
+            """Fail the job, without callbacks that may not run here."""
             job.hold(self._admission.with_allowed_callbacks(claimed.record))
             self._ends.fail(job, error)
 
@@ -522,6 +525,7 @@ class JobRunner:
         """
 
         def may_go(job: HeldJob) -> bool:
+            """Whether a job's end has not begun, or waits to be written."""
             if not job.is_ending or self._ends.writer.is_waiting(job):
                 return True
             return parts_too and job.state is JobState.COLLECTING

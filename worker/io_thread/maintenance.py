@@ -40,7 +40,9 @@ class Maintenance:
         self._order_timer = Timer(PERIOD_S)
         self._adapters = parts.environment.lent.adapters
         self._adapter_timer = Timer(_ADAPTERS_PERIOD_S)
-        self._lost_adapters = LastingTrouble(parts.log, "the folder of adapters can be read again")
+        self._adapter_trouble = LastingTrouble(
+            parts.log, "the folder of adapters can be read again"
+        )
         self._is_looking = False
 
     def do_what_is_due(self, moment: float) -> None:
@@ -64,9 +66,9 @@ class Maintenance:
         """Note that a look for adapters is over, and whether it failed."""
         self._is_looking = False
         if error is None:
-            self._lost_adapters.passed()
+            self._adapter_trouble.passed()
         else:
-            self._lost_adapters.met(
+            self._adapter_trouble.met(
                 type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
             )
 

@@ -80,6 +80,7 @@ class Releases:
         """Release jobs in one call, or one by one if that raises."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
+            """Release jobs in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
         return self._guard.batch(held, lambda claimed: claimed, release)

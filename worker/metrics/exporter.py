@@ -107,7 +107,7 @@ class _WorkerCollector(Collector):
             held,
         )
 
-        # Copies, as here and below, because the I/O thread may add a label meanwhile.
+        # These are copies, here and below, because the I/O thread may add a label meanwhile.
         jobs = dict(counts.jobs).items()
         rows = dict(counts.rows).items()
         labels = ("queue", "outcome", "reason")
@@ -226,7 +226,7 @@ class _WorkerCollector(Collector):
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
         ]
 
-        # sizes[i]: the steps with at most 2**i sequences that are not counted before; the last one: all others.
+        # sizes[i]: the number of steps with more than 2**(i - 1) and at most 2**i sequences. The last one: all larger.
         sizes = stats.get("batch_sizes", ())
         if sizes:
             batch_sizes = Histogram([1 << i for i in range(len(sizes) - 1)])

@@ -276,9 +276,8 @@ class JobStore:
         else:
             is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
             ttl_without_record = ""  # the job's time to live stays as it is
-            endless_score = str(
-                step.kept_s
-            )  # RQ's score for a failed job that is kept for ever: its negative ttl
+            # RQ's score for a failed job that is kept for ever is its negative ttl.
+            endless_score = str(step.kept_s)
         if not is_recorded:
             return Call("finish", {**args, "score": "", "ttl": ttl_without_record})
 

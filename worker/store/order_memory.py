@@ -86,7 +86,7 @@ class OrderMemory:
         self.samples.append(Sample(now, rows))
 
     def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
-        """Return the rows that each run's share should have had while its first job waited.
+        """Return the rows that each run's share should have had while its first job waited. Notes the first jobs.
 
         run_of: the run of each job in the queue, in the queue's order.
         """

@@ -50,7 +50,8 @@ class StockJobs:
         """
         adopted = []
         for name in queue_names:
-            if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
+            has_turn = self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000))
+            if not has_turn:
                 continue
             reasons = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)

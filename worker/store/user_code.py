@@ -139,6 +139,7 @@ class Callbacks:
         job.connection = self._client
         job.ended_at = outcome.ended_at
         if outcome.returned_retry is not None:
+            # A job that has asked for a retry once too often has failed, without an error.
             if not outcome.policy.grants(outcome.returned_retry):
                 self.webhooks.send(job, JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":

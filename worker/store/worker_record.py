@@ -103,7 +103,8 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        (host_field, pid_field, death), is_heard = pipe.execute()
+        registered, is_heard = pipe.execute()
+    host_field, pid_field, death = registered
     if host_field is None or death is not None:
         return ""
 
@@ -165,7 +166,7 @@ def _is_other_process(pid_text: str) -> bool:
     if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
         return False
     try:
-        os.kill(int(pid_text), 0)
+        os.kill(int(pid_text), 0)  # sends nothing, but fails if there is no such process
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -180,8 +181,8 @@ def _is_zombie(pid: int) -> bool:
     except OSError:
         return False
     # The state comes after the program's name, which stands in parentheses and may hold any character.
-    _, _, fields = stat.rpartition(")")
-    return fields.split()[:1] == ["Z"]
+    _, _, state_and_more = stat.rpartition(")")
+    return state_and_more.lstrip().startswith("Z")
 
 
 class WorkerRecord:

@@ -26,6 +26,7 @@ class FunctionPool:
     ) -> None:
         self._name = name
         self._clock = clock
+        # The waiting calls, by their order and their number. None ends a thread.
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}

@@ -79,6 +79,7 @@ class EndWriter:
         self._guard = guard
         self._log = log
         self._clock = clock
+        # By the job's number: all ends that are not written yet, and the state of those that are written by themselves.
         self._waiting: dict[int, _End] = {}
         self._alone: dict[int, _Alone] = {}
 
@@ -99,12 +100,12 @@ class EndWriter:
         """Write the ends that wait. After a RedisError, an error of the server, call it again."""
         for batch in list(self._batches()):
             try:
-                written = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
+                replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
             except RedisError:  # one of these ends may be to blame
                 for end in batch:
                     self._alone[end.job.number] = _Alone()
                 raise
-            for end, reply in written:
+            for end, reply in replies:
                 with self._guard.around(end.job):
                     self._done(end.job, end.outcome, reply)
 

@@ -195,9 +195,9 @@ class Packer:
                     request = self._take_request(job, lane)
                 if request is not None:
                     yield job, job.next_index - 1, request
-                elif (
-                    streams and streams[0] is job
-                ):  # its stream has ended; the guard has not failed it
+                    continue
+                # Its stream has ended, or the guard has failed the job and its stream is gone.
+                if streams and streams[0] is job:
                     self._ended_streams.append(streams.popleft())
 
     def _take_request(self, job: HeldJob, lane: int) -> Request | None:

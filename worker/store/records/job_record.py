@@ -127,7 +127,7 @@ def read_record(
             raise ValueError("it has no payload")
         check_json_fields(values)
         for name in values:
-            name.decode()
+            name.decode()  # raises for a name that RQ could not read
         for name, parse in _PARSERS.items():
             text = values.get(name)
             if text is None or (text == b"" and name not in _NEVER_EMPTY):
