@@ -75,6 +75,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
     """
     paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
     findings = [_try_to_write(path) for path in paths]
+    # A finding that says how to mend something is a problem.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:

@@ -90,6 +90,7 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
         try:
             params: RequestParams
             if request.kind in _TEXT_KINDS:
+                # No other sampling value changes the tokens.
                 truncation = request.sampling.get("truncate_prompt_tokens")
                 params = SamplingParams(truncate_prompt_tokens=truncation)
             else:

@@ -199,7 +199,7 @@ class WorkerSample(Point):
 
     @property
     def up_s(self) -> float:
-        """The seconds since it started, by its own clock up to its last sample."""
+        """The seconds since it started: by its own clock until its last sample, and since then by Redis' clock."""
         return max(0.0, self.at - self.started_at) + self.silent_s
 
     @property

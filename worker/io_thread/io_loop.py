@@ -324,14 +324,14 @@ class IoLoop:
 
     def _claim_or_give_back(self, moment: float) -> None:
         """Claim jobs while the worker serves. Else give back the jobs that this worker will not finish."""
-        if self._phase is Phase.LEAVING:
-            if not self._runner.journals.is_awaited(moment):
-                withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
-                self._runner.releases.give_back(withdrawn, self._release_mode)
-        elif self._phase is Phase.DRAINING:
-            self._runner.releases.give_back(self._runner.withdraw_unstarted(), "given_back")
-        else:
+        if self._phase is Phase.SERVING:
             self._claimer.claim(moment)
+        elif self._phase is Phase.DRAINING:
+            unstarted = self._runner.withdraw_unstarted()
+            self._runner.releases.give_back(unstarted, "given_back")
+        elif not self._runner.journals.is_awaited(moment):
+            withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
+            self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
         """Complete the work of earlier turns: write ends, repeat claims without a reply, give jobs back."""

@@ -58,6 +58,7 @@ class QueueOrder:
         runs, rows_of = self._read_runs(run_ids, known=list(memory.rows_of))
         memory.see(rows_of, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
+
         num_in_order = 0
         if urgent == memory.urgent and memory.last in run_of:
             # The jobs behind the last one that was put in order have come since. They are counted from the queue's end.

@@ -271,11 +271,13 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
         return
-    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn. So every
-    # second piece between quotes is outside strings. Strings without brackets are dropped first, which saves time.
+    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES).replace(b'""', b"")
-    outside_strings = quotes_and_brackets.split(b'"')[::2]
+    quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
+    # Most strings hold no bracket. Without them there is less to split.
+    strings_with_brackets = quotes_and_brackets.replace(b'""', b"")
+    # Every second piece between quotes is outside strings, from the first on.
+    outside_strings = strings_with_brackets.split(b'"')[::2]
     num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:
         raise TooLarge(
