@@ -55,7 +55,8 @@ class ToldError(Exception):
         """Return the argument of this name in the message. default: returned if the message has no such name."""
         if name not in self.argument_names:
             return default
-        return self.args[self.argument_names.index(name)]
+        place = self.argument_names.index(name)
+        return self.args[place]
 
     def __str__(self) -> str:
         try:
@@ -150,7 +151,8 @@ class RequestFailed(JobsError):
     def log_text(self) -> str:
         """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
         index, reason = self.args
-        return self.message.format(index, str(reason).partition(": ")[0])
+        beginning, _, _ = str(reason).partition(": ")
+        return self.message.format(index, beginning)
 
 
 class DeadlinePassed(JobsError):

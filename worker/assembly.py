@@ -136,6 +136,7 @@ def assemble(
     )
 
     facts = _facts(worker.name, served, settings.model)
+    scheduler = None if limits.burst else worker.scheduler  # in burst mode it has run already
     io = IoLoop(
         parts,
         WorkerRecord(
@@ -147,7 +148,7 @@ def assemble(
             redis_clock,
             changing_facts=partial(_changing_facts, served, lent.adapters),
         ),
-        Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
+        Maintenance(parts, scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:

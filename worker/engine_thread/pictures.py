@@ -15,9 +15,8 @@ from jobs.prompts.pictures import MAX_PIXELS, decode, filled, pictures_in
 
 def has_pictures(value: Any) -> bool:
     """Return whether a prompt, or a list of messages, holds pictures."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return False
-    return bool(pictures_in(value))
+    has_parts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return has_parts and bool(pictures_in(value))
 
 
 def decoded(value: Any) -> Any:

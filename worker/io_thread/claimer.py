@@ -221,7 +221,7 @@ class Claimer:
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
-        surplus = self._runner.take_surplus()
+        surplus = self._runner.take_surplus()  # no thread is free for them
         if self._runner.num_held > 1:  # a suspect may have come with jobs of another lane
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)

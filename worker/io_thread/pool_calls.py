@@ -308,13 +308,16 @@ class TaskFiles:
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, note it as the job's `open_task`, then call `then`."""
         self._packer.opening(job)
+        place = None
+        if task.reads_rows:
+            place = Place(opens=True, job_number=job.number)
         call = PoolCall(
             function=lambda: task.open(context),
             then=then,
             came_back=self._opened,
             is_ours=True,
             discard=partial(self._close, job.claimed.job_id),
-            place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
+            place=place,
         )
         self._calls.submit(self._openers, job, call)
 

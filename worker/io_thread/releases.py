@@ -127,9 +127,10 @@ class Releases:
                     len(job_ids),
                     *facts,
                 )
+            level = logging.DEBUG if has_many else logging.WARNING
             for job_id in job_ids:
                 self._log.log(
-                    logging.DEBUG if has_many else logging.WARNING,
+                    level,
                     "%s: job %s is taken over from %s, %s: worker death %d; after %d it fails",
                     queue_name,
                     job_id,

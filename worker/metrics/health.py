@@ -63,7 +63,10 @@ class Health:
         silent_s = self._clock() - self._io.redis_at
         if silent_s > REACHED_S:
             return f"Redis has taken nothing for {silent_s:.0f} s: it does not answer, or is full"
-        return self.why_dead() or self._io.why_not_claiming or ""
+        why_dead = self.why_dead()
+        if why_dead:
+            return why_dead
+        return self._io.why_not_claiming or ""
 
     def warning(self) -> str:
         """Say what a person should mend even though the worker takes jobs; empty if nothing is wrong."""

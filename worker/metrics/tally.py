@@ -62,7 +62,9 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        # The place of the first bound that the value does not exceed; the last place if it exceeds all.
+        place = bisect_left(self.bounds, value)
+        self.counts[place] += 1
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:

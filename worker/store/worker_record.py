@@ -163,7 +163,8 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
 
 def _is_other_process(pid_text: str) -> bool:
     """Whether another process of this machine has this id, and still runs."""
-    if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
+    is_number = pid_text.isascii() and pid_text.isdigit()
+    if not is_number or int(pid_text) == os.getpid():
         return False
     try:
         os.kill(int(pid_text), 0)  # sends nothing, but fails if there is no such process

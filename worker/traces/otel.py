@@ -175,7 +175,8 @@ class OtelTraces(Traces):
         if has_begun and end.is_function:
             child("run", root, began, ended, {})
         elif has_begun and notes.finished_at is not None:
-            operation = _OPERATIONS.get(end.function, end.function.rpartition(".")[2])
+            _, _, short_name = end.function.rpartition(".")
+            operation = _OPERATIONS.get(end.function, short_name)
             attributes = _model_attributes(notes, operation, self._model)
             generating = child(f"{operation} {self._model}", root, began, finished, attributes)
             if notes.first_token_at is not None:
