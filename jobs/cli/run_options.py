@@ -521,7 +521,7 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
     """Return what adds all these options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options):  # click shows the option that is added last first
+        for option in reversed(options):  # click shows options in the opposite order
             command = option(command)
         return command
 

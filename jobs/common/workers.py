@@ -317,6 +317,7 @@ def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
     pin: see PinnedModel.pin.
     """
+    # The first line is `<fingerprint>/<length>`. Further lines name adapters.
     model_line, _, _ = pin.partition("\n")
     fingerprint, _, length = model_line.rpartition("/")
     for worker in workers:

@@ -141,6 +141,7 @@ class EngineLoop:
             if order.stops and not self._is_stopped:
                 self._is_stopped = True
                 self._reported_at = float("-inf")  # so that the last statistics are reported
+                # What has been launched is finished, and nothing further is launched.
                 finished = self._engine.step(launches=False)
                 self._hand_out(finished, self._engine.started, self._clock())
             self._report(SampledTokens(self._engine.samples_so_far()))

@@ -99,9 +99,9 @@ class Callbacks:
 
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
         """Whether user code is called for this end. job: the copy that the user's code has had, if any."""
-        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.returned_retry is not None:
             return False
+        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.status == "finished":
             return "success callback" in callbacks
         if outcome.status == "stopped":

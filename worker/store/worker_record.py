@@ -137,7 +137,7 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
     If that worker lives after all, it renews them, or finds that it has lost the jobs. Nothing ends twice. Raises
     RedisError.
     """
-    with client.pipeline(transaction=False) as pipe:
+    with client.pipeline(transaction=False) as pipe:  # used for three round trips
         for name in queue_names:
             pipe.hkeys(held_key(name))
         # Somebody may have put another kind of value into a key. Then only that key is left out.

@@ -158,13 +158,16 @@ class Streams:
             self._deliver(job, index, ordered)
             return
         job.inspected[index] = ordered
-        self._inspections.submit(
-            job.open_task,
-            index,
-            ordered,
-            lambda: index in job.inspected,
-            lambda error: self._guard.call(job, self._inspected, job, index, ordered, error),
-        )
+
+        def is_wanted() -> bool:
+            """Whether the job was neither stopped nor lost meanwhile."""
+            return index in job.inspected
+
+        def then(error: BaseException | None) -> None:
+            """Go on in the I/O thread."""
+            self._guard.call(job, self._inspected, job, index, ordered, error)
+
+        self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
 
     def _inspected(
         self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
