@@ -87,7 +87,7 @@ class RoomLine:
             self._tried = None
 
     def try_again(self) -> None:
-        """Make the calls that nobody awaits any more, and the first other one if its pause is over."""
+        """Make the calls that nobody awaits any more. If the pause is over, make the first other call too."""
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]

@@ -43,7 +43,10 @@ class Policy:
 
     @property
     def retry_wait_s(self) -> int:
-        """The seconds that the next try waits. The first tries share an interval if there are fewer."""
+        """The seconds that the next try waits.
+
+        If there are more tries than intervals, the first tries share the first interval.
+        """
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
