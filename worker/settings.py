@@ -352,8 +352,11 @@ def _name_pattern(name: str) -> str:
     """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
     if "_" in name:
         return name
-    # As in "model=", "dtype must be", "leave device out", "set seed" and "another model".
-    return rf"{name}(?==| must\b| out\b)|(?<=\bset ){name}|(?<=\banother ){name}"
+    followed = (
+        rf"{name}(?==| must\b| out\b)"  # as in "model=", "dtype must be" and "leave device out"
+    )
+    preceded = rf"(?<=\bset ){name}|(?<=\banother ){name}"  # as in "set seed" and "another model"
+    return f"{followed}|{preceded}"
 
 
 _ANY_NAME = "|".join(_name_pattern(name) for name in WorkerSettings.model_fields)

@@ -272,17 +272,18 @@ class JobStore:
         if status == "finished":
             is_recorded = step.kept_s != 0
             ttl_without_record = "0"  # the job is deleted
-            endless_score = "+inf"
         else:
             is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
             ttl_without_record = ""  # the job's time to live stays as it is
-            # RQ's score for a failed job that is kept for ever is its negative ttl.
-            endless_score = str(step.kept_s)
         if not is_recorded:
             return Call("finish", {**args, "score": "", "ttl": ttl_without_record})
 
-        is_endless = step.kept_s < 0
-        score = endless_score if is_endless else repr(self._clock() + step.kept_s)
+        if step.kept_s >= 0:
+            score = repr(self._clock() + step.kept_s)
+        elif status == "finished":  # kept for ever
+            score = "+inf"
+        else:  # RQ's score for a failed job that is kept for ever is its negative ttl
+            score = str(step.kept_s)
         entry = self._entry(outcome, result_type)
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 

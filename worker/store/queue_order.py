@@ -55,8 +55,8 @@ class QueueOrder:
         now = self._clock()
         memory_key = prefixed(f"tokenmill:fair:{name}")
         memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
-        runs, rows_of = self._read_runs(run_ids, known=list(memory.rows_of))
-        memory.see(rows_of, now)
+        runs, finished_rows = self._read_runs(run_ids, known=list(memory.rows_of))
+        memory.see(finished_rows, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
 
         num_in_order = 0
@@ -66,7 +66,9 @@ class QueueOrder:
             num_in_order = len(job_ids) - num_new
 
         jobs = [WaitingJob(job_id, run_of[job_id], _cost(job_id, runs)) for job_id in job_ids]
-        placed = fair_order(jobs[:num_in_order], jobs[num_in_order:], urgent, memory.waited(run_of))
+        in_order = jobs[:num_in_order]
+        new = jobs[num_in_order:]
+        placed = fair_order(in_order, new, urgent, memory.waited(run_of))
         order = [job.id for job in placed]
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])

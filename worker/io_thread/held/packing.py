@@ -153,8 +153,9 @@ class Packer:
     def claim_room(self, lane: int) -> int:
         """Return how many more sequences' worth of jobs the lane should claim now.
 
-        While requests of open jobs are left, only the next file is claimed, as soon as they fill less than one batch.
-        Opening a file takes many steps. Functions and unopened files take no room.
+        While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
+        left than the engine has slots. Opening the next file takes many steps. Functions and unopened files take no
+        room.
         """
         num_unread = sum(job.unread for job in self._streams[lane])
         if num_unread == 0:

@@ -145,7 +145,9 @@ class Streams:
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
-        if completion.finish_reason == "error" or len(samples) == job.num_samples[index]:
+        has_failed = completion.finish_reason == "error"  # then its request gets no further samples
+        has_all = len(samples) == job.num_samples[index]
+        if has_failed or has_all:
             self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
