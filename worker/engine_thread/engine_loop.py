@@ -64,7 +64,7 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
-        self._refused: list[Completion] = []
+        self._refused: list[Completion] = []  # ends that are not reported yet
         self._is_stopped = False
         # The requests whose growing texts are reported, by their ids.
         self._followed: set[str] = set()
@@ -73,8 +73,8 @@ class EngineLoop:
         # When growing texts are looked at next.
         self._follow_at = 0.0
         moment = clock()
-        self._reported_at = moment
-        self._progress_at = moment
+        self._reported_at = moment  # the last report
+        self._progress_at = moment  # the last report with progress
         self.turned_at = moment
 
     def run(self) -> None:

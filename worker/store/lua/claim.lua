@@ -39,11 +39,12 @@ local claimed = {}
 for _, done in ipairs(args.done_tokens) do call('DEL', 'tokenmill:claim:' .. done) end
 local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
-  for i = 1, #earlier, 2 do
-    local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
+  for i = 1, #earlier, 2 do -- an id, then the last job that was left before it
+    local id, job_left_before = earlier[i], earlier[i + 1]
+    local eid = token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
       local deaths, journal = left_of(id)
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal, pieces_of(id)}
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, job_left_before, journal, pieces_of(id)}
     end
   end
   return {claimed, 0, '', '', 0, args.epoch}
@@ -85,14 +86,20 @@ local function serves_all(needed)
   return true
 end
 local waiting = 'rq:queue:' .. queue
-local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
+local sequences = 0 -- that the claimed jobs bring
+local left = {} -- ids of jobs that stay where they are
+local postponed = {} -- ids of suspects that go to the end of the queue
+local num_foreign = 0
 local num_newer = 0
-local last_left, files_left = '', 0
+local last_left = '' -- the last job that was left for lack of a place
+local files_left = 0
+local is_full = false -- the claim ends
 local page = call('LRANGE', waiting, 0, 99)
 
 -- How many jobs this worker may take beside those that it holds, and how many of those with several sequences.
 -- Computed only if jobs wait.
-local share, large_share, first_left = 1000000, 1000000, ''
+local share, large_share = 1000000, 1000000
+local first_left = '' -- the first job that was left to other workers as their share
 if num_takers > 1 and page[1] then
   local all = call('LLEN', waiting) + call('HLEN', 'tokenmill:held:' .. queue)
   share = math.ceil(all / num_takers) - num_held
@@ -139,11 +146,13 @@ local function consider(id)
     postponed[#postponed + 1] = id
   elseif num_sequences > 1 and #claimed >= large_share then
     left[#left + 1] = id
-    is_full, first_left = true, id
+    is_full = true
+    first_left = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths, journal, pieces)
-    claimed[#claimed][5] = last_left
+    local entry = open_execution(queue, id, eid, deaths, journal, pieces)
+    entry[5] = last_left
+    claimed[#claimed + 1] = entry
     call('RPUSH', record, id, last_left)
     if free then places[kind] = free - 1 end
     sequences = sequences + num_sequences

@@ -2,7 +2,8 @@
 -- ended_id: the job it waited for. ended_as: that job's status at its end; a copy that is saved later may change it.
 -- Returns 1 if the job was queued, 0 if not, -1 if it waits for too many jobs, -2 if its dependencies cannot be read.
 local id, ended_id, ended_as = args.id, args.ended_id, args.ended_as
-local job, dependencies = 'rq:job:' .. id, 'rq:job::' .. id .. ':dependencies'
+local job = 'rq:job:' .. id
+local dependencies = 'rq:job::' .. id .. ':dependencies'
 if call('TYPE', job).ok ~= 'hash' then return 0 end -- gone, or an id that names another key
 if call('HSTRLEN', job, 'origin') > 1024 then return 0 end -- names are short
 local queue, at_front_text, bears_text, status = unpack(

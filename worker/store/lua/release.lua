@@ -10,7 +10,8 @@
 --   `new_eid`, to fail it;
 --   {'ended', 0, claimed} if its end is written. The caller holds it now, by the same execution, to queue dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
-local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
+local job = 'rq:job:' .. id
+local execution = 'rq:execution:' .. id .. ':' .. eid
 
 if not is_open(queue, id, eid) then return {'gone', 0} end
 if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- the lease still runs

@@ -68,7 +68,8 @@ end
 -- Let go of a job that this execution does not hold any more. If the job was deleted or cancelled, its journal and its
 -- text are deleted too, as nobody goes on with it.
 local function let_go_of_lost(queue, id, eid, worker)
-  local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
+  local cancelled_before = at_claim(queue, id, eid)
+  local cancelled = call('ZSCORE', 'rq:canceled:' .. queue, id)
   local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
   if is_cancelled or not exists(id) then call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:text:' .. id) end
   let_go(queue, id, eid, worker)
