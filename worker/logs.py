@@ -44,7 +44,7 @@ class LastingTrouble:
         self._level = level
         self._clock = clock
         self._lock = threading.Lock()
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # None while there is no trouble
         self._last_at = 0.0
         self._num_times = 0
         self._kinds_logged = set[str]()

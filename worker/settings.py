@@ -416,6 +416,7 @@ def _explain(error: ValidationError) -> str:
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
     any_store = "|".join(STORES)
-    # A colon splits unless '//' follows it, and also then unless the name of a store stands before it.
-    roots = re.split(rf":(?!//)|(?<!\b(?:{any_store})):", text, flags=re.I)
+    before_no_slashes = r":(?!//)"
+    behind_no_store = rf"(?<!\b(?:{any_store})):"
+    roots = re.split(f"{before_no_slashes}|{behind_no_store}", text, flags=re.I)
     return [root for root in roots if root]

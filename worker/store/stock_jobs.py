@@ -86,10 +86,12 @@ class StockJobs:
                 pipe.get(f"{key}:first_seen:{job_id}")
             replies = pipe.execute()
 
-        # Three replies for each job, of which that of `set` is not needed.
+        # There are three replies for each job. That of `set` is not needed.
+        nums_executions = replies[::3]
+        first_seens = replies[2::3]
         reasons = {}
         for job_id, num_executions, first_seen in zip(
-            job_ids, replies[::3], replies[2::3], strict=True
+            job_ids, nums_executions, first_seens, strict=True
         ):
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
