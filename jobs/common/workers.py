@@ -296,7 +296,7 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
 
 
 def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return what a worker has told later: as it served, perhaps before it was killed, or as it began to load."""
+    """Return the later of a worker's two samples. A killed worker's sample stays while its successor loads a model."""
     if sample is None or loading is None:
         return sample or loading
     return loading if loading.silent_s < sample.silent_s else sample
