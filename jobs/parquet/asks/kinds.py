@@ -32,7 +32,9 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
     ask.adapters = PlannedAdapters(plan.model.adapters)
-    ask.now = None if context.model.clock_formats == () else plan.planned_at
+    # () says that the model's template writes no time. None says that it may write one.
+    writes_time = context.model.clock_formats != ()
+    ask.now = plan.planned_at if writes_time else None
     version = spec.functions_version(context.checks)
     ask.keys = RowKeys(spec, ask.before, version, plan.model.max_model_len, plan.given_seed)
     return ask

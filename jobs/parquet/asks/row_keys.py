@@ -1,7 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names a row and what the row is asked. A whole key names a model too. Rows with equal whole keys
-have the same answer, in any run. Files and the memory of answers have only whole keys.
+A key without a model names a row and what the row is asked. A model's mark is a hash of the model's identity. A whole
+key joins a key and a mark. Rows with equal whole keys have the same answer, in any run. Files and the memory of answers
+have only whole keys.
 """
 
 import json
@@ -123,7 +124,7 @@ class RowKeys:
     def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
         texts = [row.prompt, row.sampling, row.values]
-        if row.pictures:
+        if row.pictures:  # else a text that looks like such a prompt would have its key
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
@@ -155,12 +156,14 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     """Say what two runs ask differently, value by value. any_model: leave out the model."""
     lines = []
-    fingerprints = {model.fingerprint for model in (new.model, new.second) if model is not None}
-    if not any_model and old.model.fingerprint not in fingerprints:
+    new_fingerprints = {new.model.fingerprint}
+    if new.second is not None:
+        new_fingerprints.add(new.second.fingerprint)
+    if not any_model and old.model.fingerprint not in new_fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
     if not any_model and old.model.adapters != new.model.adapters:
-        old_shown = _adapters_beside(old.model, new.model)
-        new_shown = _adapters_beside(new.model, old.model)
+        old_shown = _adapters_only_in(old.model, new.model)
+        new_shown = _adapters_only_in(new.model, old.model)
         lines.append(f"adapters {old_shown} there, {new_shown} here")
     old_length = old.model.max_model_len
     new_length = new.model.max_model_len
@@ -177,13 +180,14 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     return lines
 
 
-def _adapters_beside(model: PinnedModel, other: PinnedModel) -> str:
-    """Name the adapters of a run that another run has not, with their files."""
-    pinned = [each for each in model.adapters if each not in other.adapters]
-    shown = ", ".join(map(shown_adapter, pinned[:_MAX_ADAPTERS_SHOWN])) or "none"
-    if len(pinned) > _MAX_ADAPTERS_SHOWN:
-        shown += f" and {len(pinned) - _MAX_ADAPTERS_SHOWN} more"
-    return shown
+def _adapters_only_in(model: PinnedModel, other: PinnedModel) -> str:
+    """Name the adapters of a run that another run has not, with their files. other: the model of the other run."""
+    adapters = [adapter for adapter in model.adapters if adapter not in other.adapters]
+    if not adapters:
+        return "none"
+    names = ", ".join(map(shown_adapter, adapters[:_MAX_ADAPTERS_SHOWN]))
+    num_more = len(adapters) - _MAX_ADAPTERS_SHOWN
+    return names if num_more <= 0 else f"{names} and {num_more} more"
 
 
 def _values_of(plan: Plan) -> dict[str, Any]:
@@ -204,7 +208,7 @@ def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Ke
     keys = []
     for row in rows:
         keys.append(key_of(row) if isinstance(row, Row) else bytes(SIZE))
-    return as_keys(b"".join(keys)).copy()
+    return as_keys(b"".join(keys)).copy()  # callers change keys, and bytes cannot be changed
 
 
 def model_mark(model: PinnedModel) -> Keys:

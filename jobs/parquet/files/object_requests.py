@@ -174,6 +174,7 @@ def _first_group(pattern: re.Pattern[str], text: str) -> str:
     return match[1] if match else ""
 
 
+#: In a child: the environment variables that the last question has set.
 _environment: dict[str, str] = {}
 
 
@@ -187,7 +188,7 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
     global _environment
     question = worker.question
     if question["environment"] != _environment:
-        opened_store.cache_clear()
+        opened_store.cache_clear()  # a client keeps the credentials with which it was made
         for name in _environment:
             os.environ.pop(name, None)
         _environment = question["environment"]

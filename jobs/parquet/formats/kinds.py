@@ -37,7 +37,9 @@ _SCALARS = {
 }
 _KIND_BY_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _JSON_NUMBERS = {"int", "float", "number"}
+#: The largest integer that a float holds exactly, with all smaller ones.
 _EXACT = 1 << 53
+#: No integer from here on fits into 64 bits.
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -67,6 +69,7 @@ def merged(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
+    # From here on the kinds differ, and a column can have either.
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         if "list" in one:
             inner = merged(one["list"], other["list"])
@@ -159,20 +162,22 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a field of CSV that is not empty."""
-    if decimal == "," and "." in text:
+    has_commas = decimal == ","
+    if has_commas and "." in text:
         return "digits" if _GROUPED.fullmatch(text) else "text"
-    if decimal == ",":
+    if has_commas:
         text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):
         return "text"
     if _INTEGER.fullmatch(text) and text != "-0":
-        return _kind_of_integer(int(text), too_large="text" if decimal == "," else "digits")
+        kind_if_too_large = "text" if has_commas else "digits"
+        return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    if decimal == "," and number.is_integer() and abs(number) >= _INT64:
+    if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
-    if repr(number) != text:
+    if repr(number) != text:  # the file writes the number in another way than a template would
         return "digits"
     return "float" if number.is_integer() else "fraction"
 

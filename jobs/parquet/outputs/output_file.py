@@ -151,7 +151,7 @@ def part_rows(
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows
             if only is not None:
-                places = [place for place, row in enumerate(numbers) if row in only]
+                places = [place for place, number in enumerate(numbers) if number in only]
                 numbers = [numbers[place] for place in places]
                 batch = batch.take(pa.array(places, pa.int64()))
             yield from zip(numbers, batch.to_pylist(), strict=True)
@@ -167,8 +167,11 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
-        objects = (dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers))
-        sink.write(_json_lines(map(to_json, objects)))
+        lines = []
+        for row in _rows(batch, answers):
+            values_by_column = dict(zip(schema.names, row, strict=True))
+            lines.append(to_json(values_by_column))
+        sink.write(_json_lines(lines))
 
 
 #: Characters that some readers take for the end of a line. JSON can write them as escapes.
@@ -203,6 +206,7 @@ def write_csv(
 
 def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
     """Return rows as the text of a CSV file."""
+    # Excel takes a line that begins with sep= for the name of the delimiter.
     quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
@@ -227,9 +231,8 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
-        columns.append(
-            as_written(batch.schema.field(name), row_values(name, column, name in answers))
-        )
+        values = row_values(name, column, name in answers)
+        columns.append(as_written(batch.schema.field(name), values))
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 

@@ -74,12 +74,14 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
 
     prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
     """
+    # Of a row with several answers, `texts` and `finish_reasons` are tuples.
     texts = answer.column(prompt) if prompt else answer.completion
-    if texts is None or (answer.error is not None and not prompt):
+    has_failed = answer.error is not None and not prompt
+    if texts is None or has_failed:
         return Parsed()
     if answer.check_error is not None:
         return Parsed(reason=answer.check_error)
-    finish_reasons = answer.column(f"{prompt}_{FINISH_REASON}" if prompt else FINISH_REASON)
+    finish_reasons = answer.column(_column(prompt, FINISH_REASON))
     if isinstance(texts, str):
         return parsed_text(kind, texts, finish_reasons)
     values = []

@@ -130,13 +130,14 @@ class FolderReader:
         """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
-            file = bisect_right(self._first_rows, input_row) - 1
-            file_row = input_row - self._first_rows[file]
-            yield FailedRow(row, self.plan.files[file].path, file_row, reason)
+            # The row is in the last file whose first row does not come after it.
+            file_number = bisect_right(self._first_rows, input_row) - 1
+            file_row = input_row - self._first_rows[file_number]
+            yield FailedRow(row, self.plan.files[file_number].path, file_row, reason)
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row in the whole input."""
+        """Return the number of each file's first row in the whole input, and last the number of all rows."""
         return [0, *accumulate(file.rows for file in self.plan.files)]
 
     @cached_property

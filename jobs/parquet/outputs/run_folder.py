@@ -86,10 +86,10 @@ def load_plan(storage: Storage, path: str) -> Plan:
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
     """Write a plan; return False if another planner was first. Raises the errors of begin_folder and Storage.put."""
     path = os.path.join(plan.spec.output, PLAN)
-    text = plan.to_text().encode()
+    content = plan.to_text().encode()
     if not begin_folder(storage, plan.spec.output):
         return False
-    return storage.put(path, execution_id, lambda sink: sink.write(text))
+    return storage.put(path, execution_id, lambda sink: sink.write(content))
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
@@ -98,9 +98,9 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    with suppress(PathOutsideRoots):
-        for end in range(len(segments) - 1, 0, -1):
-            above = "/".join(segments[:end])
+    with suppress(PathOutsideRoots):  # no folder above a root is looked at
+        for num_segments in range(len(segments) - 1, 0, -1):
+            above = "/".join(segments[:num_segments])
             if storage.stat(os.path.join(above, PLAN)) is not None:
                 raise OutputHoldsAnotherRun(above, f"{folder} lies in its folder")
     with writing(folder):
@@ -250,8 +250,8 @@ class RunFolder:
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # These are looked for before the parts: if one is there, all parts were there earlier.
-        end_files = list(filter(self._is_there, self._end_files))
+        # The files of the end are looked for before the parts: if such a file is there, all parts were there earlier.
+        end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
             check_interrupted()
@@ -259,13 +259,14 @@ class RunFolder:
         all_shards = set(range(len(self.plan.shards)))
         missing = sorted(all_shards - present)
         if has_ended:
-            missing_parts = map(self.plan.part_path, missing)
-            output_files = map(self.path, self._outputs)
-            for path in (*missing_parts, *output_files):
+            needed_paths = [self.plan.part_path(shard) for shard in missing]
+            needed_paths += [self.path(name) for name in self._outputs]
+            for path in needed_paths:
                 if self.storage.stat(path) is None:
                     raise PartDamaged(path, _GONE)
         elif missing:
-            for path in map(self.path, end_files):
+            for name in end_files:
+                path = self.path(name)
                 with writing(path):
                     self.storage.remove(path)
         return missing
@@ -276,7 +277,7 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis has lost our keys, so the files of the parts are counted
             return self.recount(queue)
-        if self._stopped_by_errors(queue, is_whole=count.is_whole):
+        if self._stop_if_over_limit(queue, is_whole=count.is_whole):
             return False
         if count.is_whole:
             return self._finish()
@@ -292,7 +293,7 @@ class RunFolder:
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _stopped_by_errors(self, queue: str, *, is_whole: bool) -> bool:
+    def _stop_if_over_limit(self, queue: str, *, is_whole: bool) -> bool:
         """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
         Call this before a run is ended, because a stopped run must not end, whichever of its shards comes last.
@@ -325,7 +326,7 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            _, (second_queue, _) = self.plan.queues(queue)
+            [_, (second_queue, _is_second)] = self.plan.queues(queue)
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
             facts["second_queue"] = second_queue
@@ -337,10 +338,10 @@ class RunFolder:
         unrecorded = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
         with_errors = [stats for stats in unrecorded.values() if stats.errors]
-        for stats in with_errors[:MAX_PARTS]:
+        for stats in with_errors[:MAX_PARTS]:  # Redis keeps the reasons of no more parts
             self._record_reasons(stats)
         count = self.state.amend_parts(unrecorded, gone, len(self.plan.shards))
-        if not count.is_whole or self._stopped_by_errors(queue, is_whole=True):
+        if not count.is_whole or self._stop_if_over_limit(queue, is_whole=True):
             return False
         return self._finish()
 

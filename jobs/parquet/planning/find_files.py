@@ -82,15 +82,15 @@ def partition_columns(
 
     columns: list[AddedColumn] = []
     values_by_file: list[list[Any]] = [[] for _ in files]
-    for place, name in enumerate(names):
+    for key_number, name in enumerate(names):
         if name in in_files:
             continue
-        texts = []
+        texts = []  # one for each file; None for a null
         for file in files:
-            _, text = file.keys[place]
+            _, text = file.keys[key_number]
             texts.append(text)
         present_texts = [text for text in texts if text is not None]
-        is_integer = any(present_texts) and all(map(_is_int64, present_texts))
+        is_integer = bool(present_texts) and all(map(_is_int64, present_texts))
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
             if is_integer and text is not None:
@@ -173,7 +173,7 @@ class Search:
         """Return the folder that is searched for an item, and the item's files."""
         # A file may have a name that looks like a pattern. Then the file is meant.
         if has_magic(item) and self.storage.look(item) is None:
-            folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
+            folder, _ = _split_pattern(item)
             return folder, list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
@@ -185,13 +185,14 @@ class Search:
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
-        searched = pattern.split("/")[_first_glob_segment(pattern) :]
-        for match in self.matches(pattern, any(map(_is_hidden, searched))):
+        _, segments = _split_pattern(pattern)
+        names_hidden = any(map(_is_hidden, segments))
+        finds_files_itself = "**" in segments  # then a matched folder's files are matched too
+        for match in self.matches(pattern, names_hidden):
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif "**" not in searched and path != self._output:
-                # `**` finds a folder's files by itself.
+            elif not finds_files_itself and path != self._output:
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:
@@ -256,10 +257,7 @@ class Search:
         read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
         Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
-        all_segments = pattern.split("/")
-        num_plain = _first_glob_segment(pattern)
-        top = "/".join(all_segments[:num_plain]) or "/"
-        segments = all_segments[num_plain:]
+        top, segments = _split_pattern(pattern)
         last_place = len(segments) - 1
         matches = []
         # The folders that are still to be read, each with the places of the segments that its entries may match.
@@ -283,7 +281,9 @@ class Search:
                     stays = segments[place] == "**"
                     next_places.add(place if stays else place + 1)
                 places_below = _with_skipped(next_places, segments)
-                child = folder.child(entry, self.storage) if places_below else None
+                if not places_below:
+                    continue
+                child = folder.child(entry, self.storage)
                 if child is not None:
                     waiting.append((child, places_below))
         return sorted(matches, key=lambda match: match.named)
@@ -367,9 +367,14 @@ def _format_of(names: Sequence[str]) -> str | None:
     return one_format(names) if names else None
 
 
-def _first_glob_segment(pattern: str) -> int:
-    """Return the place of the first segment of a path that is a pattern."""
-    return next(place for place, segment in enumerate(pattern.split("/")) if has_magic(segment))
+def _split_pattern(pattern: str) -> tuple[str, list[str]]:
+    """Return the folder in which a glob's search begins, and the segments from the first one that is a pattern."""
+    segments = pattern.split("/")
+    num_plain = 0
+    while not has_magic(segments[num_plain]):
+        num_plain += 1
+    folder = "/".join(segments[:num_plain]) or "/"
+    return folder, segments[num_plain:]
 
 
 def _keys(folder_names: Sequence[str]) -> Keys:

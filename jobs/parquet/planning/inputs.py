@@ -59,6 +59,7 @@ def read_inputs(
     for planned_file, values in zip(look.files, added_values, strict=False):
         # Files beyond the limit are left out.
         planned_files.append(replace(planned_file, values=tuple(values)))
+    # For each file, the number of rows of each of its row groups.
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
     seed = spec.sampling.get("seed")
@@ -112,7 +113,8 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
     start = -shard.skip  # the first row of the next group, counted from the shard's first row
-    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
+    end_group = shard.first_group + shard.num_groups
+    for rows, size in groups[shard.first_group : end_group]:
         end = start + rows
         rows_of_shard = min(end, shard.rows) - max(start, 0)
         if rows:
@@ -161,7 +163,7 @@ def check_columns_here(spec: RunSpec) -> None:
             return  # only a look at all lines would tell the columns
         contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
         columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
-        if file_format not in LINES:
+        if file_format not in LINES:  # the header of a CSV file tells no types
             _check_columns(spec, with_added_fields(contents.schema, columns), path)
     except _RAISED_HERE:
         raise
@@ -254,7 +256,8 @@ def _added_columns(
     """
     columns, values_by_file = partition_columns(found_files, names)
     if filename_column is not None:
-        if filename_column in (*names, *(column.name for column in columns)):
+        added_names = [column.name for column in columns]
+        if filename_column in names or filename_column in added_names:
             raise errors.ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
         for values, file in zip(values_by_file, found_files, strict=True):

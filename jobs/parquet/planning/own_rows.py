@@ -71,10 +71,12 @@ def _chosen_rows(
     context: JobContext, storage: Storage, plan: Plan, chosen: Places
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows of the input in the order of their numbers in `chosen`. Shards without a chosen row are not read."""
-    places = np.full(plan.rows, -1, np.int64)  # each row's place among those chosen
+    # places[row]: the place of a row in `chosen`; -1 for a row that was not chosen
+    places = np.full(plan.rows, -1, np.int64)
     places[chosen] = np.arange(len(chosen))
     first_rows = [plan.first_row(shard) for shard in range(len(plan.shards))]
-    shards = np.unique(np.searchsorted(first_rows, chosen, "right") - 1).tolist()
+    shards_of_chosen = np.searchsorted(first_rows, chosen, "right") - 1
+    shards = np.unique(shards_of_chosen).tolist()
     with RowBuckets(len(chosen)) as buckets:
         for shard, reader in shard_readers(storage, plan, shards):
             start = first_rows[shard]
@@ -84,8 +86,9 @@ def _chosen_rows(
                 start = end
                 if plan.spec.order is not None:
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
-                is_chosen = places[numbers] >= 0
-                buckets.add(places[numbers[is_chosen]], batch.filter(pa.array(is_chosen)))
+                places_of_batch = places[numbers]
+                is_chosen = places_of_batch >= 0
+                buckets.add(places_of_batch[is_chosen], batch.filter(pa.array(is_chosen)))
         for table in buckets.sorted():
             storage.check_interrupted()
             yield from table.to_batches()
@@ -104,12 +107,14 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     spec = plan.spec
     if spec.order is None:
         return plan
-    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)
+    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)  # one line for each row
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    order = np.lexsort(keys.T[::-1])  # the first column counts most
+    # lexsort counts the last column most. Here the first one counts most.
+    columns_from_last = keys.T[::-1]
+    order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
     return with_own_rows(context, storage, plan, order)
 
@@ -120,7 +125,7 @@ def _order_key(row: Row | RowProblem) -> list[int]:
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
     num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [64 - min(num_bits, 63)]
+    key = [64 - min(num_bits, 63)]  # the more bits, the earlier
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()
@@ -159,7 +164,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         has_function = plan.spec.repairs.function is not None
         no_difference = _NO_DIFFERENCE[has_function]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
-            run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
+            run.differs = differences(old_plan, plan, any_model=any_model)
+            if not run.differs:
+                run.differs = [no_difference]
 
     assert plan.reused is not None
     runs = tuple(map(asdict, old.reused))
@@ -193,7 +200,8 @@ def _write_taken_answers(
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
             marks = matches.marks[matches.models[rows]]
-            buckets.add(rows, answer_records(rows, matches.keys[rows], marks, sources, batch))
+            records = answer_records(rows, matches.keys[rows], marks, sources, batch)
+            buckets.add(rows, records)
         write_taken(storage, plan, ask_name, buckets)
 
 
@@ -265,7 +273,8 @@ def find_matches(
         marks = np.concatenate([model_mark(plan.second), marks])
         first_places = [part.first for part in old.parts]
         asks_second = [_asks_second_too(plan, part.plan) for part in old.parts]
-        # The last value is for rows that were not found.
+        # asks_second_too[part]: whether the old part's run would have asked the second model about the same rows. The
+        # last value is for part -1, which stands for rows that were not found.
         asks_second_too = np.array([*asks_second, False])
     if any_model:
         marks = np.concatenate([marks, old.marks])
@@ -288,8 +297,9 @@ def find_matches(
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(has_key & (places < 0))
             old_places = old.keys.find(whole_keys(keys[missing], mark))
-            if plan.second is not None and number == 0:
-                # Take these answers only from runs that would have asked the second model about the same rows.
+            is_second_model = plan.second is not None and number == 0
+            if is_second_model:
+                # part_numbers[i]: the old part that holds old_places[i]; -1 for a place of -1
                 part_numbers = np.searchsorted(first_places, old_places, "right") - 1
                 old_places[~asks_second_too[part_numbers]] = -1
             places[missing] = old_places
@@ -299,7 +309,8 @@ def find_matches(
         for shorter_ask in shorter_asks:
             for number, mark in enumerate(marks):
                 missing = np.flatnonzero(has_key & (places < 0))
-                shorter_keys = row_keys(shorter_ask.key_of, [rows[row] for row in missing])
+                missing_rows = [rows[place] for place in missing]
+                shorter_keys = row_keys(shorter_ask.key_of, missing_rows)
                 places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
                 models[missing] = number
                 matches.is_shorter[start + missing] = places[missing] >= 0
@@ -376,9 +387,10 @@ def answers(
     without an answer has -1 in `matches.places`.
     """
     is_taken = np.zeros(len(matches.places), bool)
+    # Each round takes from all old runs. There are as many rounds as old runs, so each run may hold a row's answer.
     for run in old.reused:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
-        rows = rows[np.argsort(matches.places[rows], kind="stable")]
+        rows = rows[np.argsort(matches.places[rows], kind="stable")]  # old rows are read in order
         for part, indices, batch in old.answers(matches.places[rows], schema):
             taken_rows = rows[indices]
             is_shorter = matches.is_shorter[taken_rows]
@@ -398,7 +410,8 @@ def answers(
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
         matches.places[lost] = -1
-        if not len(lost) or run is old.reused[-1]:
+        is_last_round = run is old.reused[-1]
+        if not len(lost) or is_last_round:
             return
         again = look_up()
         matches.places[lost] = again.places[lost]

@@ -138,7 +138,8 @@ def _agreed_plan(
             convert_inputs(storage, plan, files, context.execution_id)
             if has_adapters:
                 plan = with_adapters_of_rows(context, storage, plan)
-            plan = with_reused(context, storage, in_order(context, storage, plan), submission)
+            plan = in_order(context, storage, plan)
+            plan = with_reused(context, storage, plan, submission)
         if create_plan(storage, plan, context.execution_id):
             return plan
 
@@ -181,9 +182,9 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
         if spec.escalate_model and spec.escalate_model not in names:
             continue
         candidate = PinnedModel(
-            served.model,
-            names[0],
-            served.dtype,
+            name=served.model,
+            fingerprint=names[0],  # as in ServedModel.names
+            dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),
         )

@@ -68,7 +68,8 @@ class JinjaSource(PromptSource):
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
                     num_done += 1
-                    yield RowProblem(outcome) if isinstance(outcome, str) else outcome
+                    is_problem = isinstance(outcome, str)
+                    yield RowProblem(outcome) if is_problem else outcome
             except ChildFailed as error:
                 if rows_at_once == 1:
                     num_done += 1
@@ -125,6 +126,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
     for name, value in values.items():
         with_defaults[name] = question["defaults"].get(name) if value is None else value
     try:
-        return render(question["texts"], as_values(with_defaults, question["control_tokens"]))
+        template_values = as_values(with_defaults, question["control_tokens"])
+        return render(question["texts"], template_values)
     except TemplateProblem as problem:
         return f"the template: {problem}"

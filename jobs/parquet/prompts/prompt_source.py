@@ -110,17 +110,18 @@ class ColumnSource(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
         """Return the prompt of one row. Raises RowProblem."""
-        return self._prompt_of(*(values[column] for column in self.columns))
+        values_of_columns = [values[column] for column in self.columns]
+        return self._prompt_of(*values_of_columns)
 
 
 def prompt_pair(*columns: str) -> ColumnSource:
     """Return the source of two columns of texts. A row's prompt is the JSON of both."""
 
     def pair(*texts: Any) -> str:
-        texts_of_columns = zip(texts, columns, strict=True)
-        return json.dumps(
-            [checked_text(text, f"column {column!r}") for text, column in texts_of_columns]
-        )
+        checked_texts = []
+        for text, column in zip(texts, columns, strict=True):
+            checked_texts.append(checked_text(text, f"column {column!r}"))
+        return json.dumps(checked_texts)
 
     return ColumnSource(columns, pair, is_text, "text")
 

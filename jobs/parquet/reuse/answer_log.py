@@ -78,8 +78,8 @@ class Record:
 
 def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
     """Return the columns of a log. answer_fields: the columns of the answers."""
-    beside = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
-    return pa.schema([*beside, *answer_fields])
+    own_fields = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
+    return pa.schema([*own_fields, *answer_fields])
 
 
 def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
@@ -106,13 +106,14 @@ def answer_records(
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
     """Return records of answers that are in Arrow's columns. keys: whole keys. sources: the earlier runs' rows."""
+    no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
         _as_column(keys),
         _as_column(marks),
         pa.array(sources, pa.string()),
-        pa.array(np.zeros(len(rows), np.int64)),
-        pa.nulls(len(rows), pa.string()),
+        pa.array(no_tokens),
+        pa.nulls(len(rows), pa.string()),  # no row is under way
         *answers.columns,
     ]
     return pa.RecordBatch.from_arrays(columns, schema=log_schema(list(answers.schema)))
@@ -154,7 +155,7 @@ class AnswerLog:
         rows = np.array([record.row for record in records], np.int64)
         marks = as_keys(b"".join(record.mark for record in records))
         answers = [record.answer for record in records]
-        columns = [
+        columns = [  # in the order of log_schema
             pa.array(rows),
             _as_column(whole_keys(self.keys[rows], marks)),
             _as_column(marks),
@@ -224,24 +225,27 @@ def _as_column(keys: Keys) -> pa.Array:
 
 
 def _value(answer: Answer | None, column: str) -> Any:
+    """Return an answer's value in a column; None for the row of a record without an answer."""
     return None if answer is None else answer.column(column)
 
 
 def _progress_text(record: Record) -> str | None:
+    """Return how far a record's row is, as JSON; None if the row has an answer."""
     return None if record.progress is None else json.dumps(record.progress.to_json())
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     """Yield the records of a log's batch."""
     answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
-    beside = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
-    for values, answer in zip(beside, answers, strict=True):
+    own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
+    for values, answer in zip(own_values, answers, strict=True):
         row = values[ROW]
         mark = values[MODEL]
-        if values[UNDER_WAY] is None:
+        progress_text = values[UNDER_WAY]
+        if progress_text is None:
             yield Record(row, mark, answer, values[TOKENS])
         else:
-            progress = Progress.from_json(json.loads(values[UNDER_WAY]))
+            progress = Progress.from_json(json.loads(progress_text))
             yield Record(row, mark, progress=progress)
 
 
@@ -251,8 +255,8 @@ def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
     nested = [field.name for field in batch.schema if _holds_structs(field.type)]
     for number, values in enumerate(batch.drop_columns(nested).to_pylist()):
         for name in nested:
-            value = batch.column(name).slice(number, 1)
-            values[name] = None if value.null_count else value
+            array_of_row = batch.column(name).slice(number, 1)
+            values[name] = None if array_of_row.null_count else array_of_row
         values["reused"] = values.pop(SOURCE)
         yield _answer(values)
 

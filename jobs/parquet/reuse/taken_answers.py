@@ -33,16 +33,17 @@ def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets
         storage.check_interrupted()
         path = plan.reused_path(shard)
         first_row = pa.scalar(int(first_rows[shard]))
-        rows = pc.subtract(records.column(ROW), first_row)
+        rows_of_shard = pc.subtract(records.column(ROW), first_row)
+        records = records.set_column(0, ROW, rows_of_shard)  # ROW is a log's first column
         with writing(path), storage.open_output(path) as sink:
-            write_log(sink, log_owner(plan, shard, ask_name), records.set_column(0, ROW, rows))
+            write_log(sink, log_owner(plan, shard, ask_name), records)
 
 
 def _by_shard(
     buckets: RowBuckets, first_rows: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield each shard that has records, with its records."""
-    tables: list[pa.Table] = []
+    tables: list[pa.Table] = []  # the records of last_shard
     last_shard = -1
     for table in buckets.sorted():
         shards = np.searchsorted(first_rows, table.column(ROW).to_numpy(), "right") - 1
@@ -67,6 +68,7 @@ def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> l
 
 
 def _kept_path(plan: Plan, shard: int) -> str:
+    """Return the path of the log in which the first model's answers are kept."""
     return os.path.join(plan.spec.output, JOURNAL, f"_kept.{shard:05d}.answers")
 
 

@@ -42,8 +42,8 @@ class Journalled:
             self.answers[row] = record
             self.under_way.pop(row, None)
         elif row not in self.answers:
-            known = self.under_way.get(row)
-            if known is None or record.progress.length > known.length:
+            known_progress = self.under_way.get(row)
+            if known_progress is None or record.progress.length > known_progress.length:
                 self.under_way[row] = record.progress
 
 
@@ -58,9 +58,12 @@ class ShardJournal:
         self._prefix = f"_{shard:05d}."
         self._log = log
         self._mark = mark
+        #: The names of all logs that were read and written.
         self._names: set[str] = set()
+        #: The name of this execution's last log of rows under way.
         self._progress_name: str | None = None
         self._num_files = 0
+        #: How many of the runner's answers are in logs.
         self._num_written = 0
         self._is_closed = False
         self._writing = threading.Lock()

@@ -48,8 +48,11 @@ class ShardWork(RowsTask):
     """An open shard. If its part is there already, nothing is asked and the part is counted."""
 
     _journal: ShardJournal | None = None
+    #: How many rows the first model has left to the second one.
     _num_escalated = 0
+    #: How many rows cannot be asked, because no prompt could be made of them.
     _num_unasked = 0
+    #: The answers that earlier executions have left in the journal, and their generated tokens.
     _rows_resumed = 0
     _tokens_resumed = 0
 
@@ -58,7 +61,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, which gets the job that asks the second model of a cascade.
+        queue: the run's queue, in a job that asks the second model of a cascade; None in any other job. Such a job may
+        lie on another queue than the run's.
         """
         self._context = context
         self._folder = folder
@@ -228,7 +232,8 @@ class ShardWork(RowsTask):
             rows_escalated=self._num_escalated,
         )
         keys = whole_keys(self._log.keys, self._marks)
-        keys[[answer.error is not None for answer in answers]] = 0
+        has_failed = [answer.error is not None for answer in answers]
+        keys[has_failed] = 0
 
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
@@ -263,15 +268,15 @@ class ShardWork(RowsTask):
         second = self._folder.plan.second
         if second is None:
             return answers
-        name_of: dict[bytes, str] = {}
+        names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
             name = model.name if first.name != second.name else str(model)
-            name_of[model_mark(model).tobytes()] = name
+            names_by_mark[model_mark(model).tobytes()] = name
         named_answers = []
         for mark, answer in zip(self._marks, answers, strict=True):
             if answer.error is None:
-                columns = {**answer.columns, part.MODEL: name_of.get(mark.tobytes())}
-                answer = replace(answer, columns=columns)
+                model_name = names_by_mark.get(mark.tobytes())  # None for a model of an earlier run
+                answer = replace(answer, columns={**answer.columns, part.MODEL: model_name})
             named_answers.append(answer)
         return named_answers
 
@@ -300,12 +305,16 @@ class ShardWork(RowsTask):
 
         keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
-        fields = kind_of(plan.spec).fields(plan.spec, part.embedding_size(plan.spec, context.model))
+        embedding_size = part.embedding_size(plan.spec, context.model)
+        fields = kind_of(plan.spec).fields(plan.spec, embedding_size)
         self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
         self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
         journalled = self._journal.read()
+        #: For each row, the mark of the model that answers it.
         self._marks = np.repeat(mark, len(rows), axis=0)
-        for record in [*self._earlier_records(len(rows)), *journalled.answers.values()]:
+        records = self._earlier_records(len(rows))
+        records += journalled.answers.values()
+        for record in records:
             assert record.answer is not None
             rows[record.row] = record.answer
             self._marks[record.row] = as_keys(record.mark)
