@@ -169,7 +169,7 @@ class Generate(RowAsk):
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
     def answer(self, prompt_answer: PromptAnswer) -> Answer:
-        """Return a row's answer. If the row has several samples, fields of a sample are tuples with a value for each."""
+        """Return a row's answer. With several samples, fields about a sample are tuples with a value for each."""
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
             failed = no_answer(failed_sample, self._n)

@@ -114,12 +114,13 @@ class RowKeys:
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        text = json.dumps(_sorted(deciding))
-        # 0 and 0.0 are the same value.
-        text = json.dumps(json.loads(text, parse_float=_number))
+        deciding_json = json.dumps(_sorted(deciding))
+        # 0 and 0.0 are the same value, so whole floats become integers.
+        deciding_json = json.dumps(json.loads(deciding_json, parse_float=_number))
+        packed = deciding_json.encode("utf-8", "surrogatepass")
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
         #: functions.
-        self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
+        self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
@@ -205,15 +206,15 @@ def _shown(value: Any) -> str:
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
     """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
-    keys = []
-    for row in rows:
-        keys.append(key_of(row) if isinstance(row, Row) else bytes(SIZE))
-    return as_keys(b"".join(keys)).copy()  # callers change keys, and bytes cannot be changed
+    no_key = bytes(SIZE)
+    keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
+    return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
 
 
 def model_mark(model: PinnedModel) -> Keys:
     """Return the mark of a model, [1, 2]. `whole_keys` joins it to the keys of rows."""
-    return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
+    digest = blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest()
+    return as_keys(digest)
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
@@ -222,8 +223,8 @@ def whole_keys(keys: Keys, marks: Keys) -> Keys:
     keys: the rows' keys without a model. marks: the marks of the models that answer: one mark for all rows, or one for
     each row.
     """
-    asks = keys.any(axis=1, keepdims=True)
-    return np.where(asks, keys ^ marks, np.uint64(0))
+    asks_something = keys.any(axis=1, keepdims=True)
+    return np.where(asks_something, keys ^ marks, np.uint64(0))
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:

@@ -56,7 +56,8 @@ class Scores(RowAsk):
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:
-            scoring = replace(scoring, values={**scoring.values, ADAPTER: spec.sampling[ADAPTER]})
+            values = {**scoring.values, ADAPTER: spec.sampling[ADAPTER]}
+            scoring = replace(scoring, values=values)
         return cls(scoring, chat, prior)
 
     @staticmethod

@@ -55,6 +55,7 @@ class StoreUnreachable(StoreError):
     TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"""
 
 
+#: The most bytes that are fetched at once.
 FETCH_BYTES = 1 << 20
 
 
@@ -88,7 +89,8 @@ class FetchedFile(io.RawIOBase):
         end = min(self._size, self._at + len(buffer))
         num_read = 0
         while self._at < end:
-            fetched = self._fetch(self._at, min(end, self._at + FETCH_BYTES))
+            piece_end = min(end, self._at + FETCH_BYTES)
+            fetched = self._fetch(self._at, piece_end)
             if not fetched:
                 break
             buffer[num_read : num_read + len(fetched)] = fetched

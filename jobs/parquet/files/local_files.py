@@ -64,13 +64,14 @@ def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        with suppress(OSError):  # of the look
+        with suppress(OSError):  # then the error of the body is raised
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode):
                 raise PathSwapped(path, f"{name!r} is a link now") from None
         raise
 
 
+#: A flag of renameat2.
 _RENAME_NOREPLACE = 1
 
 
@@ -206,7 +207,7 @@ class LocalFiles:
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
-                with suppress(OSError):
+                with suppress(OSError):  # it is not empty
                     os.rmdir(name, dir_fd=folder)
 
     @contextmanager
@@ -217,10 +218,8 @@ class LocalFiles:
 
     def _check_in_place(self, folder: int, path: str) -> None:
         """Raise PathSwapped if the open folder is no longer the one above `path`."""
-        with (
-            suppress(OSError),
-            self._parent(path) as (folder_now, _),
-        ):  # an error: there is none now
+        # An OSError says that no folder is there now.
+        with suppress(OSError), self._parent(path) as (folder_now, _):
             if os.path.sameopenfile(folder_now, folder):
                 return
         raise PathSwapped(path, "its folder was moved away")

@@ -115,8 +115,8 @@ class ObjectFiles:
         name = os.path.basename(path)
         if key and self._head(path) is not None:
             return Entry(name, is_folder=False, is_link=False)
-        is_prefix = not key or self._has_any(path)
-        if is_prefix:
+        is_bucket = not key
+        if is_bucket or self._has_any(path):
             return Entry(name, is_folder=True, is_link=False)
         return None
 
@@ -126,6 +126,7 @@ class ObjectFiles:
         _, key = self._store_and_key(folder)
         level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
+        # The prefix itself may be the name of an object, which is not in the folder.
         files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
@@ -180,7 +181,8 @@ class ObjectFiles:
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
         """Lend an object to be written. The end of the body puts it in place, whole. An error leaves no object."""
-        store, key = self._store_and_key(path, self._timeout_s)
+        # Written bytes are not kept, so only obstore can repeat the requests.
+        store, key = self._store_and_key(path, tries_s=self._timeout_s)
         upload = obstore.open_writer(
             store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
         )
@@ -206,7 +208,9 @@ class ObjectFiles:
         temporary_path = os.path.join(os.path.dirname(target), os.path.basename(temporary))
         _, temporary_key = self._store_and_key(temporary_path)
         head = self._head(temporary)
-        if head is None or head["size"] <= MAX_COPY_BYTES:
+        if (
+            head is None or head["size"] <= MAX_COPY_BYTES
+        ):  # without an object, the copy raises the error
             self._make(target, lambda: obstore.copy(store, temporary_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)

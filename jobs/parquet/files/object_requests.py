@@ -35,8 +35,11 @@ REQUEST_S = 30.0
 #: Only the code or the status of a store's reply is shown, never its text.
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
+#: The part of obstore's error that comes before the text of the store's reply.
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
+#: The codes of stores that have no such bucket.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+#: The statuses from 400 to 499 that another request may not get.
 _TRY_AGAIN = {"408", "425", "429"}
 
 _REASON_CHARS = 300
@@ -137,7 +140,7 @@ def make_upload_request(
         except OSError as error:
             raise exceptions.GenericError(str(error)) from None
 
-    return make_request(path, named_request, check_interrupted)
+    return make_request(path, named_request, check_interrupted, timeout_s=0)  # no second try
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:

@@ -46,7 +46,7 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
     with _opened(question, source) as table:
         slices = table.slices(question["rows"])
-        # The slices are only looked at, so the groups hold nothing.
+        # A slice is looked at and not kept, so its group holds only sizes.
         looked_at = ((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in grouped(looked_at)]
         table.check_read()
@@ -73,7 +73,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
             for _, _, batches in grouped(converted):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _emptied(sink)
-    yield {}, _emptied(sink)
+    yield {}, _emptied(sink)  # the footer
 
 
 def _emptied(sink: io.BytesIO) -> bytes:

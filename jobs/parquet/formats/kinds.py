@@ -69,7 +69,7 @@ def merged(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
-    # From here on the kinds differ, and a column can have either.
+    # From here on the kinds differ, and neither is "null".
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         if "list" in one:
             inner = merged(one["list"], other["list"])
@@ -163,7 +163,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a field of CSV that is not empty."""
     has_commas = decimal == ","
-    if has_commas and "." in text:
+    if has_commas and "." in text:  # such as 1.234,56
         return "digits" if _GROUPED.fullmatch(text) else "text"
     if has_commas:
         text = text.replace(",", ".")
@@ -171,7 +171,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
         return "bool"
     if not _NUMBER.fullmatch(text):
         return "text"
-    if _INTEGER.fullmatch(text) and text != "-0":
+    if _INTEGER.fullmatch(text) and text != "-0":  # no integer is written as -0
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)

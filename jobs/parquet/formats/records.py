@@ -96,7 +96,7 @@ def json_records(file: TextFile) -> Iterator[Record]:
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
-    """Yield a file's lines. One that is too long is read to its end, and has a problem in place of a value."""
+    """Yield a file's lines. A line that is too long is read to its end, and has a problem in place of a value."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1

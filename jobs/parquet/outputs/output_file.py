@@ -73,7 +73,10 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines of rows that have an error, or of rows that have none. first_row: its number in the run."""
+    """Return the lines of rows that have an error, or of rows that have none.
+
+    first_row: the number that the batch's first row has in the run.
+    """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
     for number, row in enumerate(rows, first_row):
@@ -97,7 +100,8 @@ def write_lines_of_parts(
         first_row = plan.first_row(shard)
         with open_part(storage, plan, shard) as part:
             for batch in part.batches:
-                num_bytes += sink.write(_batch_lines(plan.run, is_error_file, first_row, batch))
+                lines = _batch_lines(plan.run, is_error_file, first_row, batch)
+                num_bytes += sink.write(lines)
                 first_row += batch.num_rows
     return num_bytes
 
@@ -196,7 +200,8 @@ def write_csv(
     """
     delimiter = dialect.get("delimiter", ",")
     decimal = dialect.get("decimal", ".")
-    encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))("backslashreplace")
+    make_encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))
+    encoder = make_encoder(errors="backslashreplace")
     header = _csv_lines([schema.names], delimiter, decimal)
     sink.write(encoder.encode(header))
     for batch in batches:
@@ -227,13 +232,13 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
 
     answers: the columns of answers. Their values may be of any length.
     """
-    columns = []
+    values_by_column = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
         values = row_values(name, column, name in answers)
-        columns.append(as_written(batch.schema.field(name), values))
-    for row in zip(*columns, strict=True):
+        values_by_column.append(as_written(batch.schema.field(name), values))
+    for row in zip(*values_by_column, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 
 

@@ -298,7 +298,8 @@ class RunFolder:
 
         Call this before a run is ended, because a stopped run must not end, whichever of its shards comes last.
         """
-        if self.state.judge(is_whole=is_whole) is None or self.has_success():
+        excess = self.state.judge(is_whole=is_whole)  # None if the errors are within the limit
+        if excess is None or self.has_success():
             return False
         submission = stop_over_limit(self.state, is_whole=is_whole)
         if submission is None:
@@ -326,7 +327,7 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            [_, (second_queue, _is_second)] = self.plan.queues(queue)
+            [_, (second_queue, _)] = self.plan.queues(queue)  # the queues of both models' jobs
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
             facts["second_queue"] = second_queue
@@ -335,13 +336,15 @@ class RunFolder:
         # The records are read before the listing, so a part that is in both certainly exists.
         recorded = self.state.records()
         present = self.shards_with_parts()
-        unrecorded = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
-        gone = {shard: record for shard, record in recorded.items() if shard not in present}
-        with_errors = [stats for stats in unrecorded.values() if stats.errors]
-        for stats in with_errors[:MAX_PARTS]:  # Redis keeps the reasons of no more parts
+        unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
+        gone_records = {shard: record for shard, record in recorded.items() if shard not in present}
+        parts_with_errors = [stats for stats in unrecorded_parts.values() if stats.errors]
+        for stats in parts_with_errors[:MAX_PARTS]:  # Redis keeps the reasons of no more parts
             self._record_reasons(stats)
-        count = self.state.amend_parts(unrecorded, gone, len(self.plan.shards))
-        if not count.is_whole or self._stop_if_over_limit(queue, is_whole=True):
+        count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
+        if not count.is_whole:
+            return False
+        if self._stop_if_over_limit(queue, is_whole=True):
             return False
         return self._finish()
 
