@@ -38,7 +38,7 @@ def rows_name_adapters(spec: RunSpec) -> bool:
 def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     """Return a plan that pins the adapters of its rows too. A row that names an unknown one gets an error when asked.
 
-    Reads all rows once. Their files must be converted already.
+    Reads all rows once. The input's files must be converted already.
     """
     pinned = set(plan.model.adapters)
     known_names = set(context.adapters.names)

@@ -166,22 +166,22 @@ class Search:
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
         self.storage = storage
         self._output = output
-        self._wanted = wanted
+        self._wanted_format = wanted
         self._num_names = 0
 
-    def expand(self, item: str) -> tuple[str, list[FoundFile]]:
-        """Return the folder that is searched for an item, and the item's files."""
+    def expand(self, named: str) -> tuple[str, list[FoundFile]]:
+        """Return the folder that is searched, and the files. named: a file, a folder or a glob, as the run names it."""
         # A file may have a name that looks like a pattern. Then the file is meant.
-        if has_magic(item) and self.storage.look(item) is None:
-            folder, _ = _split_pattern(item)
-            return folder, list(self._matched_files(item))
-        path = self.storage.resolve(item)
+        if has_magic(named) and self.storage.look(named) is None:
+            folder, _ = _split_pattern(named)
+            return folder, list(self._matched_files(named))
+        path = self.storage.resolve(named)
         if self.storage.is_folder(path):
-            return item, self._folder_files(item, path)
+            return named, self._folder_files(named, path)
         files = []
         if self.storage.stat(path) is not None:
-            files.append(FoundFile(path, item))
-        return os.path.dirname(item), files
+            files.append(FoundFile(path, named))
+        return os.path.dirname(named), files
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
@@ -200,13 +200,15 @@ class Search:
         files, nested = self._walked(Folder(named, path))
         # A folder's own files come before those of its folders.
         files.sort(key=lambda file: file.named.split("/"))
-        wanted = self._wanted or _format_of([file.named for file in files])
-        nested_names = [file.named for file in nested if is_named(file.named, wanted)]
+        wanted_format = self._wanted_format
+        if wanted_format is None:
+            wanted_format = _format_of([file.named for file in files])
+        nested_names = [file.named for file in nested if is_named(file.named, wanted_format)]
         if nested_names:
             first = min(nested_names)
             raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
 
-        wanted_files = [file for file in files if is_named(file.named, wanted)]
+        wanted_files = [file for file in files if is_named(file.named, wanted_format)]
         return [FoundFile(file.real_path(self.storage), file.named) for file in wanted_files]
 
     def _walked(self, top: Folder) -> _FolderFiles:
@@ -219,7 +221,7 @@ class Search:
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
-                    if is_named(entry.name, self._wanted):
+                    if is_named(entry.name, self._wanted_format):
                         files = folder_files.nested if is_nested else folder_files.files
                         files.append(FoundEntry(folder, entry))
                     continue
@@ -266,17 +268,19 @@ class Search:
             folder, places = waiting.pop()
             segments_here = [segments[place] for place in places]
             for entry in self._candidates(folder, segments_here):
-                matched = {place for place in places if _matches(segments[place], entry.name)}
+                matched_places = {
+                    place for place in places if _matches(segments[place], entry.name)
+                }
                 is_skipped = _is_hidden(entry.name) and not names_hidden
-                if not matched or is_skipped:
+                if not matched_places or is_skipped:
                     continue
-                if last_place in matched:
+                if last_place in matched_places:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue
 
                 next_places = set()
-                for place in matched:
+                for place in matched_places:
                     # `**` stays, because it stands for any number of folders.
                     stays = segments[place] == "**"
                     next_places.add(place if stays else place + 1)
@@ -323,8 +327,8 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files, also those in its folders named key=value. Without any, it gives the files of
-    its only other format. input_format names the format to take instead.
+    A folder gives its *.parquet files, also those in its folders named key=value. A folder without such files gives the
+    files of its only other format. input_format names the format to take instead.
     A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
     The files come sorted, without hidden names, unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the folder that holds them all.
@@ -333,13 +337,13 @@ def find_files(
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []
     found_files: list[FoundFile] = []
-    for item in inputs:
+    for named in inputs:
         storage.check_interrupted()
-        with reading(item):
-            folder, files = search.expand(item)
+        with reading(named):
+            folder, files = search.expand(named)
         files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
-            raise InputNotFound(item)
+            raise InputNotFound(named)
         found_files += files
         searched_folders.append(folder.rstrip("/").split("/"))
         check_num_files(len(found_files))

@@ -56,17 +56,19 @@ def read_inputs(
     schema = look.schema
     columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
+    # Files beyond the limit were not looked at, and are left out.
     for planned_file, values in zip(look.files, added_values, strict=False):
-        # Files beyond the limit are left out.
         planned_files.append(replace(planned_file, values=tuple(values)))
     # For each file, the number of rows of each of its row groups.
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
     seed = spec.sampling.get("seed")
+    if seed is None:
+        seed = secrets.randbits(63)
     planned_at = time.time()
     plan = Plan(
         spec=spec,
-        seed=secrets.randbits(63) if seed is None else seed,
+        seed=seed,
         model=context.model.pinned(planned_at),
         planned_at=planned_at,
         version=version("tokenmill"),
@@ -104,7 +106,9 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
 
     as_json = []
     for name in dict.fromkeys((*row_source(spec).columns, *written)):
-        if name in look.kinds and name not in never_json and depends_on_others(look.kinds[name]):
+        if name not in look.kinds or name in never_json:
+            continue
+        if depends_on_others(look.kinds[name]):
             as_json.append(name)
     return tuple(as_json)
 

@@ -53,7 +53,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     first = replace(first_file, num_chosen=len(chosen))
     without_rows = [replace(file, num_chosen=0) for file in other_files]
     new_plan = replace(plan, files=(first, *without_rows))
-    groups: list[int] = []
+    group_rows: list[int] = []  # the number of rows of each row group
     if len(chosen):
         rows_path = new_plan.rows_path(first)
         numbers_path = os.path.join(plan.spec.output, row_numbers_name(plan.reused.name))
@@ -61,10 +61,11 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
             storage.make_folder(os.path.dirname(path))
         with writing(rows_path), storage.open_output(rows_path) as sink:
             batches = _chosen_rows(context, storage, plan, chosen)
-            groups = write_groups(sink, schema=None, batches=batches)
+            group_rows = write_groups(sink, schema=None, batches=batches)
         with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
-    return replace(new_plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
+    shards = cut_shards([group_rows], plan.spec.rows_per_shard)
+    return replace(new_plan, shards=shards, sizes=())  # the sizes were those of other shards
 
 
 def _chosen_rows(
@@ -144,11 +145,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     num_rows = plan.rows
     any_model = submission.reuse_from_any_model
     old = OldRuns(storage, submission.reuse, plan)
-    plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
+    plan = replace(plan, reused=Reused(context.execution_id))
+    plan = with_seed_of(plan, old)
     ask = ask_of(plan, context)
     look_up = partial(find_matches, context, storage, plan, ask, old, any_model)
     matches = look_up()
-    fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
+    num_dimensions = embedding_size(plan.spec, context.model)
+    fields = kind_of(plan.spec).fields(plan.spec, num_dimensions)
     if plan.spec.only_new:
         new_rows = _new_rows(old, matches, look_up, fields)
         plan = with_own_rows(context, storage, plan, new_rows)
@@ -286,7 +289,8 @@ def find_matches(
         is_shorter=np.zeros(plan.rows, np.bool_),
         is_cut=np.zeros(plan.rows, np.bool_),
     )
-    shorter_asks = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
+    functions_version = plan.spec.functions_version(context.checks)
+    shorter_asks = _shorter_asks(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
         places = matches.places[start:end]  # these are views: writing to them changes `matches`
@@ -295,7 +299,7 @@ def find_matches(
         has_key: npt.NDArray[np.bool_] = np.any(keys, axis=1)
 
         for number, mark in enumerate(marks):
-            missing = np.flatnonzero(has_key & (places < 0))
+            missing = np.flatnonzero(has_key & (places < 0))  # rows of this shard
             old_places = old.keys.find(whole_keys(keys[missing], mark))
             is_second_model = plan.second is not None and number == 0
             if is_second_model:
@@ -326,14 +330,16 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
-    if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
+    has_limit = kind_of(spec) in (Generate, Chain)
+    if not has_limit or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     asks = []
     old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
     for old_value in old_values:
         old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
-        if type(limit) is not int or type(old_limit) is not int or old_limit >= limit:
+        are_numbers = type(limit) is int and type(old_limit) is int
+        if not are_numbers or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
         if old_value is not None:

@@ -85,7 +85,8 @@ class SurveyWork(RowsTask):
         storage = Storage.of(context)
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         plan = read_inputs(context, storage, spec, found_files)
-        plan = with_all_adapters(context, with_named_adapters(context, plan))
+        plan = with_named_adapters(context, plan)
+        plan = with_all_adapters(context, plan)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -98,9 +99,10 @@ class SurveyWork(RowsTask):
         self._counts = counts
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
-            is_reused = np.zeros(plan.rows, bool)
+            is_reused = np.zeros(plan.rows, bool)  # for each row of the run
             if old is not None:
-                is_reused = find_matches(context, storage, plan, ask, old, any_model).places >= 0
+                matches = find_matches(context, storage, plan, ask, old, any_model)
+                is_reused = matches.places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
 
@@ -119,11 +121,15 @@ class SurveyWork(RowsTask):
                 self._tried.append((planned, chosen_rows[planned.row]))
         answered_rows = [row for _, row in self._tried] if has_answers else []
         row_numbers = [planned.row for planned, _ in self._tried]
-        self.runner = row_runner(answered_rows, ask, context.checks, row_numbers.__getitem__)
+        self.runner = row_runner(
+            answered_rows, ask, context.checks, lambda place: row_numbers[place]
+        )
         self._is_dry = first is None
+        #: The requests of the rows, without those of the timed batch.
         self._sent: list[Request] = []
         #: Monotonic seconds when the timed batch was sent; 0 before.
         self._began_at = 0.0
+        #: How long the timed batch has taken, and its tokens of prompts and answers.
         self._seconds = 0.0
         self._timed_tokens = 0.0
 
@@ -318,7 +324,9 @@ class _Counts:
         if max_rows:
             self._step = max(1, math.ceil(total / max_rows))
         self.requests: list[PlannedRequest] = []
+        #: The prompt tokens of these requests.
         self.request_tokens = 0
+        #: The first request of equal rows, by their key.
         self._by_key: dict[bytes, PlannedRequest] = {}
         self._counts = {
             "rows_reused": 0,
@@ -327,6 +335,7 @@ class _Counts:
             "cached_tokens": 0,
         }
         self._reasons = Reasons()
+        #: The tokens of the prompt that was counted last.
         self._previous_tokens: Sequence[int] = ()
         self._rows_read = 0
 
@@ -465,8 +474,9 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
         return order
     features = [(1, request.tokens, request.limit, request.rows) for request in order]
     columns = np.array(features, np.float64)
+    averages = np.maximum(columns.mean(axis=0), 1e-9)
     # sizes[i]: the size of request i, the sum of its features as multiples of their averages
-    sizes = (columns / np.maximum(columns.mean(axis=0), 1e-9)).sum(axis=1)
+    sizes = (columns / averages).sum(axis=1)
     # A request of average size is expected to be chosen count / len(order) times.
     expected_times = sizes * count / sizes.sum()
     # times[i]: how often request i is chosen. The sums are rounded, not the times, so that they add up to `count`.

@@ -43,8 +43,12 @@ class PictureSource(PromptSource):
                     self._template_names[name] = name
                 elif name == ALIAS and len(columns) == 1:
                     self._template_names[name] = columns[0]
+        #: The marks, by the columns of pictures.
         self._marks = {column: token_hex(16) for column in columns}
-        self._pattern = re.compile(f"({'|'.join(self._marks.values())})")
+        any_mark = "|".join(self._marks.values())
+        self._pattern = re.compile(
+            f"({any_mark})"
+        )  # the group keeps the marks when a text is split
         text_columns = [name for name in prompts.columns if name not in self._template_names]
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 

@@ -73,14 +73,16 @@ class RowSampling:
         # The values that a row's null stands for. They are written out, so that rows with equal values have equal
         # texts. A seed is not among them, because each row makes its own seed of the run's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
-        self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
+        remember = lru_cache(CHECKS_REMEMBERED)
+        self._problem = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column can never hold its value."""
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             if name == TOOLS:
-                if not is_text(kind) and not (is_list(kind) and is_struct(kind.value_type)):
+                has_structs = is_list(kind) and is_struct(kind.value_type)
+                if not has_structs and not is_text(kind):
                     raise WrongColumnType(
                         column, kind, "lists of functions as structs, or their JSON"
                     )
@@ -212,7 +214,10 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why no prompt can be made of it. read: returns the bytes of a path's file."""
+        """Yield each row of a batch, or why no prompt can be made of it.
+
+        read: returns the bytes of a picture's file from its path; by default the path itself, for sources without files.
+        """
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
@@ -227,11 +232,11 @@ class RowSource:
                 python_rows(self._beside, part),
                 strict=True,
             )
-            for problem, prompt_values, sampling_values, beside in values_of_rows:
+            for problem, prompt_values, sampling_values, beside_values in values_of_rows:
                 if problem is not None:
                     yield RowProblem(problem)
                 else:
-                    yield self._row(prompt_values, sampling_values, beside, read)
+                    yield self._row(prompt_values, sampling_values, beside_values, read)
 
     def _read_sampling(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         """Yield the values of each row's columns of sampling values; none if there are no such columns."""
@@ -241,15 +246,15 @@ class RowSource:
         self,
         prompt_values: Any,
         sampling_values: dict[str, Any] | RowProblem,
-        beside: dict[str, Any] | RowProblem,
+        beside_values: dict[str, Any] | RowProblem,
         read: ReadFile,
     ) -> Row | RowProblem:
         """Return a row made of its values, or its problem."""
-        for values in (prompt_values, sampling_values, beside):
+        for values in (prompt_values, sampling_values, beside_values):
             if isinstance(values, RowProblem):
                 return values
         assert isinstance(sampling_values, dict)
-        assert isinstance(beside, dict)
+        assert isinstance(beside_values, dict)
         try:
             row = self._prompts.row(prompt_values, read)
             sampling = "" if self._sampling is None else self._sampling.as_json(sampling_values)
@@ -261,7 +266,7 @@ class RowSource:
             return RowProblem(str(problem))
         beside_text = ""
         if self._beside:
-            beside_text = self._write({name: beside[name] for name in self._beside})
+            beside_text = self._write({name: beside_values[name] for name in self._beside})
         return row._replace(sampling=sampling, values=beside_text)
 
 
@@ -290,6 +295,7 @@ def row_source(
         prompts = PictureSource(prompts, pictures, has_template=has_template, is_chat=spec.is_chat)
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
+    # The check function gets the values of these columns.
     text_columns = [column for column in prompts.columns if column not in pictures]
     check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
     return RowSource(prompts, sampling, tuple(dict.fromkeys(check_columns)))
