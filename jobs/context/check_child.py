@@ -34,8 +34,8 @@ def check(worker: Worker) -> Iterator[dict[str, Any]]:
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
     """Return the reply to a question.
 
-    The question may have a text to check, or ask for the function's version. It is stale if the function's files have
-    changed since this process imported them.
+    The question may have a text to check, or ask for the function's version. The reply is stale if the function's files
+    have changed since this process imported them.
     """
     try:
         check = _compiled(question["check"])

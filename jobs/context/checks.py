@@ -217,19 +217,19 @@ class Checks:
 
         A child whose reply is stale is closed.
         """
-        only_compile = {"check": options.check_text}
+        about_check = {"check": options.check_text}
         reply: dict[str, Any] = {}
         has_compiled = child.notes.get(options.check_text)
         if not has_compiled:
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, only_compile, Limits(limit_s))
+                reply, _ = child.ask(_TASK, about_check, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
             child.notes.put(options.check_text, True)
             if question:
-                reply, _ = child.ask(_TASK, {**only_compile, **question}, Limits(self._limit_s))
+                reply, _ = child.ask(_TASK, {**about_check, **question}, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply

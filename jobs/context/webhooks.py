@@ -54,7 +54,7 @@ def call_webhook(
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    own_headers = {
+    user_headers = {
         name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
     }
     target = parts.path or "/"
@@ -75,7 +75,7 @@ def call_webhook(
             sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
             connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
         connection.sock = sock
-        connection.request(method, target, body, {**own_headers, "Connection": "close"})
+        connection.request(method, target, body, {**user_headers, "Connection": "close"})
         status = connection.getresponse().status
     except (OSError, HTTPException):
         if time.monotonic() < deadline:
@@ -98,7 +98,7 @@ def _shut_down(sock: socket.socket) -> None:
 def _parsed(url: Any) -> SplitResult:
     """Return the parts of a URL of http or https. Raises InvalidJob."""
     if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        with suppress(ValueError):
+        with suppress(ValueError):  # what urlsplit and its port raise
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 if "@" in parts.netloc:  # HTTPConnection takes no user and password

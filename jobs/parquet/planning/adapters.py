@@ -61,11 +61,10 @@ def _with_adapters(plan: Plan, pinned: set[str]) -> Plan:
 
 def _names_in_arguments(spec: RunSpec) -> set[str]:
     """Return the adapters that a run's arguments name."""
-    names = {spec.sampling.get(ADAPTER)}
+    names = [spec.sampling.get(ADAPTER)]
     for step in spec.steps:
-        names.add(step.sampling.get(ADAPTER))
-    names.discard(None)
-    return names
+        names.append(step.sampling.get(ADAPTER))
+    return {name for name in names if name is not None}
 
 
 def _names_in_row(row: Row, spec: RunSpec) -> Iterator[str]:

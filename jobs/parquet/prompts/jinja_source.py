@@ -68,8 +68,10 @@ class JinjaSource(PromptSource):
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
                     num_done += 1
-                    is_problem = isinstance(outcome, str)
-                    yield RowProblem(outcome) if is_problem else outcome
+                    if isinstance(outcome, str):
+                        yield RowProblem(outcome)
+                    else:
+                        yield outcome
             except ChildFailed as error:
                 if rows_at_once == 1:
                     num_done += 1

@@ -216,13 +216,13 @@ class RowSource:
     ) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why no prompt can be made of it.
 
-        read: returns the bytes of a picture's file from its path; by default the path itself, for sources without files.
+        read: returns the bytes of a picture's file. The default is for sources without such files.
         """
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
-            problems = [None] * part.num_rows
+            problems: list[str | None] = [None] * part.num_rows
             if has_problems:
                 problems = part.column(PROBLEM).to_pylist()
             values_of_rows = zip(

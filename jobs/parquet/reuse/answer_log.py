@@ -129,7 +129,8 @@ def open_log(
     """
     try:
         with closing(TableReading(storage, path, columns)) as file:
-            header = json.loads((file.schema.metadata or {})[_HEADER])
+            metadata = file.schema.metadata or {}
+            header = json.loads(metadata[_HEADER])  # a KeyError is one of _UNFIT
             if header["format"] != FORMAT:
                 raise AnswersDamaged(
                     path, f"it has format {header['format']}, and this version reads {FORMAT}"
@@ -275,13 +276,17 @@ _ANSWER_FIELDS = {field.name for field in fields(Answer)} - {"columns"}
 
 def _answer(values: Mapping[str, Any]) -> Answer:
     """Return an answer from its values by column. Each kind of answer has only some of the columns."""
-    known: dict[str, Any] = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
+    answer_fields: dict[str, Any] = {  # for answers without these columns
+        "completion": None,
+        "finish_reason": "stop",
+        "completion_tokens": 0,
+    }
     columns: dict[str, Any] = {}
     for name, value in values.items():
         if name in _ANSWER_FIELDS:
-            known[name] = tuple(value) if isinstance(value, list) else value
+            answer_fields[name] = tuple(value) if isinstance(value, list) else value
         elif isinstance(value, list) and value and isinstance(value[0], float):
             columns[name] = array("f", value)  # an embedding
         else:
             columns[name] = value
-    return Answer(**known, columns=columns)
+    return Answer(**answer_fields, columns=columns)

@@ -148,6 +148,7 @@ class KnownKeys:
         is_key = keys.any(axis=1)
         found_places = np.full(len(keys), -1, np.int64)
 
+        # Nearly all keys have one candidate or none. They are found without a loop.
         has_one = (num_candidates == 1) & is_key
         only_candidates = self._order[lows[has_one]].astype(np.int64)
         is_equal = self._second_halves[only_candidates] == keys[has_one, 1]
@@ -241,7 +242,7 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        marks = [NO_KEYS]
+        marks = [NO_KEYS]  # arrays of marks; an empty one, in case no part has any
         for part in self.parts:
             storage.check_interrupted()
             # A view: writing to it changes `keys`.
@@ -306,7 +307,8 @@ class OldRuns:
                 with open_log(self._storage, path, columns) as (file, _):
                     for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                         is_good = np.asarray(batch.column("error").is_null())
-                        keys[rows[is_good]] = answer_keys[is_good]
+                        good_rows = rows[is_good]
+                        keys[good_rows] = answer_keys[is_good]
                         marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
@@ -347,7 +349,7 @@ class OldRuns:
         prefix = ""
         if not part.journal:
             prefix = part.plan.spec.output_prefix
-            # The part has the same rows as its file of keys.
+            # Raises PartDamaged unless the part has as many rows as its file of keys.
             read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
@@ -356,8 +358,8 @@ class OldRuns:
             cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
-        opened = self._opened_log if part.journal else self._opened_part
-        with opened(part, path, names) as (file_schema, batches):
+        open_file = self._opened_log if part.journal else self._opened_part
+        with open_file(part, path, names) as (file_schema, batches):
             _check_fields(path, file_schema, answer_schema)
             for rows, batch in batches:
                 self._storage.check_interrupted()

@@ -46,6 +46,7 @@ def _by_shard(
     tables: list[pa.Table] = []  # the records of last_shard
     last_shard = -1
     for table in buckets.sorted():
+        # shards[i]: the shard of record i
         shards = np.searchsorted(first_rows, table.column(ROW).to_numpy(), "right") - 1
         for shard in map(int, np.unique(shards)):
             if tables and shard != last_shard:

@@ -52,7 +52,8 @@ def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str
             "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead",
         )
     path = storage.resolve(plan_path)
-    plan = context.files.plan((path, storage.stat(path)), lambda: load_plan(storage, path))
+    state_of_file = (path, storage.stat(path))
+    plan = context.files.plan(state_of_file, lambda: load_plan(storage, path))
     if plan.run != run:
         raise PlanDamaged(path, f"it belongs to run {plan.run}, the job to {run}")
     if path != os.path.join(plan.spec.output, PLAN):

@@ -20,6 +20,10 @@ from jobs.items.under_way import Answered
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.answer_log import AnswerLog, Record
 
+#: The kinds of logs, as their names say them: of answers, and of rows under way.
+_ANSWERS = "answers"
+_PROGRESS = "now"
+
 
 @dataclass
 class Journalled:
@@ -102,14 +106,14 @@ class ShardJournal:
             records = []
             for row in answered:
                 records.append(Record(row.place, self._mark, row.answer, row.num_tokens))
-            self._put("answers", records)
+            self._put(_ANSWERS, records)
             self._num_written += len(answered)
         if under_way:
             records = []
             for place, progress in under_way.items():
                 records.append(Record(place, self._mark, progress=progress))
             earlier_name = self._progress_name
-            self._progress_name = self._put("now", records)
+            self._progress_name = self._put(_PROGRESS, records)
             if earlier_name is not None:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 

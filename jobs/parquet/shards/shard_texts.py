@@ -35,7 +35,9 @@ class ShardTexts:
         self._columns = columns
         self._shard_bytes = shard_bytes
         self._remedy = remedy
+        #: By a row, the first row that is equal to the row.
         self._known: dict[Row, Row] = {}
+        #: The bytes that are counted in `shard_bytes`.
         self._bytes = 0
         self.rows: list[Row | RowProblem] = []
 

@@ -135,7 +135,7 @@ class ShardWork(RowsTask):
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
-        num_low = self._escalate()
+        num_low = self._escalate()  # if the second model is asked, its job writes the part
         stats = None
         if self.runner is not None and not num_low:
             stats = self._publish(self.runner)
@@ -147,12 +147,13 @@ class ShardWork(RowsTask):
         if stats is None:  # another execution was first, and its part counts
             stats = self._folder.part_stats(self._number)
         has_ended = self._folder.record_part(stats, self._queue)
+        num_unasked = None if self.runner is None else self._num_unasked
         return {
             "run": stats.run,
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
-            "rows_unasked": None if self.runner is None else self._num_unasked,
+            "rows_unasked": num_unasked,
             "run_finished": has_ended,
             "tokens": stats.completion_tokens,
         }
@@ -182,7 +183,7 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        num_low = self._shard.rows
+        num_low = self._shard.rows  # at most, if an earlier execution has kept the answers
         if self.runner is not None:
             records = self._good_records(self.runner.answers())
             num_low -= len(records)
@@ -190,7 +191,10 @@ class ShardWork(RowsTask):
                 return 0
             try:
                 keep_answers(folder, number, self._log, records)
-            except (OSError, RunError):  # as in _publish
+            except (
+                OSError,
+                RunError,
+            ):  # the run may have ended, and its folder of journals may be removed
                 if not folder.has_part(number):
                     raise
                 return 0
@@ -268,9 +272,10 @@ class ShardWork(RowsTask):
         second = self._folder.plan.second
         if second is None:
             return answers
+        have_same_name = first.name == second.name
         names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
-            name = model.name if first.name != second.name else str(model)
+            name = str(model) if have_same_name else model.name
             names_by_mark[model_mark(model).tobytes()] = name
         named_answers = []
         for mark, answer in zip(self._marks, answers, strict=True):

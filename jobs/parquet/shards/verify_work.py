@@ -72,8 +72,9 @@ class VerifyWork(RowsTask):
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
 
-        most = MAX_ANSWERS // max(spec.n, len(spec.labels or ()))
-        self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, most)
+        answers_of_row = max(spec.n, len(spec.labels or ()))
+        max_rows = MAX_ANSWERS // answers_of_row
+        self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
         self._num_other_models = 0
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
@@ -147,8 +148,9 @@ class VerifyWork(RowsTask):
         if isinstance(row, RowProblem):
             return True  # the run has recorded an answer, so this is a difference
         if recorded_key is not None:
-            key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
-            if key.tobytes() != recorded_key:
+            keys = row_keys(ask.key_of, [row])
+            whole_key = whole_keys(keys, model_mark(self._plan.model))
+            if whole_key.tobytes() != recorded_key:
                 self._num_other_models += 1
                 return False
         # A reused answer may come from a run in which the row had another number, and so another seed.

@@ -101,7 +101,10 @@ def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
     if not json_columns:
         return batch
 
-    columns = [batch.column(json_columns.get(name, name)) for name in names]
+    columns = []
+    for name in names:
+        read_name = json_columns.get(name, name)  # the extra column, if the column has one
+        columns.append(batch.column(read_name))
     schema = schema_with_json(batch.select(names).schema, json_columns)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -141,6 +144,7 @@ def with_added_values(
 def num_values(column: pa.Array) -> int:
     """Return how many values a column's lists, structs and maps hold, at all depths. Each takes memory in Python."""
     if pa.types.is_struct(column.type):
+        # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
         # A slice of a column has the items of the whole column. Its own ones lie between its offsets.

@@ -129,7 +129,9 @@ class RowBuckets(ExitStack):
                 ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
                 rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
                 num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
-                for start in range(0, len(ranks), num_rows):
+                for start in range(
+                    0, len(ranks), num_rows
+                ):  # for the rows with the ranks from `start` on
                     # Take a few rows at a time, because `take` joins a column's chunks, and a joined column holds at
                     # most 2 GiB of text.
                     is_next = (ranks >= start) & (ranks < start + num_rows)

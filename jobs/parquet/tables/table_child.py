@@ -56,7 +56,8 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         if any(group.num_rows < 0 for group in groups):
             raise CorruptParquet(question["path"], "a row group has less than no row")
         statistics = (footer.metadata or {}).get(STATISTICS, b"")
-        if statistics and question["size"] < footer.serialized_size + _compressed_bytes(groups):
+        least_bytes = footer.serialized_size + _compressed_bytes(groups)
+        if statistics and question["size"] < least_bytes:
             raise CorruptParquet(question["path"], "bytes before its footer are gone")
         contents = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
