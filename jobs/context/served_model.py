@@ -83,10 +83,12 @@ class ServedModel(PinnedModel):
 
     def pinned(self, now: float) -> PinnedModel:
         """Return the model as a run that is planned at this Unix time pins it."""
-        clock = clock_text(self.clock_formats, now)
-        length = self.max_model_len
         return PinnedModel(
-            self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock
+            self.name,
+            self.fingerprint,
+            self.dtype,
+            max_model_len=self.max_model_len,
+            clock=clock_text(self.clock_formats, now),
         )
 
     def check_asked_for(self, name: str | None) -> None:

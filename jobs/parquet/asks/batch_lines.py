@@ -67,7 +67,8 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        return super().key_of(Row(json.dumps(line), values=version))
+        deciding_row = Row(json.dumps(line), values=version)
+        return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
         """Return the versions of the functions that a line names; "" for a line that cannot be used."""
@@ -159,7 +160,9 @@ def _answer_of(
     for entry in entries:
         if "error" in entry:
             reason = f"{entry_noun} {entry['index']}: {entry['error']}"
-            return failed_answer(reason, 1, num_prompt_tokens, num_cached_tokens)
+            return failed_answer(
+                reason, prompt_tokens=num_prompt_tokens, cached_tokens=num_cached_tokens
+            )
 
     finish_reason = "stop" if is_list else entries[0]["finish_reason"]
     return Answer(

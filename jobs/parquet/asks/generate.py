@@ -145,8 +145,9 @@ class Generate(RowAsk):
 
     def prompt_item(self, row: Row, seed: int) -> Item[Answer]:
         """Ask a row's prompt once, as one prompt of a chain."""
-        item = generated(self.request(row, seed), NO_REPAIRS)
-        del row
+        request = self.request(row, seed)
+        item = generated(request, NO_REPAIRS)
+        del request, row  # the item holds what it still needs
         prompt_answer = yield from item
         return self.answer(prompt_answer)
 

@@ -35,6 +35,11 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     # () says that the model's template writes no time. None says that it may write one.
     writes_time = context.model.clock_formats != ()
     ask.now = plan.planned_at if writes_time else None
-    version = spec.functions_version(context.checks)
-    ask.keys = RowKeys(spec, ask.before, version, plan.model.max_model_len, plan.given_seed)
+    ask.keys = RowKeys(
+        spec,
+        ask.before,
+        check=spec.functions_version(context.checks),
+        max_model_len=plan.model.max_model_len,
+        seed=plan.given_seed,
+    )
     return ask

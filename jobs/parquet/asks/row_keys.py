@@ -108,9 +108,10 @@ class RowKeys:
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
 
-        self._length = f"{_TRUNCATION}={max_model_len}"
+        #: Added to what is asked wherever a prompt may be truncated.
+        self._length_text = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
-            deciding["length"] = self._length
+            deciding["length"] = self._length_text
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
@@ -132,7 +133,7 @@ class RowKeys:
         if self._has_lines and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
-            texts.append(self._length)
+            texts.append(self._length_text)
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")

@@ -116,7 +116,9 @@ class Scores(RowAsk):
         num_cached_tokens = completion.num_cached_tokens
         scored = self._scoring.scored(completion)
         if scored.error is not None:
-            return failed_answer(scored.error, 1, num_prompt_tokens, num_cached_tokens)
+            return failed_answer(
+                scored.error, prompt_tokens=num_prompt_tokens, cached_tokens=num_cached_tokens
+            )
         return Answer(
             completion=None,
             finish_reason=completion.finish_reason,

@@ -121,6 +121,6 @@ class ObjectDraft:
         if not self._is_open:
             return
         self._is_open = False
-        # If an error leaves the `with` statement, obstore ends the upload and makes no object.
+        # obstore's writer makes no object if it is told that an error has left its `with` statement.
         with suppress(BaseError, OSError, ValueError):
             self._upload.__exit__(RuntimeError, RuntimeError("dropped"), None)

@@ -70,9 +70,8 @@ class Storage:
 
     def with_root(self, root: str) -> Self:
         """Return a storage with one more root."""
-        return type(self)(
-            (*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes
-        )
+        roots = (*self._roots, root)
+        return type(self)(roots, self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
         """Return the kind of files to which a path belongs. Raises PathOutsideRoots without a root of its kind."""

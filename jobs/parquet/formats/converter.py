@@ -168,13 +168,13 @@ class _TextTable:
     def check_read(self) -> None:
         """Raise TooManyBadLines if too many of the lines that were read are no rows; or raise OtherEncoding."""
         self._file.check_encoding()
-        first = self._first_bad
-        if first is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
+        first_bad = self._first_bad
+        if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
             return
         has_no_row = not self.kinds  # JSON lines without a row have no columns
         if self._num_rows >= MIN_JUDGED_ROWS or has_no_row:
             raise TooManyBadLines(
-                self._path, self._num_bad, self._num_rows, first.line, first.problem
+                self._path, self._num_bad, self._num_rows, first_bad.line, first_bad.problem
             )
 
     def look(self, records: Sequence[Record]) -> None:

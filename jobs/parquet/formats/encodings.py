@@ -92,7 +92,8 @@ class Decoded(io.RawIOBase):
 
     def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
         self._stream = stream
-        self._decoder = codecs.getincrementaldecoder(encoding)(_BAD)
+        make_decoder = codecs.getincrementaldecoder(encoding)
+        self._decoder = make_decoder(errors=_BAD)
         self._encoding = encoding
         self._path = path
         self._format = file_format

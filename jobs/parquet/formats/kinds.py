@@ -101,7 +101,10 @@ def with_decimal(kind: Kind, decimal: str) -> Kind:
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a CSV file's column that holds fields of both kinds. Different kinds make "text"."""
+    """Return the kind of a CSV file's column that holds fields of both kinds.
+
+    Two kinds of numbers make a kind of numbers. Other different kinds make "text".
+    """
     if one == other or other == "null":
         return one
     if one == "null":

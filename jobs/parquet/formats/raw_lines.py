@@ -17,8 +17,7 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # By a line's number: the wanted row that begins there, or None if an unwanted row begins there. An unwanted row
-    # is noted only after a wanted one.
+    # By a line's number: the wanted row that begins there, or None where the row before was the last wanted one.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
     with _opened(path, file_format, dialect) as file:

@@ -37,7 +37,9 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     if kind.item is None:
         return _ARROW[kind.kind]
     item = arrow_type(kind.item)
-    return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
+    if kind.kind == schema_types.ARRAY:
+        return pa.list_(item)
+    return pa.map_(pa.string(), item)
 
 
 def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:

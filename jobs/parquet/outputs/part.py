@@ -97,8 +97,8 @@ def _output_field(field: pa.Field) -> pa.Field:
     if has_comma_digits(field):
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
-    is_json = JSON.items() <= metadata.items()  # JSON: the metadata of a column of JSON
-    if not is_json:
+    has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON
+    if not has_json:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
     return field.with_metadata(metadata or None)
 

@@ -305,12 +305,14 @@ class RunFolder:
         if submission is None:
             return False
         all_shards = set(range(len(self.plan.shards)))
-        waiting = sorted(all_shards - self.state.recorded())
+        waiting_shards = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
             # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
-                ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, submission, name, ids)
+                job_ids = []
+                for shard in waiting_shards:
+                    job_ids.append(run_names.shard_job_id(self.plan.run, shard, is_second))
+                remove_waiting(self.state, submission, name, job_ids)
         return True
 
     def recount(self, queue: str) -> bool:
@@ -327,13 +329,15 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            [_, (second_queue, _)] = self.plan.queues(queue)  # the queues of both models' jobs
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
-            facts["second_queue"] = second_queue
+            for queue_name, is_second in self.plan.queues(queue):
+                if is_second:
+                    facts["second_queue"] = queue_name
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        # The records are read before the listing, so a part that is in both certainly exists.
+        # A part is recorded once it is in its place. As the records are read before the folder is listed, a recorded
+        # part that is not listed was removed.
         recorded = self.state.records()
         present = self.shards_with_parts()
         unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}

@@ -118,11 +118,11 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     num_bytes = 0.0
     start = -shard.skip  # the first row of the next group, counted from the shard's first row
     end_group = shard.first_group + shard.num_groups
-    for rows, size in groups[shard.first_group : end_group]:
-        end = start + rows
+    for group_rows, group_bytes in groups[shard.first_group : end_group]:
+        end = start + group_rows
         rows_of_shard = min(end, shard.rows) - max(start, 0)
-        if rows:
-            num_bytes += size * rows_of_shard / rows
+        if group_rows:
+            num_bytes += group_bytes * rows_of_shard / group_rows
         start = end
     return round(num_bytes)
 
@@ -237,7 +237,8 @@ class _Look:
             raise errors.SchemaMismatch(path, difference)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
-            self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
+            known_kind = self.kinds.get(name, "null")
+            self.kinds[name] = merge(known_kind, kind)
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
         """Raise SchemaMismatch if a file has other columns than the first file."""

@@ -220,9 +220,10 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
     """Return the plan with the first earlier run's seed, unless the new run was given one."""
     if not old.plans or "seed" in plan.spec.sampling:
         return plan
-    first = old.plans[0]
-    reused = plan.reused or Reused("")
-    return replace(plan, seed=first.seed, reused=replace(reused, seed=first.given_seed))
+    first_plan = old.plans[0]
+    reused = plan.reused or Reused("")  # without a name if nothing is written, as for a dry run
+    reused = replace(reused, seed=first_plan.given_seed)
+    return replace(plan, seed=first_plan.seed, reused=reused)
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -376,7 +377,9 @@ def _asks_second_too(plan: Plan, old: Plan) -> bool:
     """Whether a plan asks its second model about every row about which an old plan asked the same model."""
     if _identities(plan) != _identities(old):
         return False
-    return (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
+    old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
+    bound = plan.spec.escalate_below or 0
+    return old_bound <= bound
 
 
 def _identities(plan: Plan) -> list[object]:
@@ -395,8 +398,9 @@ def answers(
     is_taken = np.zeros(len(matches.places), bool)
     # Each round takes from all old runs. There are as many rounds as old runs, so each run may hold a row's answer.
     for run in old.reused:
+        # rows: the new rows whose old row was found, and not taken yet, in the order of the old rows
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
-        rows = rows[np.argsort(matches.places[rows], kind="stable")]  # old rows are read in order
+        rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, indices, batch in old.answers(matches.places[rows], schema):
             taken_rows = rows[indices]
             is_shorter = matches.is_shorter[taken_rows]

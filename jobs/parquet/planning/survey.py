@@ -217,6 +217,7 @@ class SurveyWork(RowsTask):
         # The prompt tokens of further prompts and further attempts: of requests, and of all rows that they answer.
         later_tokens = 0.0
         later_tokens_of_rows = 0.0
+        escalation_bound = self._spec.escalate_below or 0  # no margin is below 0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
@@ -227,8 +228,8 @@ class SurveyWork(RowsTask):
             later_of_request = max(0, answer.prompt_tokens - planned.tokens)
             later_tokens += num_requests * later_of_request
             later_tokens_of_rows += num_rows * later_of_request
-            margin = answer.column("margin") or 0
-            if answer.error is None and margin < (self._spec.escalate_below or 0):
+            margin = answer.column("margin")
+            if margin is not None and margin < escalation_bound:
                 rows_escalated += num_rows
 
         seconds_per_token = self._seconds / max(1, self._timed_tokens)
@@ -410,9 +411,10 @@ class _Counts:
 
     def _first_requests(self, row: Row, number: int) -> list[Request]:
         """Return the first requests of a row. Raises InvalidJob, or _Unanswerable for a row without requests."""
+        item = self._ask.begin(row, number)
         try:
-            step = self._ask.begin(row, number).send(None)
-        except StopIteration as end:
+            step = item.send(None)  # what the item yields first
+        except StopIteration as end:  # the item has returned an answer
             raise _Unanswerable(end.value.error) from None
         assert isinstance(step, list)
         return [self._ask.prepared(request) for request in step]

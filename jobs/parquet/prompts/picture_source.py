@@ -118,7 +118,8 @@ class PictureSource(PromptSource):
         """Return a text as parts, with pictures instead of their marks."""
         parts: Parts = []
         for piece in self._pattern.split(content):
-            parts += _parts(pictures[piece]) if piece in pictures else _text(piece)
+            is_mark = piece in pictures
+            parts += _parts(pictures[piece]) if is_mark else _text(piece)
         return parts
 
 

@@ -214,13 +214,13 @@ class TemplateSource(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the prompt, or a chat as JSON, of one row. Raises RowProblem."""
-        values = {column: self._text(column, values[column]) for column in self.columns}
-        chars = self._template.filled_chars(values)
+        texts = {column: self._text(column, values[column]) for column in self.columns}
+        chars = self._template.filled_chars(texts)
         if chars > MAX_PROMPT_BYTES:
             raise RowProblem(
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
-        filled = self._template.fill(values)
+        filled = self._template.fill(texts)
         return checked_text(filled) if isinstance(filled, str) else checked_chat(filled)
 
     def _text(self, column: str, value: Any) -> Any:

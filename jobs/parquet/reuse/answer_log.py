@@ -197,12 +197,13 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or asks something else now."""
         rows = rows_in(path, batch, len(self.keys))
-        expected = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
-        is_other = (keys_in(batch.column(KEY)) != expected).any(axis=1)
+        expected_keys = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
+        is_other = (keys_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if is_other.any():
+            first_row = rows[is_other][0]
             raise AnswersDamaged(
                 path,
-                f"its record of row {rows[is_other][0]} belongs to another row, or to another prompt of it",
+                f"its record of row {first_row} belongs to another row, or to another prompt of it",
             )
 
 
@@ -222,7 +223,8 @@ def keys_in(column: pa.Array) -> Keys:
 def _as_column(keys: Keys) -> pa.Array:
     """Return keys or marks as a log's column."""
     buffer = pa.py_buffer(np.ascontiguousarray(keys, "<u8"))
-    return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [None, buffer])
+    no_nulls = None
+    return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [no_nulls, buffer])
 
 
 def _value(answer: Answer | None, column: str) -> Any:

@@ -1,9 +1,12 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-Each part has a file of keys. Its numbers are little-endian. First comes a digest of the run, the shard and all that
-follows; then the number of models that answered, in 64 bits; then the models' marks (jobs.parquet.asks.row_keys); and
-last each row's whole key. A shard without a part may have logs of answers (answer_log.py). Their records have the same
-keys.
+Each part has a file of keys. Its numbers are little-endian. The file has, in this order:
+- a digest of the run, the shard and all that follows
+- the number of models that answered, in 64 bits
+- the marks of these models (jobs.parquet.asks.row_keys)
+- each row's whole key
+
+A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
 """
 
 import os
@@ -92,8 +95,10 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
 
     digest = content[:_DIGEST_BYTES]
     body = content[_DIGEST_BYTES:]
-    is_damaged = digest != _digest(run, shard, body)
-    if is_damaged or len(body) % SIZE != _COUNT_BYTES:  # after the count, whole marks and keys
+    is_as_written = digest == _digest(run, shard, body)
+    # After the count come marks and keys, of SIZE bytes each.
+    has_whole_keys = len(body) % SIZE == _COUNT_BYTES
+    if not is_as_written or not has_whole_keys:
         raise PartDamaged(path, "it holds no keys, or others than were written for it")
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
@@ -126,6 +131,7 @@ class KnownKeys:
         self.all = keys
         self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
+        #: The places of the known keys, ordered by the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
         #: How many of several equal keys were found. The count stands at the place of the first of these keys.
@@ -177,7 +183,7 @@ class ReusedRun:
     """What a new run has taken from an old one.
 
     rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if at least half of the rows were taken that could be: those of the new run, or the old answers.
+    differently; empty if the new run has taken at least half of what it could take.
     """
 
     output: str
@@ -429,6 +435,7 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
     rows: the row numbers of the batch. num_rows: how many rows the shard has.
     """
+    # A batch without rows gives an empty range.
     lowest = rows.min(initial=num_rows)
     highest = rows.max(initial=-1)
     first, end = np.searchsorted(wanted, [lowest, highest + 1])

@@ -1,8 +1,8 @@
 """Answers that rows have before their shard is asked. Logs (answer_log.py) keep these answers until the run ends.
 
 Planning takes answers from earlier runs and puts their logs beside the plan. The first model of a cascade keeps its
-answers for the job that asks the second model. These logs lie beside the journals, and later runs read them as
-journals.
+answers for the job that asks the second model. The logs of a cascade lie beside the journals, and later runs read them
+as journals.
 """
 
 import os

@@ -39,7 +39,8 @@ def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> Non
     A BatchWorker leaves such a shard on its queue, but one of RQ's own workers takes any shard.
     """
     model = plan.model_of(is_second)
-    if not is_served(model.pin, {context.model.pin, *context.adapters.pinned}):
+    served_names = {context.model.pin, *context.adapters.pinned}
+    if not is_served(model.pin, served_names):
         raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
 
 

@@ -61,8 +61,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, in a job that asks the second model of a cascade; None in any other job. Such a job may
-        lie on another queue than the run's.
+        queue: the run's queue, for the job that asks a cascade's second model, because this job may lie on another
+        queue. None for any other job.
         """
         self._context = context
         self._folder = folder
@@ -191,10 +191,9 @@ class ShardWork(RowsTask):
                 return 0
             try:
                 keep_answers(folder, number, self._log, records)
-            except (
-                OSError,
-                RunError,
-            ):  # the run may have ended, and its folder of journals may be removed
+            except (OSError, RunError):
+                # If two executions write, the slower one may find that the run has ended, and that the folder of
+                # journals is removed.
                 if not folder.has_part(number):
                     raise
                 return 0

@@ -71,6 +71,7 @@ class ColumnChoice(NamedTuple):
     def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
+            # Our own columns about the chosen columns are read with them.
             as_json = [AS_JSON + name for name in self.names]
             return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
         if not self.without:
@@ -248,7 +249,8 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
-    form = (field.metadata or {}).get(_OWN_KEY)
+    metadata = field.metadata or {}
+    form = metadata.get(_OWN_KEY)  # how the file writes the values; None for the usual form
     if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         values = map(_whole_as_integer, values)
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
@@ -321,6 +323,7 @@ def _num_bytes(column: pa.Array) -> int:
     """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
+        # At worst, one entry takes nearly all bytes of the dictionary, and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)
 

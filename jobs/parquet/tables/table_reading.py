@@ -108,7 +108,7 @@ class TableReading:
         self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0
     ) -> None:
         self.batches = _read(storage, path, columns, first_group)
-        self.schema: pa.Schema = next(self.batches)
+        self.schema: pa.Schema = next(self.batches)  # it comes before the batches
 
     def close(self) -> None:
         """End the pass, and give the child back."""
@@ -161,7 +161,9 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
     """Whether a chosen column holds bytes."""
     if schema is None:
         return False
-    names = columns.chosen_from(schema.names) or schema.names
+    names = columns.chosen_from(schema.names)
+    if not names:  # None for all columns
+        names = schema.names
     return any(holds(schema.field(name).type, is_bytes) for name in names if name != PROBLEM)
 
 
@@ -227,7 +229,8 @@ class RowReader(TableReading):
         self._path = path
         self._limit = SHARD_TIMES * storage.shard_bytes
         self._unread: pa.RecordBatch | None = None
-        #: The row that comes next, counted within the file.
+        #: The row that comes next, counted within the file. The first batch begins a row group, so it may have rows
+        #: before the shard.
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
