@@ -75,7 +75,8 @@ class Adapters:
         is_pinned_text = by_name.get(name_of(name)) == name
         if is_pinned_text:
             return name
-        raise UnknownAdapter(name, _listed(sorted(by_name)) or "none")
+        names = _listed(sorted(by_name)) or "none"
+        raise UnknownAdapter(name, names)
 
     @property
     def listed(self) -> str:

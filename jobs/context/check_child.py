@@ -259,7 +259,7 @@ def _tool(dotted: str) -> Check:
     def call(row: Any, text: str) -> str:
         """Call the tool with the arguments that the model wrote. Anything may be wrong with them."""
         try:
-            arguments = json.loads(text or "{}")
+            arguments = json.loads(text or "{}")  # a call without arguments may have no text
         except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"its arguments are not JSON: {error}"})
         if not isinstance(arguments, dict):

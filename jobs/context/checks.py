@@ -159,7 +159,8 @@ class Checks:
         """Raise InvalidJob for a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
-            role = "tool" if TOOL in (options.check or {}) else "function of check"
+            is_tool = options.check is not None and TOOL in options.check
+            role = "tool" if is_tool else "function of check"
             raise InvalidJob(
                 f"{role}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
             )

@@ -53,7 +53,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
             digest.update(file.read_at(sample_bytes, start))
         # The footer is read in pieces, because it may claim to be most of the file.
         for start in range(size - footer_bytes, size, _CHUNK_BYTES):
-            digest.update(file.read_at(min(_CHUNK_BYTES, size - start), start))
+            num_bytes = min(_CHUNK_BYTES, size - start)
+            digest.update(file.read_at(num_bytes, start))
     return digest.hexdigest()
 
 

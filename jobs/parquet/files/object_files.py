@@ -208,9 +208,8 @@ class ObjectFiles:
         temporary_path = os.path.join(os.path.dirname(target), os.path.basename(temporary))
         _, temporary_key = self._store_and_key(temporary_path)
         head = self._head(temporary)
-        if (
-            head is None or head["size"] <= MAX_COPY_BYTES
-        ):  # without an object, the copy raises the error
+        # If there is no temporary object, the copy raises the error.
+        if head is None or head["size"] <= MAX_COPY_BYTES:
             self._make(target, lambda: obstore.copy(store, temporary_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)

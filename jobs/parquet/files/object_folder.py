@@ -51,7 +51,8 @@ class ObjectFolder:
 
     def names(self, name: str) -> list[str]:
         """Return the names in the folder `name`, sorted; none if there is no such folder."""
-        level = self._make(name, partial(obstore.list_with_delimiter, self._store, self._key(name)))
+        list_folder = partial(obstore.list_with_delimiter, self._store, self._key(name))
+        level = self._make(name, list_folder)
         paths = list(level["common_prefixes"])
         for entry in level["objects"]:
             paths.append(entry["path"])

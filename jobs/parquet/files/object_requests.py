@@ -209,9 +209,10 @@ def answer_about(store: Any, kind: str, key: str) -> bool | dict[str, Any]:
 
 
 def has_any(store: Any, key: str) -> bool:
-    """Whether there is any object below a prefix."""
+    """Whether there is any object below a prefix. key: the prefix; "" for the whole bucket."""
     chunks = iter(obstore.list(store, key or None, chunk_size=1))
-    return next(chunks, None) is not None
+    first_chunk = next(chunks, None)
+    return first_chunk is not None
 
 
 def level_of(store: Any, key: str) -> dict[str, Any]:

@@ -216,8 +216,10 @@ class _TextTable:
         """Return rows with their problems. Raises CorruptTable if the values no longer have the columns' kinds."""
         problems: list[str | None] = []
         for record in records:
-            is_row = record.problem is None
-            problems.append(None if is_row else f"line {record.line} {record.problem}")
+            if record.problem is None:
+                problems.append(None)
+            else:
+                problems.append(f"line {record.line} {record.problem}")
         make_array = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in records]
         try:

@@ -100,7 +100,7 @@ def _output_field(field: pa.Field) -> pa.Field:
     has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON
     if not has_json:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
-    return field.with_metadata(metadata or None)
+    return field.with_metadata(metadata or None)  # None removes the metadata
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:

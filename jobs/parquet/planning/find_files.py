@@ -91,7 +91,8 @@ def partition_columns(
             texts.append(text)
         present_texts = [text for text in texts if text is not None]
         is_integer = bool(present_texts) and all(map(_is_int64, present_texts))
-        columns.append(AddedColumn(name, "int64" if is_integer else "string"))
+        column_type = "int64" if is_integer else "string"
+        columns.append(AddedColumn(name, column_type))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
             if is_integer and text is not None:
                 values_of_file.append(int(text))
@@ -283,7 +284,8 @@ class Search:
                 for place in matched_places:
                     # `**` stays, because it stands for any number of folders.
                     stays = segments[place] == "**"
-                    next_places.add(place if stays else place + 1)
+                    next_place = place if stays else place + 1
+                    next_places.add(next_place)
                 places_below = _with_skipped(next_places, segments)
                 if not places_below:
                     continue

@@ -384,7 +384,8 @@ def _asks_second_too(plan: Plan, old: Plan) -> bool:
 
 def _identities(plan: Plan) -> list[object]:
     """Return what identifies a plan's models."""
-    return [plan.model.identity, None if plan.second is None else plan.second.identity]
+    second_identity = None if plan.second is None else plan.second.identity
+    return [plan.model.identity, second_identity]
 
 
 def answers(

@@ -452,7 +452,7 @@ def _with_beginning(request: Request, beginning: str) -> Request:
     if request.kind not in ("generate", "score"):
         return request
     prompt = request.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):  # token ids
         ids = Random(beginning).choices(prompt, k=len(beginning))
         return replace(request, prompt=[*ids, *prompt])
     if request.messages is None:

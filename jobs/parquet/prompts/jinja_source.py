@@ -86,7 +86,8 @@ class JinjaSource(PromptSource):
             "defaults": self._defaults,
             "control_tokens": self._control_tokens,
         }
-        body = bytes(packed(rows.select(self.columns)))
+        read_rows = rows.select(self.columns)
+        body = bytes(packed(read_rows))
         with CHILDREN.lent() as child:
             for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), body):
                 yield from message["rows"]

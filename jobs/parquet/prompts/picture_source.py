@@ -46,9 +46,8 @@ class PictureSource(PromptSource):
         #: The marks, by the columns of pictures.
         self._marks = {column: token_hex(16) for column in columns}
         any_mark = "|".join(self._marks.values())
-        self._pattern = re.compile(
-            f"({any_mark})"
-        )  # the group keeps the marks when a text is split
+        # The pattern has a group, so that splitting a text keeps the marks.
+        self._pattern = re.compile(f"({any_mark})")
         text_columns = [name for name in prompts.columns if name not in self._template_names]
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
@@ -62,8 +61,10 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            is_mark = name in self._template_names
-            fields.append(pa.field(name, pa.string()) if is_mark else schema.field(name))
+            if name in self._template_names:  # the other source gets a mark there
+                fields.append(pa.field(name, pa.string()))
+            else:
+                fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
@@ -118,8 +119,10 @@ class PictureSource(PromptSource):
         """Return a text as parts, with pictures instead of their marks."""
         parts: Parts = []
         for piece in self._pattern.split(content):
-            is_mark = piece in pictures
-            parts += _parts(pictures[piece]) if is_mark else _text(piece)
+            if piece in pictures:  # it is a mark
+                parts += _parts(pictures[piece])
+            else:
+                parts += _text(piece)
         return parts
 
 

@@ -79,7 +79,8 @@ class PromptSource(abc.ABC):
             return Row(prompt)
         pictures = loaded(pictures_in(prompt), read)
         hashes = [blake2b(picture, digest_size=16).hexdigest() for picture in pictures]
-        return Row(json.dumps(filled(prompt, hashes)), pictures=tuple(pictures))
+        prompt_with_hashes = filled(prompt, hashes)
+        return Row(json.dumps(prompt_with_hashes), pictures=tuple(pictures))
 
 
 class ColumnSource(PromptSource):

@@ -298,7 +298,8 @@ def row_source(
     # The check function gets the values of these columns.
     text_columns = [column for column in prompts.columns if column not in pictures]
     check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
-    return RowSource(prompts, sampling, tuple(dict.fromkeys(check_columns)))
+    distinct_columns = tuple(dict.fromkeys(check_columns))
+    return RowSource(prompts, sampling, distinct_columns)
 
 
 def _step_source(

@@ -197,7 +197,8 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or asks something else now."""
         rows = rows_in(path, batch, len(self.keys))
-        expected_keys = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
+        marks = keys_in(batch.column(MODEL))
+        expected_keys = whole_keys(self.keys[rows], marks)
         is_other = (keys_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if is_other.any():
             first_row = rows[is_other][0]

@@ -285,7 +285,8 @@ class OldRuns:
         self.reused.append(run)
         logs_by_shard = _logs_by_shard(storage, plan)  # of the shards that have answers
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
-            for shard in set(range(len(plan.shards))) - logs_by_shard.keys():
+            all_shards = set(range(len(plan.shards)))
+            for shard in all_shards - logs_by_shard.keys():
                 run.pass_over(plan.part_path(shard), "it is gone")
         reason = _unlike(plan, self._new)
         if reason is not None:
@@ -315,7 +316,8 @@ class OldRuns:
                         is_good = np.asarray(batch.column("error").is_null())
                         good_rows = rows[is_good]
                         keys[good_rows] = answer_keys[is_good]
-                        marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
+                        marks_of_batch = keys_in(batch.column(MODEL))
+                        marks.append(np.unique(marks_of_batch, axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
         return marks

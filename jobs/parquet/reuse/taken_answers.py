@@ -52,7 +52,8 @@ def _by_shard(
             if tables and shard != last_shard:
                 yield last_shard, pa.concat_tables(tables)
                 tables = []
-            tables.append(table.filter(pa.array(shards == shard)))
+            is_in_shard = pa.array(shards == shard)
+            tables.append(table.filter(is_in_shard))
             last_shard = shard
     if tables:
         yield last_shard, pa.concat_tables(tables)

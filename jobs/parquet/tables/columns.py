@@ -114,8 +114,10 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
     """Return a schema in which the named columns are texts of JSON."""
     fields = []
     for field in schema:
-        is_json = field.name in names
-        fields.append(pa.field(field.name, pa.string(), metadata=JSON) if is_json else field)
+        if field.name in names:
+            fields.append(pa.field(field.name, pa.string(), metadata=JSON))
+        else:
+            fields.append(field)
     return pa.schema(fields, metadata=schema.metadata)
 
 
@@ -138,7 +140,8 @@ def with_added_values(
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:
-            arrays.append(pa.repeat(pa.scalar(value, column.type), batch.num_rows))
+            scalar = pa.scalar(value, column.type)
+            arrays.append(pa.repeat(scalar, batch.num_rows))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

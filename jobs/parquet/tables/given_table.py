@@ -66,11 +66,10 @@ def _as_table(source: Any) -> pa.Table:
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
-    if package == "polars" and hasattr(
-        source, "to_arrow"
-    ):  # a DataFrame; the result has no views of texts
+    # A DataFrame of polars has `to_arrow`, whose result has no views of texts. A LazyFrame has `collect`.
+    if package == "polars" and hasattr(source, "to_arrow"):
         source = source.to_arrow()
-    if package == "polars" and hasattr(source, "collect"):  # a LazyFrame
+    if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(
             "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"
         )

@@ -100,6 +100,7 @@ class RowBuckets(ExitStack):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
+        #: How many places a bucket has.
         self._bucket_rows = max(BUCKET_ROWS, math.ceil(rows / MAX_BUCKETS))
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
@@ -129,11 +130,9 @@ class RowBuckets(ExitStack):
                 ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
                 rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
                 num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
-                for start in range(
-                    0, len(ranks), num_rows
-                ):  # for the rows with the ranks from `start` on
-                    # Take a few rows at a time, because `take` joins a column's chunks, and a joined column holds at
-                    # most 2 GiB of text.
+                # Take a few rows at a time, by their ranks, because `take` joins a column's chunks, and a joined column
+                # holds at most 2 GiB of text.
+                for start in range(0, len(ranks), num_rows):
                     is_next = (ranks >= start) & (ranks < start + num_rows)
                     next_rows = table if is_next.all() else table.filter(pa.array(is_next))
                     order = np.argsort(next_rows[_PLACE.name].to_numpy())
@@ -155,4 +154,5 @@ class RowBuckets(ExitStack):
                 stream = self.enter_context(pa.ipc.new_stream(path, table.schema))
                 self._streams[bucket] = (path, stream)
             _, stream = self._streams[bucket]
-            stream.write_table(table.filter(pa.array(buckets == bucket)))
+            is_in_bucket = pa.array(buckets == bucket)
+            stream.write_table(table.filter(is_in_bucket))
