@@ -144,7 +144,7 @@ class ObjectFiles:
 
         # An object is copied twice to one place. A safe store refuses the second copy.
         probe_name = temporary_name(secrets.token_hex(8), "_probe")
-        probe = f"{key}/{probe_name}".lstrip("/")
+        probe = f"{key}/{probe_name}".lstrip("/")  # a bucket has an empty key
         target = f"{probe}.tmp"
         copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:

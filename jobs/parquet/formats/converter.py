@@ -120,6 +120,7 @@ class _TextTable:
         self._num_bad = 0
         self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
+        #: The kinds of the columns, by name; "null" for a column without a value so far.
         self.kinds: dict[str, kinds.Kind] = {}
         if file.format in HEADED:
             names, self._records = csv_records(file)

@@ -69,7 +69,8 @@ def output_schema(
 
     schema: the input's schema. path: its first file, for errors. Raises ColumnConflict or MissingColumn.
     """
-    for column in (*(spec.keep or ()), *(spec.drop or ())):
+    kept_or_dropped = [*(spec.keep or ()), *(spec.drop or ())]
+    for column in kept_or_dropped:
         if column not in schema.names:
             raise missing_column(column, path, schema)
     names_to_keep = columns_kept(spec).chosen_from(schema.names)

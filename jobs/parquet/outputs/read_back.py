@@ -47,9 +47,11 @@ class FolderReader:
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
-        plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self.planned_run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        written_plan = load_plan(self._storage, os.path.join(folder, PLAN))
+        self.planned_run = written_plan.run
+        # The folder may have been moved since the plan was written.
+        spec = replace(written_plan.spec, output=folder)
+        self.plan: Plan = replace(written_plan, spec=spec)
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
         """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""

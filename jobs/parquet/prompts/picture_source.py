@@ -140,7 +140,7 @@ def _may_be_picture(kind: pa.DataType) -> bool:
 def _pictures_or_problem(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     """Return the pictures in a row's value, or the row's problem."""
     try:
-        return _pictures_in(scalar.as_py())
+        return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:
         # For example, a path is not UTF-8.
         if is_exhausted(problem):
@@ -148,7 +148,7 @@ def _pictures_or_problem(scalar: pa.Scalar) -> list[Picture] | RowProblem:
         return RowProblem(str(problem)[:1000])
 
 
-def _pictures_in(value: Any) -> list[Picture]:
+def _pictures_of(value: Any) -> list[Picture]:
     """Return the pictures in a value: bytes, a path, a struct of both, or a list of these. Raises InvalidJob."""
     if value is None:
         return []
@@ -156,11 +156,11 @@ def _pictures_in(value: Any) -> list[Picture]:
         content = value.get("bytes")
         if content is None:
             content = value.get("path")
-        return _pictures_in(content)
+        return _pictures_of(content)
     if isinstance(value, list):
         pictures = []
         for item in value:
-            pictures += _pictures_in(item)
+            pictures += _pictures_of(item)
         return pictures
     if isinstance(value, str):
         return [picture_of(value, "a picture")]

@@ -279,8 +279,9 @@ class OldRuns:
             raise CannotReuse(output, f"{age} version of Tokenmill has planned it") from None
 
         run = ReusedRun(output, written_plan.run)
-        # The folder may have been moved.
-        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))
+        # The folder may have been moved since the plan was written.
+        spec = replace(written_plan.spec, output=output)
+        plan = replace(written_plan, spec=spec)
         self.plans.append(plan)
         self.reused.append(run)
         logs_by_shard = _logs_by_shard(storage, plan)  # of the shards that have answers
