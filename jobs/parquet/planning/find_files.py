@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from glob import has_magic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SchemaMismatch, SearchTooLong
@@ -91,7 +91,7 @@ def partition_columns(
             texts.append(text)
         present_texts = [text for text in texts if text is not None]
         is_integer = bool(present_texts) and all(map(_is_int64, present_texts))
-        column_type = "int64" if is_integer else "string"
+        column_type: Literal["int64", "string"] = "int64" if is_integer else "string"
         columns.append(AddedColumn(name, column_type))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
             if is_integer and text is not None:
