@@ -220,7 +220,7 @@ class Generate(RowAsk):
 
 
 def _list_field(field: pa.Field) -> pa.Field:
-    """Return a column that holds lists of a column's values."""
+    """Return the field of a column that holds lists of this field's values."""
     return field.with_type(pa.list_(field.type))
 
 

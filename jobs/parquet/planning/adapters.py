@@ -36,7 +36,7 @@ def rows_name_adapters(spec: RunSpec) -> bool:
 
 
 def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Return a plan that pins the adapters of its rows too. A row that names an unknown one gets an error when asked.
+    """Return a plan that pins its rows' adapters too. A row that names an unknown adapter gets an error when asked.
 
     Reads all rows once. The input's files must be converted already.
     """

@@ -19,7 +19,7 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
-#: The most names that one search may meet, in all folders together. A local disk lists so many in some seconds.
+#: The most names that one search may meet, in all folders together. A local disk lists as many names within seconds.
 MAX_NAMES = 1_000_000
 #: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -126,7 +126,7 @@ def _order_key(row: Row | RowProblem) -> list[int]:
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
     num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [64 - min(num_bits, 63)]  # the more bits, the earlier
+    key = [64 - min(num_bits, 63)]  # from 1 on, so that rows with a problem come first
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()

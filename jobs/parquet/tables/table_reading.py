@@ -262,7 +262,7 @@ class RowReader(TableReading):
             num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._unread = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
-            if num_passed == num_before:
+            if num_passed == num_before:  # no row of the batch is in the shard
                 continue
 
             batch = batch.slice(num_before, num_passed - num_before)
