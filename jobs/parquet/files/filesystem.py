@@ -103,4 +103,5 @@ class FetchedFile(io.RawIOBase):
         bytes_left = max(0, self._size - self._at)
         if size is None or size < 0:
             size = bytes_left
-        return super().read(min(size, bytes_left)) or b""
+        content = super().read(min(size, bytes_left))
+        return content or b""  # other files of this base class may return None

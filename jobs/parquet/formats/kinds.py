@@ -179,7 +179,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
     if has_commas and number.is_integer() and abs(number) >= _INT64:
-        return "text"
+        return "text"  # as "digits" it would become a float in the output
     if repr(number) != text:  # the file writes the number in another way than a template would
         return "digits"
     return "float" if number.is_integer() else "fraction"
@@ -237,11 +237,11 @@ def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
     has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    is_number = has_commas and pa.types.is_floating(arrow_type)
+    becomes_float = has_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null
-        if is_number and value is not None:
+        if becomes_float and value is not None:
             value = value.replace(",", ".")
         values.append(value)
     return pa.array(values, pa.string()).cast(arrow_type)
