@@ -243,11 +243,11 @@ def _calls_text(sample: Completion) -> str | None:
 
 @cache
 def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
-    """Return the type of log probabilities: a list for each token, with the token itself before the likeliest.
+    """Return the type of log probabilities: a list for each token, with the token itself before the likeliest tokens.
 
     number_type: the type of each log probability. is_list: whether a row has several completions.
     """
-    token = pa.struct(
+    entry = pa.struct(
         [
             ("token_id", pa.int32()),
             ("token", pa.string()),
@@ -255,7 +255,8 @@ def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
             ("rank", pa.int32()),
         ]
     )
-    completion = pa.list_(pa.list_(token))
+    entries_of_token = pa.list_(entry)
+    completion = pa.list_(entries_of_token)
     return pa.list_(completion) if is_list else completion
 
 

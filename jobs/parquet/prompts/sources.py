@@ -277,8 +277,8 @@ def row_source(
 ) -> RowSource:
     """Return the source for a run's arguments. It checks the rows' sampling values. Raises InvalidJob.
 
-    control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts, unless the
-    run allows them.
+    control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts unless
+    the run allows them.
     """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
