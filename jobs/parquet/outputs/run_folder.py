@@ -374,9 +374,8 @@ class RunFolder:
         summary = manifest_of(self.plan, parts, reasons)
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
-        report = report_html(
-            json.loads(manifest), examples=examples
-        )  # of the values as JSON has them
+        read_manifest = json.loads(manifest)  # its values are as in the file
+        report = report_html(read_manifest, examples=examples)
         writers: dict[str, Callable[[Any], object]] = {}
         for name in self._outputs:
             writers[name] = partial(write_output, self.storage, self.plan, name)
