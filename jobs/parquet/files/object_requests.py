@@ -154,6 +154,7 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
         first_line = before_reply[0]
     reason = (code or first_line)[:_REASON_CHARS]
 
+    # The store's code says more than the class of the error, so it is looked at first.
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):

@@ -132,7 +132,7 @@ class FolderReader:
         """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
-            # The row is in the last file whose first row does not come after it.
+            # file_number: the last file that begins at or before the row
             file_number = bisect_right(self._first_rows, input_row) - 1
             file_row = input_row - self._first_rows[file_number]
             yield FailedRow(row, self.plan.files[file_number].path, file_row, reason)

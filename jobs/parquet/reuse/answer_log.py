@@ -105,7 +105,7 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: the earlier runs' rows."""
+    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: names of earlier runs' rows."""
     no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
@@ -156,9 +156,10 @@ class AnswerLog:
         rows = np.array([record.row for record in records], np.int64)
         marks = as_keys(b"".join(record.mark for record in records))
         answers = [record.answer for record in records]
+        keys = whole_keys(self.keys[rows], marks)
         columns = [  # in the order of log_schema
             pa.array(rows),
-            _as_column(whole_keys(self.keys[rows], marks)),
+            _as_column(keys),
             _as_column(marks),
             pa.array([_value(answer, "reused") for answer in answers], pa.string()),
             pa.array([record.num_tokens for record in records], pa.int64()),
