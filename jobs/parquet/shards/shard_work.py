@@ -202,7 +202,7 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return the answers that stay. The second model replaces those answers of this model that have a low margin."""
+        """Return the answers that stay. The second model replaces the answers of this model that have a low margin."""
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
