@@ -40,8 +40,9 @@ class ItemRunner(Generic[T]):
     then, the item is computed here too, so that no job waits for another.
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
-    keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
-    expired: returns None while items may be begun. After the deadline it returns the answer of those that are not.
+    keeps_replies: whether `answered` also holds the replies that each item was given. A journal that holds no answers
+    needs them. expired: returns None while items may be begun. After the deadline it returns the answer of items that
+    are not begun. answered: the answers that became known here, in that order.
     """
 
     def __init__(
@@ -64,13 +65,20 @@ class ItemRunner(Generic[T]):
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
+        # By the request's index; None once the request was delivered.
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._following: deque[tuple[Sent[T], Request]] = deque()
+        # Items under way, by their first place.
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
-        self._unsent = deque(entry for entry in entries if not self._take_known(entry))
+        # Items that are not begun.
+        self._unsent: deque[Entry[T]] = deque()
+        for entry in entries:
+            if not self._take_known(entry):
+                self._unsent.append(entry)
 
+        # The opening item, while it is under way.
         self._opening: Entry[Any] | None = None
         opening = ask.opening() if self._unsent else None
         if opening is not None:
@@ -101,16 +109,18 @@ class ItemRunner(Generic[T]):
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests; see OpenTask."""
-        postponed: deque[Entry[T]] = deque()
+        postponed: deque[Entry[T]] = deque()  # items that other jobs compute too
         while True:
             if self._following:
                 sent, request = self._following.popleft()
                 yield self._send(sent, request)
-            elif self._opening is not None:
+            elif (
+                self._opening is not None
+            ):  # it ends first; the worker asks for another stream then
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._take_known(entry) or self._let_expire(entry):
+                if self._is_answered_unasked(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -118,7 +128,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._take_known(entry) and not self._let_expire(entry):
+                if not self._is_answered_unasked(entry):
                     self._begin(entry)
             else:
                 return
@@ -145,7 +155,7 @@ class ItemRunner(Generic[T]):
         item.receive(sent.step, sent.place, samples)
         entry.num_awaited -= 1
         if entry.num_awaited > 0:
-            entry.received = {**entry.received, sent.place: samples}
+            entry.add_received(sent.place, samples)
         else:
             self._go_on(entry)
 
@@ -177,22 +187,26 @@ class ItemRunner(Generic[T]):
         tokens_of: the tokens of requests that were sent and not delivered, with the tokens that these requests
         continue.
         """
-        tokens: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
-        for index, samples in tokens_of.items():
+        # new_tokens_of[first_place][place]: the new tokens of the request at `place` in the item's present step
+        new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
+        for index, tokens_by_sample in tokens_of.items():
             sent = self._sent[index]
-            if sent is not None and sent.entry.places:
-                new_tokens = {
-                    number: token_ids[sent.num_continued :] for number, token_ids in samples.items()
-                }
-                tokens[sent.entry.first_place][sent.place] = new_tokens
+            if sent is None or sent.entry.is_opening:
+                continue
+            new_tokens = {
+                sample: token_ids[sent.num_continued :]
+                for sample, token_ids in tokens_by_sample.items()
+            }
+            new_tokens_of[sent.entry.first_place][sent.place] = new_tokens
 
         progress_of: dict[int, Progress] = {}
-        for place, entry in self._open.items():
+        for first_place, entry in self._open.items():
+            new_tokens_by_place = new_tokens_of.get(first_place, {})
             progress = Progress(
-                entry.replies, entry.received, tokens.get(place, {}), entry.num_tokens
+                entry.replies, entry.received, new_tokens_by_place, entry.num_tokens
             )
             if progress.can_be_written:
-                progress_of[place] = progress
+                progress_of[first_place] = progress
         return progress_of
 
     def answers(self) -> list[T]:
@@ -214,11 +228,12 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         entry.item = ItemUnderWay(make(), self._checks)
-        if entry.places:
+        if not entry.is_opening:
             self.counts.open += len(entry.places)
             self._open[entry.first_place] = entry
         entry.item.begin(list(entry.resumed.replies))
         if len(entry.item.replies) != len(entry.resumed.replies):
+            # The replay led to another step, so the rest of the progress is not about this step.
             entry.resumed = NOTHING
         self._go_on(entry)
 
@@ -238,17 +253,17 @@ class ItemRunner(Generic[T]):
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for place, request in enumerate(requests):
-            sent = Sent(entry, step, place, len(request.continued))
             if place in resumed.received:
                 samples = resumed.received[place]
-                entry.received = {**entry.received, place: samples}
+                entry.add_received(place, samples)
                 entry.num_awaited -= 1
                 item.receive(step, place, samples)
                 continue
             if place in resumed.tokens:
                 request = replace(request, resumed=resumed.tokens[place])
+            sent = Sent(entry, step, place, len(request.continued))
             self._following.append((sent, request))
-        requests.clear()
+        requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step
             self._go_on(entry)
 
@@ -259,21 +274,26 @@ class ItemRunner(Generic[T]):
 
     def _count(self, sent: Sent[T], samples: Samples) -> None:
         """Count the tokens of a request's completions."""
-        if not sent.entry.places:
+        if sent.entry.is_opening:
             return
         counts = self.counts
         counts.prompt_tokens += samples[0].num_prompt_tokens
         for sample in samples:
-            counts.generated_tokens += len(sample.token_ids) - sample.num_continued
-            counts.resumed_tokens += max(0, sample.num_continued - sent.num_continued)
-            sent.entry.num_tokens += max(0, len(sample.token_ids) - sent.num_continued)
+            # A sample's tokens: those of the answer that the request continues, then those of another execution, then
+            # those that were generated now. A failed sample may lack all of them.
+            num_generated = len(sample.token_ids) - sample.num_continued
+            num_resumed = max(0, sample.num_continued - sent.num_continued)
+            num_for_request = max(0, len(sample.token_ids) - sent.num_continued)
+            counts.generated_tokens += num_generated
+            counts.resumed_tokens += num_resumed
+            sent.entry.num_tokens += num_for_request
 
     def _end(self, entry: Entry[T]) -> None:
         """Take the answer of an item that has returned, and remember it for other jobs."""
         item = entry.item
         entry.item = None
         assert item is not None
-        if not entry.places:
+        if entry.is_opening:
             self._opening = None
             return
 
@@ -303,7 +323,11 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            make().close()
+            make().close()  # making the item lets go of its prompt
+
+    def _is_answered_unasked(self, entry: Entry[T]) -> bool:
+        """Answer an item that need not be begun; return whether it is such an item."""
+        return self._take_known(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:
         """Answer an item without beginning it, if the deadline has passed. Return whether the deadline has passed.
@@ -327,11 +351,12 @@ class ItemRunner(Generic[T]):
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:
-        """Claim an item for this job; return False if another job works on it."""
-        if entry.memo_key is not None:
-            if not self._memo.begin(entry.memo_key):
-                return False
-            self._claimed_keys.add(entry.memo_key)
+        """Tell the memo that this job works on an item; return False if another job does already."""
+        if entry.memo_key is None:
+            return True
+        if not self._memo.begin(entry.memo_key):
+            return False
+        self._claimed_keys.add(entry.memo_key)
         return True
 
     def _release(self, memo_key: bytes) -> None:

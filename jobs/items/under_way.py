@@ -18,6 +18,7 @@ class ItemUnderWay(Generic[T]):
     `receive` may be called in any thread, and runs the item's checks there. All other methods belong to the thread that
     sends requests and delivers completions.
 
+    replies: what the item was given so far. num_steps: the number of its present step, from 1. Checks are no steps.
     is_done: whether the item has returned. answer: what it has returned.
     """
 
@@ -85,8 +86,8 @@ class ItemUnderWay(Generic[T]):
         """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
         self._received = {}
         try:
-            give = self._item.throw if isinstance(reply, JobsError) else self._item.send
-            step = give(reply)
+            is_error = isinstance(reply, JobsError)
+            step = self._item.throw(reply) if is_error else self._item.send(reply)
         except StopIteration as end:
             self.answer = end.value
             self.is_done = True
@@ -106,10 +107,11 @@ class Entry(Generic[T]):
     places: the places of its prompts or rows within the runner. The first one names the item in a journal.
     make: begins the item. It is called once, when the item's turn comes.
     memo_key: names the answer in the memo; None for an item whose answer is its own.
-    num_awaited: requests of the present step that are not delivered yet.
-    resumed: the progress at which another execution left the item; None once the item has come that far.
+    item: the item once it is begun, until it has returned.
+    num_awaited: how many requests of the present step are not delivered yet.
+    resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
     replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
-    Progress. It is replaced and never changed, because a journal may be reading it.
+    Progress. num_tokens: the tokens that were generated for the item, by any execution.
     """
 
     places: list[int]
@@ -124,8 +126,17 @@ class Entry(Generic[T]):
 
     @property
     def first_place(self) -> int:
-        """The place that names the item in a journal. Only the opening item has no place."""
+        """The place that names the item in a journal. The opening item has none."""
         return self.places[0]
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether this is the opening item, which answers no place."""
+        return not self.places
+
+    def add_received(self, place: int, samples: Samples) -> None:
+        """Note the completions of a request of the present step. A journal may be reading the old mapping."""
+        self.received = {**self.received, place: samples}
 
 
 class Sent(NamedTuple, Generic[T]):

@@ -44,14 +44,16 @@ EXPIRED_CODE = "batch_expired"
 
 
 def custom_id(line: Any) -> str | None:
-    """Return the custom_id of a line; None if the line has none."""
-    value = line.get("custom_id") if isinstance(line, dict) else None
-    return value if isinstance(value, str) and value else None
+    """Return the custom_id of a line; None if it is missing, empty or no text."""
+    if not isinstance(line, dict):
+        return None
+    name = line.get("custom_id")
+    return name if name and isinstance(name, str) else None
 
 
 @dataclass
 class Drops:
-    """Leaves arguments out of a line, and collects their names. is_sampling_value: whether the engine knows a name."""
+    """Collects the names of arguments that a line loses. is_sampling_value: whether the engine knows a name."""
 
     is_sampling_value: Callable[[str], bool]
     left_out: list[str] = field(default_factory=list)
@@ -139,9 +141,9 @@ def without_unsupported(
             left_out.append(name)
     messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
-        keys: dict[str, None] = {}
-        supported["messages"] = [_without_keys(message, keys) for message in messages]
-        left_out += [f"messages[].{key}" for key in keys]
+        keys_left_out: dict[str, None] = {}  # a set that keeps the order
+        supported["messages"] = [_without_keys(message, keys_left_out) for message in messages]
+        left_out += [f"messages[].{key}" for key in keys_left_out]
     return supported, left_out
 
 
@@ -181,11 +183,11 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     """
     if line["url"] != RESPONSES:
         return lambda answer: answer
-    body = {name: value for name, value in line["body"].items() if name != "input"}
+    body_without_prompt = {name: value for name, value in line["body"].items() if name != "input"}
 
     def response(answer: dict[str, Any]) -> dict[str, Any]:
-        _, _, name = answer["id"].partition("-")
-        return response_object(answer, body, name, answer["created"])
+        _, _, job_id = answer["id"].partition("-")  # "chatcmpl-" and the job's id
+        return response_object(answer, body_without_prompt, job_id, answer["created"])
 
     return response
 

@@ -119,6 +119,7 @@ def _tried(
     """Ask until an answer is accepted; see RepairOptions."""
     tally = _Tally()
     first = replace(request, sampling=_later_sampling(request))
+    # `request` is the prompt of the present answer. `turn` is what is sent: `request`, or its continuation.
     turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
@@ -133,12 +134,13 @@ def _tried(
         tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
             if turn.continued and tally.answer is not None and repairs.check is not None:
+                # The cut answer stays the answer, and was not checked before.
                 problem = yield Check(repairs, tally.answer.text, row)
             break
 
-        has_attempts = attempt < repairs.max_attempts
+        has_attempts_left = attempt < repairs.max_attempts
         was_cut = completion.finish_reason == "length"
-        if repairs.continue_on_length and was_cut and has_attempts:
+        if repairs.continue_on_length and was_cut and has_attempts_left:
             turn = replace(
                 request, continued=completion.token_ids, sampling=_later_sampling(request)
             )
@@ -147,7 +149,7 @@ def _tried(
         if repairs.check is None:
             break
         problem = yield Check(repairs, completion.text, row)
-        if problem is None or not has_attempts:
+        if problem is None or not has_attempts_left:
             break
         if _had_no_room(completion, request):
             request = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
@@ -254,10 +256,11 @@ def _without_answers(
     *earlier, last = request.messages
     if last["role"] != "user":
         return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
-    parts = last["content"]
-    is_text = isinstance(parts, str)
-    content = f"{parts}\n\n{text}" if is_text else [*parts, {"type": "text", "text": text}]
-    return replace(request, messages=[*earlier, {**last, "content": content}])
+    if isinstance(last["content"], str):
+        extended = {**last, "content": f"{last['content']}\n\n{text}"}
+    else:
+        extended = {**last, "content": [*last["content"], {"type": "text", "text": text}]}
+    return replace(request, messages=[*earlier, extended])
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
@@ -310,7 +313,7 @@ def check_repairs(
         raise InvalidValue(
             f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
         )
-    for is_there, problem in (
+    for is_refused, problem in (
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
@@ -319,7 +322,7 @@ def check_repairs(
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
     ):
-        if is_there:
+        if is_refused:
             raise InvalidJob(problem)
 
 

@@ -89,11 +89,12 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
     [name] = names
-    kind = name.removesuffix("_template")
-    is_template = name != kind
-    if not is_template:
-        return make(kind, sources[name])
-    return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
+    if not name.endswith("_template"):
+        return make(name, sources[name])
+    name_of_filled = name.removesuffix("_template")
+    return templated_task(
+        name, sources[name], partial(make, name_of_filled), values_are_text=values_are_text
+    )
 
 
 def complete_task(

@@ -17,13 +17,15 @@ MAX_TEMPLATE_MESSAGES = 100
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
     texts = [template]
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] | None = None
+    num_chars = 0
     if not isinstance(template, str):
         texts, roles = _messages(template)
-    chars = sum(map(len, (*texts, *roles)))
+        num_chars += sum(map(len, roles))
+    num_chars += sum(map(len, texts))
     remedy = "shorten it, or write the long part into a column"
-    check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
-    return texts, roles or None
+    check_limit(num_chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
+    return texts, roles
 
 
 def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:

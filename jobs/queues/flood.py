@@ -30,6 +30,7 @@ RUN = "run "
 
 #: Cancels some of the jobs that wait between two places of a queue, except jobs that a worker has taken. Each one is
 #: first replaced by "", and all of these go at once: LREM walks from the queue's end, which is slow for each job alone.
+#: `first` and `last` are negative, so they count from the queue's end.
 _TAKE = """
 local waiting, cancelled = KEYS[1], KEYS[2]
 local first, last, job_prefix, executions_prefix, moment, kept_s = unpack(ARGV, 1, 6)
@@ -105,13 +106,13 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
     producers = []
     for job_id, reads in zip(job_ids, is_read, strict=True):
-        producer = named_producer(stored.json_object(next(metas))) if reads else ""
+        named = named_producer(stored.json_object(next(metas))) if reads else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard
             producers.append(f"{RUN}{run}")
         else:
-            producers.append(producer or UNNAMED)
+            producers.append(named or UNNAMED)
     return producers
 
 
@@ -130,9 +131,10 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
     length: Any = connection.llen(keys.waiting)
-    num_passed = 0
+    num_passed = 0  # jobs of other producers, which stay at the queue's end
     num_cancelled = 0
     while num_passed + num_cancelled < length:
+        # Places from the queue's end, where -1 is the last job.
         first = -num_passed - _PAGE
         last = -num_passed - 1
         entries: Any = connection.lrange(keys.waiting, first, last)

@@ -55,7 +55,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
-        if shard is None:
+        if shard is None:  # the planning job
             if facts.get("plan_job") == lease.job_id:
                 state.describe({PLAN_ERROR: error})
                 enqueue_notices(
@@ -71,6 +71,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
 
 
 def _wants_notices(facts: Mapping[str, str]) -> bool:
+    """Whether a run's submission asks for any notice. facts: the run's hash."""
     return any(name in facts for name in ASKED_FOR)
 
 
@@ -119,8 +120,8 @@ def _enqueue_once(
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
     last_submission = facts.get("submission")
     is_last = str(submission) == last_submission and "queue" in facts
-    was_told = facts.get(TOLD) == last_submission
-    if not is_last or was_told or not _wants_notices(facts):
+    was_told_end = facts.get(TOLD) == last_submission
+    if not is_last or was_told_end or not _wants_notices(facts):
         return
     # A failed run may go on if a person enqueues its jobs again. So a failure has a mark of its own.
     is_end = word != "failed"

@@ -64,7 +64,9 @@ def is_named(name: str, wanted: str | None) -> bool:
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
-    return file_format == (JSONL if wanted == OPENAI_BATCH else wanted)
+    if wanted == OPENAI_BATCH:
+        return file_format == JSONL
+    return file_format == wanted
 
 
 def one_format(names: Iterable[str], wanted: str | None = None) -> str:

@@ -230,17 +230,19 @@ class _NewJobs:
         earlier_jobs: list[tuple[EarlierJob, bool]] = []
         for queue in self._queues:
             earlier_jobs += queue.look(shards, cancelled)
-        alive = {job_shard(run, job.id) for job, is_alive in earlier_jobs if is_alive}
+        shards_alive = {job_shard(run, job.id) for job, is_alive in earlier_jobs if is_alive}
         job_ids: dict[int, str] = {}
         for shard in shards:
-            if shard not in alive:
+            if shard not in shards_alive:
                 job_ids[shard] = shard_job_id(run, shard, self._is_second)
 
         pipe.multi()
         self._state.take_turn(pipe)
         for job, is_alive in earlier_jobs:
             if not is_alive:
-                job.delete(pipe, from_queue=job.origin != self._target.queue.name)
+                # A dead job does not wait on our queue, where a search takes long.
+                may_wait = job.origin != self._target.queue.name
+                job.delete(pipe, from_queue=may_wait)
                 pipe.delete(results_key(job.id))
             elif job.was_cancelled(cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
@@ -303,7 +305,7 @@ class _ShardQueue:
         self._is_second = is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs of the shards. Each comes with a flag: whether it will bring its shard to an end.
+        """Return the jobs of the shards, and beside each job whether it is alive: will bring its shard to an end.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
@@ -313,6 +315,7 @@ class _ShardQueue:
             job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions
         }
         if waiting_ids and not waiting_ids <= self._on_queue:
+            # Some came onto the queue after it was read, or are lost.
             jobs = read_earlier(self._connection, ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]

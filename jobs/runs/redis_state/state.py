@@ -94,8 +94,8 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
         pipe.hlen(key)
-        _, length = pipe.execute()
-        if reasons.rows and length < MAX_PARTS:
+        _, num_parts = pipe.execute()
+        if reasons.rows and num_parts < MAX_PARTS:
             commonest = reasons.commonest(MAX_OF_PART)
             records = [[reason.text, reason.rows, reason.examples] for reason in commonest]
             pipe.hset(key, str(shard), json.dumps(records))
@@ -154,7 +154,6 @@ class RunState:
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = connection
         self.run = run
-        self._redis = connection
         self._lease = lease
         self._key = run_key(run)
         self._parts_key = run_key(run, "parts")
@@ -164,16 +163,16 @@ class RunState:
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts of the plan, or why there is no plan. The facts outlive the planning job. Raises RunBusy."""
-        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]
+        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
             self._put(pipe, facts, *outdated)
-            self._list(pipe)
+            self._list_run(pipe)
 
         self._change(write)
 
-    def _list(self, pipe: Pipeline) -> None:
+    def _list_run(self, pipe: Pipeline) -> None:
         """Have `pipe` put the run first in the list of runs, and drop old runs from the list."""
         now_ms = _now_ms()
         pipe.zadd(RUNS_KEY, {self.run: now_ms})
@@ -225,6 +224,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
+            # The clock counts too, because Redis may have lost the numbers of earlier submissions.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts: dict[str, str | int] = {
@@ -258,7 +258,7 @@ class RunState:
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
-        self._list(pipe)
+        self._list_run(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
         """Submit the run with its planning job, if the job was enqueued without a submission.
@@ -284,7 +284,7 @@ class RunState:
     def cancel(self, submission: int, **reason: str) -> None:
         """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
 
-        reason: `stopped`, with the reason, if no person cancelled it.
+        reason: `stopped="why"` if the run was stopped, and not cancelled by a person.
         """
 
         def mark(pipe: Pipeline) -> None:
@@ -343,7 +343,7 @@ class RunState:
         is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
         matter. client: used for reading, such as a pipeline that watches the run.
         """
-        client = client or self._redis
+        client = client or self.connection
         if is_whole:
             totals: Any = client.hmget(self._key, "total_rows", "total_errors", "total_expired")
             rows, errors, expired = map(_number, totals)
@@ -437,14 +437,14 @@ class RunState:
 
         def amend(pipe: Pipeline) -> PartCount:
             is_lost = self._is_lost(pipe)  # then only parts that were found are recorded
-            current: dict[int, bytes | None] = {}
+            record_now: dict[int, bytes | None] = {}  # by shard
             if shards and not is_lost:
-                records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
-                current = dict(zip(shards, records_now, strict=True))
-            new = [stats for shard, stats in unrecorded.items() if current.get(shard) is None]
-            dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
+                records: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
+                record_now = dict(zip(shards, records, strict=True))
+            new = [stats for shard, stats in unrecorded.items() if record_now.get(shard) is None]
+            dropped = [shard for shard, record in gone.items() if record_now.get(shard) == record]
 
-            counts = Counter(dict.fromkeys(TOTALS, 0))
+            counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
             for stats in new:
                 counts.update(_counts(stats))
             for shard in dropped:
@@ -458,8 +458,8 @@ class RunState:
                 pipe.hdel(self._parts_key, *map(str, dropped))
             for name, count in counts.items():
                 pipe.hincrby(self._key, name, count)
-            records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
-            pipe.hset(self._parts_key, mapping={_TOTAL: total, **records})
+            new_records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
+            pipe.hset(self._parts_key, mapping={_TOTAL: total, **new_records})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
@@ -527,8 +527,10 @@ def _counts(part: PartStats) -> dict[str, int]:
 
 
 def _number(raw: bytes | None) -> int:
+    """Return a number that Redis has; 0 if the field is missing."""
     return int(raw or 0)
 
 
 def _now_ms() -> int:
+    """Return the time in milliseconds since 1970."""
     return int(time.time() * 1000)

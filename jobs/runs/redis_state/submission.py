@@ -73,9 +73,14 @@ class ErrorLimit:
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
-        max_errors = self.rows if self.share is None else self.share * rows
-        is_too_early = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
-        if max_errors is None or errors <= max_errors or is_too_early:
+        max_errors: float | None
+        if self.share is None:
+            max_errors = self.rows
+        else:
+            max_errors = self.share * rows
+            if rows < MIN_JUDGED_ROWS and not judges_few:
+                return None
+        if max_errors is None or errors <= max_errors:
             return None
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "

@@ -98,8 +98,10 @@ class _Measured(NamedTuple):
 
 
 class RunLook:
-    """Collects what one look sees of a run.
+    """Collects what one look sees of a run. Call `see_queues`, then `see_parts` and the others.
 
+    length: the number of waiting jobs of all runs on the run's queues.
+    started, failed: the ids of jobs that run or have failed, by shard. running: those of `started` without a part.
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
@@ -141,22 +143,22 @@ class RunLook:
     ) -> None:
         """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: the shards with a part, among the shards with a running or failed job. Another execution has written
-        the part.
+        with_part: those of the shards with a running or failed job that have a part. Another execution has written it.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
 
-        # If every shard has a part and the run has not finished, a job has failed while it ended the run.
+        # A failed job does not count if its shard runs again, or has a part. But if every shard has a part and the run
+        # has not finished, a job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
         if not failed_at_end:
             superseded.update(with_part)
-        shards = sorted(self.failed.keys() - superseded)
-        self.failed = {shard: self.failed[shard] for shard in shards}
+        still_failed = sorted(self.failed.keys() - superseded)
+        self.failed = {shard: self.failed[shard] for shard in still_failed}
 
     def see_stopped(self, connection: Redis) -> None:
         """Find out which failed jobs an earlier cancel has stopped."""
@@ -165,13 +167,13 @@ class RunLook:
             self.stopped = set()
             return
 
-        failed = list(self.failed.values())
+        failed_ids = list(self.failed.values())
         with connection.pipeline(transaction=False) as pipe:
-            for job_id in failed:
+            for job_id in failed_ids:
                 pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
             replies = pipe.execute()
         self.stopped = set()
-        for job_id, reply in zip(failed, replies, strict=True):
+        for job_id, reply in zip(failed_ids, replies, strict=True):
             submission = stored.count(stored.text(reply or b"")) or 0
             if submission <= cancelled:
                 self.stopped.add(job_id)
@@ -193,7 +195,7 @@ class RunLook:
         return are_left and not self.is_worked_on
 
     def seek(self, connection: Redis) -> None:
-        """Look for the jobs of unfinished shards one by one, to see whether a worker holds them or they are gone."""
+        """Look for the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
@@ -221,12 +223,11 @@ class RunLook:
         facts = self.facts
         progress = self.progress
         counts = self.counts
-        # The names of the facts with the model's identity and with its text.
-        model_facts = ("model", "model_text")
+        awaited_model = self._awaited(workers, facts["queue"], "model", "model_text")
         if self.plan_status in WAITING:
-            model_facts = ("plan_model", "plan_model")
-        # A submission's number is its time in milliseconds.
-        submitted_at = _number(facts, "submission") / 1000 or None
+            awaited_model = self._awaited(workers, facts["queue"], "plan_model", "plan_model")
+        submission = _number(facts, "submission")
+        submitted_at = submission / 1000 if submission else None  # the number is a time in ms
 
         rows = stored.count(facts.get("rows"))
         rows_under_way = sum(shard.rows for shard in progress)
@@ -244,6 +245,13 @@ class RunLook:
         if measured is not None:
             rows_per_s = (measured.rows + rows_under_way) / measured.seconds
             tokens_per_s = (measured.tokens + tokens_under_way) / measured.seconds
+
+        limit = ErrorLimit.from_stored(facts.get("max_errors"))
+        too_many_errors = limit.excess(
+            counts["rows"] - counts["expired"],
+            counts["errors"] - counts["expired"],
+            is_whole=self.is_finished,
+        )
 
         listening = listening_on(workers, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
@@ -272,16 +280,12 @@ class RunLook:
             silent_workers=tuple(sorted(busy_workers - _alive(workers))),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
-            awaited_model=self._awaited(workers, facts["queue"], *model_facts),
+            awaited_model=awaited_model,
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
             reuse_differs=_shown(facts, REUSE_DIFFERS),
-            too_many_errors=ErrorLimit.from_stored(facts.get("max_errors")).excess(
-                counts["rows"] - counts["expired"],
-                counts["errors"] - counts["expired"],
-                is_whole=self.is_finished,
-            ),
+            too_many_errors=too_many_errors,
             deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
             submitted_at=submitted_at,
@@ -302,7 +306,7 @@ class RunLook:
         A run on which nobody works has no rates, because old ones would mislead. worked_s: see RunSnapshot.
         """
         facts = self.facts
-        if worked_s:
+        if worked_s:  # the run has finished
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
@@ -331,7 +335,8 @@ class RunLook:
         # under way. Parts after the shards under way come from an earlier submission, and count as older.
         recorded = state.recorded()
         in_order = sorted(recorded)
-        num_before = bisect(in_order, max(self.running, default=-1))
+        last_running = max(self.running, default=-1)
+        num_before = bisect(in_order, last_running)
         oldest_first = [*in_order[num_before:], *in_order[:num_before]]
         latest = state.parts_of(oldest_first[-MAX_LOOKED:])
 
@@ -394,20 +399,19 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     workers = [worker for worker in read_workers(connection) if worker.queues]
     alive = [worker for worker in workers if not worker.is_silent]
 
-    max_entries: dict[
-        str, int
-    ] = {}  # by queue; the entries of a finished run's queue do not matter
+    max_entries: dict[str, int] = {}  # by queue
     for look in looks:
         for name in look.queues:
             if not look.is_finished:
                 max_entries[name] = most
-            max_entries.setdefault(name, 1)
+            max_entries.setdefault(name, 1)  # a finished run needs no entries, and 0 would read all
     queues = {name: read_queue(connection, name, number) for name, number in max_entries.items()}
     for look in looks:
         look.see_queues(queues)
     # Parts are read after the queues. So a shard that ends in between is seen as done, and not as lost.
     _read_parts(connection, looks)
 
+    is_close_look = most == 0
     snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
@@ -418,10 +422,10 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
 
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
         may_lack_jobs = num_left > look.length
-        if look.is_still and (most == 0 or may_lack_jobs):
+        if look.is_still and (is_close_look or may_lack_jobs):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
-        if most == 0 and snapshot.state == "running":
+        if is_close_look and snapshot.state == "running":
             snapshot = replace(snapshot, left_s=look.left_s(connection, workers))
         snapshots.append(snapshot)
     return snapshots
@@ -640,4 +644,5 @@ def _shown(facts: Mapping[str, str], name: str) -> str | None:
 
 
 def _number(facts: Mapping[str, str], name: str) -> int:
+    """Return a fact that is a count; 0 if it is missing or no number."""
     return stored.count(facts.get(name)) or 0
