@@ -114,9 +114,8 @@ class ItemRunner(Generic[T]):
             if self._following:
                 sent, request = self._following.popleft()
                 yield self._send(sent, request)
-            elif (
-                self._opening is not None
-            ):  # it ends first; the worker asks for another stream then
+            elif self._opening is not None:
+                # The opening item ends before others begin. Then the worker asks for another stream.
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()

@@ -158,7 +158,9 @@ def _is_supported(
         return openai_responses.is_served(name, value)
     if name in FOR_OPERATORS or name in _KNOWN[url]:
         return True
-    if url == EMBEDDINGS or name in CHAT_ONLY:
+    if (
+        url == EMBEDDINGS or name in CHAT_ONLY
+    ):  # then sampling values are no arguments of the endpoint
         return False
     return is_sampling_value(name)
 
@@ -171,7 +173,7 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
     for key, value in message.items():
         if key in MESSAGE_KEYS:
             supported[key] = value
-        elif value is not None and value != []:
+        elif value is not None and value != []:  # an empty value asks for nothing
             left_out[key] = None
     return supported
 

@@ -137,7 +137,6 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     has_paths = any(isinstance(picture, str) for picture in pictures)
     if has_paths:
         return LateTask(task_with_files, blocking=True)
-    loaded(
-        pictures, read=str.encode
-    )  # only checks the limits: without paths, `read` is never called
+    # Only the limits are checked here. Without paths, `read` is never called.
+    loaded(pictures, read=str.encode)
     return make(messages)

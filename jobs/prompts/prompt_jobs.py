@@ -28,7 +28,7 @@ from jobs.prompts.responses import (
     text_completion,
 )
 from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
+from jobs.prompts.ways.table import check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import Parts, Request, Task
 
@@ -50,13 +50,10 @@ def _split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
     """Split keyword arguments into sampling values, checks of answers, and options of ways. Raises InvalidJob."""
-    sampling = dict(options)
+    sampling, way_options = split_way(options)
     repairs = NO_REPAIRS
-    way_options: dict[str, Any] = {}
-    if not REPAIR_OPTIONS.isdisjoint(sampling):
+    if sampling.keys() & REPAIR_OPTIONS:
         sampling, repairs = split_repair_options(sampling)
-    if not WAY_OPTIONS.keys().isdisjoint(sampling):
-        sampling, way_options = split_way(sampling)
     return parse_sampling(sampling), repairs, way_options
 
 

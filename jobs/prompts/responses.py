@@ -188,7 +188,7 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """Make vLLM's `prompt_logprobs` of a choice: for each token of the prompt, by token id."""
+    """Make vLLM's `prompt_logprobs` of a choice: for each place in the prompt, log probabilities by token id."""
     shown: list[dict[str, Any] | None] = []
     for row in rows:
         if row is None:

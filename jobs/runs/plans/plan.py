@@ -200,10 +200,8 @@ class Plan:
         first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
         shards = set()
         for row in rows:
-            num_begun = bisect_right(
-                first_rows, row
-            )  # shards whose first row is not behind this row
-            shards.add(num_begun - 1)
+            # The shard before the first one that begins behind this row.
+            shards.add(bisect_right(first_rows, row) - 1)
         return sorted(shards)
 
     @cached_property
@@ -349,24 +347,23 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
     if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
         fills_batch = min(max_rows, MIN_TAIL_ROWS)
         min_rows = max(max_rows // TAIL_SHARE, fills_batch)
-    for number, groups in enumerate(row_groups):
+    for file, groups in enumerate(row_groups):
         ends = list(accumulate(groups))  # ends[i]: the row after row group i
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
             wanted = max(min_rows, num_left // TAIL_SHARE)
             rows = min(wanted, max_rows, num_rows_of_file - start, num_left)
-            yield _shard(number, ends, start, rows)
+            yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
     """Return the shard of one range of rows. ends: for each row group, the row after its last row."""
-    first_group = bisect_right(ends, start)  # the first that ends behind row `start`
-    last_group = bisect_left(
-        ends, start + rows
-    )  # the first that ends where the range ends, or later
+    first_group = bisect_right(ends, start)  # the first group that ends behind row `start`
+    range_end = start + rows
+    last_group = bisect_left(ends, range_end)  # the first group that ends there or later
     group_start = ends[first_group - 1] if first_group > 0 else 0
     return Shard(
         file=file,

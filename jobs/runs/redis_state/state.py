@@ -188,7 +188,7 @@ class RunState:
 
     def facts(self) -> dict[str, str]:
         """Return the facts from `describe`, and the marks of the run's end. Raises UnknownRun if Redis lost the run."""
-        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in fields.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
@@ -196,12 +196,12 @@ class RunState:
 
     def submission(self) -> int:
         """Return the number of the last submission, 0 for none. It is greater than any earlier one."""
-        number: Any = self._redis.hget(self._key, "submission")
+        number: Any = self.connection.hget(self._key, "submission")
         return _number(number)
 
     def cancelled_submission(self) -> int:
         """Return the number of the last cancelled submission, 0 for none. Its jobs and earlier jobs must stop."""
-        number: Any = self._redis.hget(self._key, "cancelled_submission")
+        number: Any = self.connection.hget(self._key, "cancelled_submission")
         return _number(number)
 
     def submit(
@@ -309,14 +309,14 @@ class RunState:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
-        return transact(self._redis, checked, self._key)
+        return transact(self.connection, checked, self._key)
 
     def begin(self, moment: float) -> float | None:
         """Note when work on the submission began, unless the time is noted already. Raises RunCancelled.
 
         Returns the submission's deadline in Unix seconds; None if it has none.
         """
-        with self._redis.pipeline() as pipe:
+        with self.connection.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
             pipe.hget(self._key, DEADLINE)
             pipe.hsetnx(self._key, "began_at", str(moment))
@@ -327,12 +327,12 @@ class RunState:
 
     def deadline(self) -> float | None:
         """Return the last submission's deadline in Unix seconds; None without a deadline."""
-        text: Any = self._redis.hget(self._key, DEADLINE)
+        text: Any = self.connection.hget(self._key, DEADLINE)
         return stored.seconds(stored.text(text or b""))
 
     def is_cancelled(self) -> bool:
         """Whether the last submission was cancelled or stopped."""
-        return bool(self._redis.hexists(self._key, "cancelled"))
+        return bool(self.connection.hexists(self._key, "cancelled"))
 
     def judge(
         self, *, is_whole: bool = False, client: Redis | None = None
@@ -389,7 +389,7 @@ class RunState:
         if manifest:
             facts |= {f"total_{name}": manifest[name] for name in COUNTED}
             facts["worked_s"] = str(manifest["statistics"]["working_seconds"])
-        with self._redis.pipeline() as pipe:
+        with self.connection.pipeline() as pipe:
             self._put(pipe, facts)
             pipe.execute()
 
@@ -469,9 +469,9 @@ class RunState:
 
     def records(self) -> dict[int, bytes]:
         """Return the record of each part. Empty if Redis has lost the run, even if parts were recorded since."""
-        if self._is_lost(self._redis):
+        if self._is_lost(self.connection):
             return {}
-        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
     def _is_lost(self, client: Redis) -> bool:
@@ -482,14 +482,14 @@ class RunState:
 
     def recorded(self) -> set[int]:
         """Return the shards that have a part."""
-        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        fields = cast("list[bytes]", self.connection.hkeys(self._parts_key))
         return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
         """Return the statistics of the shards that have a part."""
         if not shards:
             return {}
-        records: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        records: Any = self.connection.hmget(self._parts_key, [str(shard) for shard in shards])
         parts = {}
         for shard, record in zip(shards, records, strict=True):
             if record is not None:
@@ -511,14 +511,14 @@ class RunState:
         """Make a change as one transaction. Raises RunBusy if there is a lease and its job is not held any more."""
         lease = self._lease
         if lease is None:
-            return transact(self._redis, change, *watched)
+            return transact(self.connection, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
             if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
-        return transact(self._redis, checked, lease.key, *watched)
+        return transact(self.connection, checked, lease.key, *watched)
 
 
 def _counts(part: PartStats) -> dict[str, int]:

@@ -311,8 +311,9 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]
     num_bins = min(MAX_BINS, 3 * len(parts))
     bin_s = worked_before[-1] / max(1, num_bins)
-    if bin_s <= 0:
-        return {"bin_s": 0.0, "tokens": [sum(part.tokens for part in parts)] if parts else []}
+    if bin_s <= 0:  # there are no parts, or they took no time
+        all_tokens = sum(part.tokens for part in parts)
+        return {"bin_s": 0.0, "tokens": [all_tokens] if parts else []}
 
     tokens = [0.0] * num_bins
     last_bin = num_bins - 1

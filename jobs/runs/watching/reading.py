@@ -162,8 +162,8 @@ class RunLook:
 
     def see_stopped(self, connection: Redis) -> None:
         """Find out which failed jobs an earlier cancel has stopped."""
-        cancelled = _number(self.facts, "cancelled_submission")
-        if not cancelled:
+        cancelled_submission = _number(self.facts, "cancelled_submission")
+        if not cancelled_submission:
             self.stopped = set()
             return
 
@@ -175,7 +175,7 @@ class RunLook:
         self.stopped = set()
         for job_id, reply in zip(failed_ids, replies, strict=True):
             submission = stored.count(stored.text(reply or b"")) or 0
-            if submission <= cancelled:
+            if submission <= cancelled_submission:
                 self.stopped.add(job_id)
 
     @property
@@ -324,7 +324,8 @@ class RunLook:
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
-        state = RunState(connection, self.run)
+        if self.is_stalled:
+            return None
         alive = _alive(workers)
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
@@ -333,6 +334,7 @@ class RunLook:
 
         # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
         # under way. Parts after the shards under way come from an earlier submission, and count as older.
+        state = RunState(connection, self.run)
         recorded = state.recorded()
         in_order = sorted(recorded)
         last_running = max(self.running, default=-1)
@@ -343,8 +345,7 @@ class RunLook:
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         parts = PartsDone(recorded, latest, self.counts)
-        left_s = time_left(shares, self.shards, rows, parts, running, time.time())
-        return None if self.is_stalled else left_s
+        return time_left(shares, self.shards, rows, parts, running, time.time())
 
     def _plan_error(self, connection: Redis) -> str | None:
         """Say why the last planning made no plan; None if it made one, or may still make one."""

@@ -114,9 +114,9 @@ def _rate(spans: Sequence[Span], since: float) -> float:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
         # A worker may have several shards at once. The time that they share counts once.
-        counted_until = busy_until.get(span.worker, began_at)
-        busy_s += max(0.0, ended_at - max(began_at, counted_until))
-        busy_until[span.worker] = max(ended_at, busy_until.get(span.worker, ended_at))
+        counted_until = max(began_at, busy_until.get(span.worker, began_at))
+        busy_s += max(0.0, ended_at - counted_until)
+        busy_until[span.worker] = max(ended_at, counted_until)
     return work / busy_s if busy_s > 0 else 0.0
 
 
@@ -129,7 +129,7 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
 
-    # Bisect for rows / n.
+    # Bisect for x = rows / n, at which 1 - exp(-x) = share * x.
     low = 0.0
     high = 1 / max(share, 1e-9)
     for _ in range(60):
