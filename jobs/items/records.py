@@ -67,8 +67,8 @@ class Progress:
     """How far an item is: what it was given, and what the engine has for the requests of its present step.
 
     replies: what it was given for the steps before, in order.
-    received: completions of the present step, by the place of their request in it.
-    tokens: the tokens of requests that are not answered yet, by the same places.
+    received: completions of the present step, by the number of their request in the step.
+    tokens: the tokens of requests that are not answered yet, by the same numbers.
     num_tokens: how many tokens were generated for all completions.
     """
 
@@ -102,8 +102,8 @@ class Progress:
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
-        received = [[place, _samples_json(samples)] for place, samples in self.received.items()]
-        tokens = [[place, _tokens_json(samples)] for place, samples in self.tokens.items()]
+        received = [[number, _samples_json(samples)] for number, samples in self.received.items()]
+        tokens = [[number, _tokens_json(samples)] for number, samples in self.tokens.items()]
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
             "received": received,
@@ -116,8 +116,8 @@ class Progress:
         """Read what `to_json` returned. Raises ValueError, TypeError or KeyError for anything else."""
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
-            received={int(place): _samples(samples) for place, samples in value["received"]},
-            tokens={int(place): _tokens(samples) for place, samples in value["tokens"]},
+            received={int(number): _samples(samples) for number, samples in value["received"]},
+            tokens={int(number): _tokens(samples) for number, samples in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 

@@ -21,7 +21,7 @@ class Counts:
     """Counts what a runner has done.
 
     done: places that are answered. open: places whose items are under way. resumed: places that another execution had
-    begun. resumed_tokens: the tokens that it had generated.
+    begun. resumed_tokens: tokens that another execution had generated.
     """
 
     done: int = 0
@@ -139,7 +139,7 @@ class ItemRunner(Generic[T]):
         """
         sent = self._sent[index]
         if sent is not None and sent.entry.item is not None:
-            sent.entry.item.receive(sent.step, sent.place, samples)
+            sent.entry.item.receive(sent.step, sent.number, samples)
 
     def deliver(self, index: int, samples: Samples) -> None:
         """Take all completions of request `index`, in any order of indices."""
@@ -151,10 +151,10 @@ class ItemRunner(Generic[T]):
         assert item is not None
         self._count(sent, samples)
 
-        item.receive(sent.step, sent.place, samples)
+        item.receive(sent.step, sent.number, samples)  # changes nothing if `inspect` has done it
         entry.num_awaited -= 1
         if entry.num_awaited > 0:
-            entry.add_received(sent.place, samples)
+            entry.add_received(sent.number, samples)
         else:
             self._go_on(entry)
 
@@ -186,7 +186,7 @@ class ItemRunner(Generic[T]):
         tokens_of: the tokens of requests that were sent and not delivered, with the tokens that these requests
         continue.
         """
-        # new_tokens_of[first_place][place]: the new tokens of the request at `place` in the item's present step
+        # new_tokens_of[first_place][number]: the new tokens of a request, by its number in the item's present step.
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
         for index, tokens_by_sample in tokens_of.items():
             sent = self._sent[index]
@@ -196,13 +196,13 @@ class ItemRunner(Generic[T]):
                 sample: token_ids[sent.num_continued :]
                 for sample, token_ids in tokens_by_sample.items()
             }
-            new_tokens_of[sent.entry.first_place][sent.place] = new_tokens
+            new_tokens_of[sent.entry.first_place][sent.number] = new_tokens
 
         progress_of: dict[int, Progress] = {}
         for first_place, entry in self._open.items():
-            new_tokens_by_place = new_tokens_of.get(first_place, {})
+            new_tokens_by_number = new_tokens_of.get(first_place, {})
             progress = Progress(
-                entry.replies, entry.received, new_tokens_by_place, entry.num_tokens
+                entry.replies, entry.received, new_tokens_by_number, entry.num_tokens
             )
             if progress.can_be_written:
                 progress_of[first_place] = progress
@@ -251,16 +251,16 @@ class ItemRunner(Generic[T]):
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
-        for place, request in enumerate(requests):
-            if place in resumed.received:
-                samples = resumed.received[place]
-                entry.add_received(place, samples)
+        for number, request in enumerate(requests):
+            if number in resumed.received:
+                samples = resumed.received[number]
+                entry.add_received(number, samples)
                 entry.num_awaited -= 1
-                item.receive(step, place, samples)
+                item.receive(step, number, samples)
                 continue
-            if place in resumed.tokens:
-                request = replace(request, resumed=resumed.tokens[place])
-            sent = Sent(entry, step, place, len(request.continued))
+            if number in resumed.tokens:
+                request = replace(request, resumed=resumed.tokens[number])
+            sent = Sent(entry, step, number, len(request.continued))
             self._following.append((sent, request))
         requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step

@@ -53,21 +53,21 @@ class ItemUnderWay(Generic[T]):
         self._requests = []
         return requests
 
-    def receive(self, step: int, place: int, samples: Samples) -> None:
-        """Take the completions of a request. step: the number of its step. place: its place in the step.
+    def receive(self, step: int, number: int, samples: Samples) -> None:
+        """Take the completions of a request. step: the number of its step. number: its number in the step, from 0.
 
         Once the completions of the whole step are here, the item goes on to its next requests or its answer. A request
         that is received again changes nothing. Raises the errors of the item and of its checks.
         """
         with self._lock:
-            if step != self.num_steps or self.is_done or place in self._received:
+            if step != self.num_steps or self.is_done or number in self._received:
                 return
             if len(samples) > 1:
                 samples = sorted(samples, key=lambda sample: sample.index)
-            self._received[place] = samples
+            self._received[number] = samples
             if len(self._received) < self._num_awaited:
                 return
-            reply = [self._received[number] for number in range(self._num_awaited)]
+            reply = [self._received[request] for request in range(self._num_awaited)]
             self.replies.append(reply)
             self._make_checks(self._next(reply))
 
@@ -134,17 +134,20 @@ class Entry(Generic[T]):
         """Whether this is the opening item, which answers no place."""
         return not self.places
 
-    def add_received(self, place: int, samples: Samples) -> None:
+    def add_received(self, number: int, samples: Samples) -> None:
         """Note the completions of a request of the present step. A journal may be reading the old mapping."""
-        self.received = {**self.received, place: samples}
+        self.received = {**self.received, number: samples}
 
 
 class Sent(NamedTuple, Generic[T]):
-    """A request that was sent: its item, its step, its place in the step, and how many tokens it continues."""
+    """A request that was sent, or waits for that. step: the number of its step. number: its number in the step.
+
+    num_continued: the tokens of an earlier answer that the request continues.
+    """
 
     entry: Entry[T]
     step: int
-    place: int
+    number: int
     num_continued: int
 
 

@@ -158,9 +158,7 @@ def _is_supported(
         return openai_responses.is_served(name, value)
     if name in FOR_OPERATORS or name in _KNOWN[url]:
         return True
-    if (
-        url == EMBEDDINGS or name in CHAT_ONLY
-    ):  # then sampling values are no arguments of the endpoint
+    if url == EMBEDDINGS or name in CHAT_ONLY:  # no argument of this endpoint
         return False
     return is_sampling_value(name)
 
