@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return numbers by which records are compared. A record that is further has greater numbers."""
+        """Return numbers by which records are compared. A record with more progress has greater ones."""
         num_unanswered_tokens = 0
         for tokens_by_sample in self.tokens.values():
             num_unanswered_tokens += sum(map(len, tokens_by_sample.values()))

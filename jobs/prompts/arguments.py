@@ -77,7 +77,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt of a list that cannot be asked. The other prompts go on."""
+    """Stands for a prompt that cannot be asked. The other prompts of its list go on."""
 
     reason: str
 
@@ -111,7 +111,7 @@ def checked_text(text: Any, name: str) -> str:
 
 
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
-    """Return one entry for each prompt of a string, of token ids, or of a list of either.
+    """Return the prompts of an argument: a string, a list of token ids, or a list of such prompts.
 
     An entry of a list that cannot be a prompt is Unusable. Raises InvalidJob if all entries are unusable, or if there
     are more than MAX_PROMPTS.

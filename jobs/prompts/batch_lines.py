@@ -37,7 +37,7 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 
 #: The error code of a line that was not answered. The fault is in the line, or else its shard would be tried again.
 ERROR_CODE = "invalid_request"
-#: The beginning and the code of the error of a line for another endpoint than the batch's.
+#: For a line whose endpoint is not the batch's: the beginning of its error, and the error's code.
 MISMATCHED, MISMATCHED_CODE = "mismatched endpoint", "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
@@ -128,7 +128,7 @@ _KNOWN: Mapping[str, set[str]] = {
 def without_unsupported(
     url: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a line's body without arguments that are not served, and the names of these.
+    """Return a line's body without arguments that are not served, and the names of the arguments left out.
 
     A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
     """
@@ -193,7 +193,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, as its answer says it. The number of the request is left out."""
+    """Return why a line failed, for its answer. The number of the request is left out."""
     if isinstance(error, ModelNotServed):
         name = str(error.argument("model"))
         return (

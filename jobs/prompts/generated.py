@@ -233,7 +233,7 @@ def _repaired(
     control_tokens: Collection[str],
     answer: str = "",
 ) -> Request:
-    """Return a request for another answer, which follows the answer that is not valid."""
+    """Return a request that repeats the answer that is not valid, and asks for another one."""
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)

@@ -69,7 +69,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             undefined=jinja2.StrictUndefined,
-            # Without a context, Jinja would call it for constants while it compiles.
+            # Jinja calls a function without a context while it compiles, for constants.
             finalize=jinja2.pass_context(lambda context, value: _written(value)),
             optimized=False,  # so that a mistake fails its row, and not the run
             keep_trailing_newline=True,

@@ -1,7 +1,7 @@
 """Sends notices of a run's end: an HTTP call or a user's function. Each notice is a job on the run's queue.
 
 A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. One
-transaction enqueues the notices and notes that they were enqueued. It comes before the end of the last job is written.
+transaction enqueues the notices and notes that they were enqueued. Only then the end of the last job is written.
 If a worker is killed in between, the shard runs again and enqueues the notices.
 """
 
@@ -46,7 +46,7 @@ RETRIES = 3
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     """Enqueue a run's notices if the run ends with the lease's job. This job is about to fail for good.
 
-    Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.
+    Call this before the job's end is written. lease: the lease of the execution that writes this end. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
     if run_shard is None:

@@ -22,7 +22,7 @@ MAX_PROBABILITIES = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The result of a prompt. values: its values by the names of their columns. error: why there are none."""
+    """The result of a prompt. values: by the names of their columns. error: why there are no values."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None

@@ -160,9 +160,9 @@ class PromptStep:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns that the output has for this prompt, and what each holds, by the name in an answer.
+        """Return the columns that the output has for this prompt, each with the field of the answer that it holds.
 
-        For example, the prompt `summary` has summary: completion, and summary_finish_reason: finish_reason.
+        For example, for the prompt `summary`: {"summary": "completion", "summary_finish_reason": "finish_reason"}.
         """
         if self.is_scored:
             return {name: name for name in Labels.columns}

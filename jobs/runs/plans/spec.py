@@ -260,7 +260,7 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's columns."""
+        """Return how answers are checked, and when rows are asked again."""
         return RepairOptions(
             self.check, self.max_attempts, self.continue_on_length, self.repair_template
         )

@@ -497,7 +497,7 @@ class RunState:
         return parts
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change that no planner, submission or cancel comes between. Raises RunBusy.
+        """Make a change as one transaction, which no planner, submission or cancel interrupts. Raises RunBusy.
 
         `change` is called again if one of these came after its reads.
         """

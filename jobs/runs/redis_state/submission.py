@@ -67,8 +67,8 @@ class ErrorLimit:
     ) -> str | None:
         """Say that too many rows have an error. Return None if there are not too many.
 
-        A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
-        also judged before MIN_JUDGED_ROWS rows are finished.
+        is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
+        judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
         """
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:

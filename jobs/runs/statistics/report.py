@@ -315,7 +315,7 @@ def _table(
 ) -> str:
     """Return a table, and below it how many rows are left out. Return "" if there are no rows.
 
-    noun: says what the rows that are left out are.
+    noun: names what is left out.
     """
     if not rows:
         return ""

@@ -580,7 +580,7 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
 
 
 def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
-    """Have each look see its run's counts, the number of its parts, and which of the shards with a job have a part."""
+    """Have each look see its run's counts, its number of parts, and which shards with a job have a part."""
     shards_with_jobs = [list({*look.started, *look.failed}) for look in looks]
     with connection.pipeline(transaction=False) as pipe:
         for look, shards in zip(looks, shards_with_jobs, strict=True):

@@ -15,7 +15,7 @@ LATELY_S = 2.0
 class Progress:
     """The progress that a shard's job reports.
 
-    rows: the answered rows, of shard_rows. tokens: the generated tokens. has_job: whether Redis has the job.
+    rows: how many of shard_rows are answered. tokens: the generated tokens. has_job: whether Redis has the job.
     """
 
     rows: int = 0
@@ -89,7 +89,7 @@ def time_left(
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how many seconds the busy workers take for `work`, at their rate of late; None if no worker is busy."""
+    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy."""
     began_at = min((span.began_at for span in spans), default=now)
     half_time = (began_at + now) / 2
     rate = _rate(spans, since=half_time)
