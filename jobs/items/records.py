@@ -98,7 +98,7 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.length)  # without all three there is no work to save
+        return any(self.length)  # each of these is work
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""

@@ -177,7 +177,7 @@ class ItemRunner(Generic[T]):
             entry.num_tokens = progress.num_tokens
             self.counts.resumed += len(entry.places)
             self.counts.resumed_tokens += progress.num_tokens
-            self._claim(entry)
+            self._claim(entry)  # if another job has the claim, both compute the item
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:

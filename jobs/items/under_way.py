@@ -26,6 +26,7 @@ class ItemUnderWay(Generic[T]):
         self._item = item
         self._checks = checks
         self._lock = threading.Lock()
+        # Of the present step: its requests until they are taken, how many they are, and completions by request.
         self._requests: list[Request] = []
         self._num_awaited = 0
         self._received: dict[int, Samples] = {}

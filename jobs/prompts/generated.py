@@ -125,8 +125,7 @@ def _tried(
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [turn]  # one request with one sample
         if problem is not None and not turn.continued and _is_refused(completion):
-            # The earlier answers leave no room in the model's length: ask without them, in this attempt.
-            del completion
+            # The earlier answers leave no room in the model's length: ask without them. The refusal is no attempt.
             request = _without_answers(first, repairs, problem, attempt, control_tokens)
             turn = request
             [[completion]] = yield [turn]
@@ -166,7 +165,7 @@ class _Tally:
     def __init__(self) -> None:
         self.answer: Completion | None = None
         self.num_generated = 0
-        self._first: Completion | None = None
+        self._first: Completion | None = None  # it alone has the prompt's values; see _FIRST_ONLY
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0

@@ -154,11 +154,13 @@ def chat_task(
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
+        """Return the task for a chat whose pictures are loaded."""
         request = Request(prompt=None, messages=messages, sampling=values, chat_options=chat)
         respond = partial(chat_completion, options=response)
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
+        """Return the task for these messages, which the job names or a template has made."""
         return pictured_task(normal_messages(messages), task)
 
     return asked_task(

@@ -67,6 +67,7 @@ class PromptTask(Task):
         adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
+            # It may be the name of an adapter.
             if model not in context.adapters.names:
                 raise ModelNotServed(model, _served(context))
             if adapter not in (None, model):

@@ -125,9 +125,9 @@ def text_logprobs(
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
-    for token, row in zip(
-        [*prompt_tokens, *answer_tokens], [*prompt_rows, *answer_rows], strict=True
-    ):
+    all_tokens = [*prompt_tokens, *answer_tokens]
+    all_rows = [*prompt_rows, *answer_rows]
+    for token, row in zip(all_tokens, all_rows, strict=True):
         if row is None:
             tokens.append(token)
             parts.append((token, None))
@@ -344,7 +344,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Count each prompt once, however many samples it has, as OpenAI does."""
+    """Return the numbers of tokens. Each prompt counts once, however many samples it has, as with OpenAI."""
     prompt_tokens = sum(answer.first.num_prompt_tokens for answer in answers)
     completion_tokens = sum(sum(answer.num_generated) for answer in answers)
     cached_tokens = sum(answer.first.num_cached_tokens for answer in answers)

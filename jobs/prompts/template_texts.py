@@ -85,7 +85,7 @@ class _Spellings:
         return value
 
     def _broken_end(self, text: str) -> str:
-        """Return a text with BREAK in each beginning of a token that its end spells."""
+        """Return a text with BREAK in each token that begins near the text's end and is cut off there."""
         broken = text
         first_start = max(len(text) - self._longest, 0)
         for start in reversed(range(first_start, len(text))):  # so that earlier places stay right

@@ -34,6 +34,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
+            # In the order of PLACES, and the due jobs last.
             pipe.llen(keys.waiting)
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)

@@ -98,15 +98,15 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
         # A producer may have put another kind of value there. Then only that job has no name.
         sizes: list[Any] = pipe.execute(raise_on_error=False)
-        is_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
-        for job_id, reads in zip(job_ids, is_read, strict=True):
-            if reads:
+        can_be_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        for job_id, is_read in zip(job_ids, can_be_read, strict=True):
+            if is_read:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")
         metas = iter(pipe.execute(raise_on_error=False))
 
     producers = []
-    for job_id, reads in zip(job_ids, is_read, strict=True):
-        named = named_producer(stored.json_object(next(metas))) if reads else ""
+    for job_id, is_read in zip(job_ids, can_be_read, strict=True):
+        named = named_producer(stored.json_object(next(metas))) if is_read else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard

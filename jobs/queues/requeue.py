@@ -70,7 +70,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
         num_left = limit - len(result.done) - len(result.missing)
         if num_left <= 0:
             break
-        # These jobs stay at the beginning of Redis' list of failed jobs. The next page begins after them.
+        # Jobs that were not put back stay at the beginning of Redis' list. The next page begins after them.
         first = len(result.cancelled) + len(result.missing) + len(result.wrong)
         last = first + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, first, last)

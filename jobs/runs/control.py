@@ -77,7 +77,9 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         """Write the submission, and the planning job unless a worker holds it already."""
-        is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
+        is_held = False
+        if not state.is_cancelled():  # a cancelled planning ends without a plan
+            is_held = _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning_arguments)
@@ -249,7 +251,8 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
         return False
     [job] = jobs
     is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
-    if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
+    is_held = job.status is JobStatus.STARTED or bool(job.executions) or is_popped
+    if not is_held:
         return False
 
     model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)

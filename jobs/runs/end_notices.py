@@ -162,7 +162,8 @@ def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -
     if word == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
         reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
-        word = "finished" if reason is None else "failed"
+        if reason is not None:
+            word = "failed"
     if word == "finished" and expired:
         reason = f"{expired} rows were not begun before the deadline"
         word = "expired"

@@ -81,7 +81,8 @@ class Relevance(Scoring):
         scored = _YES_OR_NO.scored(completion)
         if scored.error is not None:
             return Scored(error=NO_RELEVANCE)
-        return Scored({"score": dict(scored.values["probabilities"])["yes"]})
+        probability_of = dict(scored.values["probabilities"])  # by label
+        return Scored({"score": probability_of["yes"]})
 
 
 def rerank_task(
@@ -96,9 +97,9 @@ def rerank_task(
     """Return the task of `jobs.rerank`. top_n: how many results are returned. Raises InvalidJob."""
     model_name = parse_model(model)
     query = checked_text(query, "query")
-    instruction = checked_text(
-        RERANK_INSTRUCTION if instruction is None else instruction, "instruction"
-    )
+    if instruction is None:
+        instruction = RERANK_INSTRUCTION
+    instruction = checked_text(instruction, "instruction")
     texts = _documents(documents)
     without_document = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
     problem = (

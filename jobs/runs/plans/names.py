@@ -80,8 +80,8 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
     for name in names:
         first_names.setdefault(named_format(name) or PARQUET, name)
     if len(first_names) > 1:
-        (first_format, first_name), (other_format, other_name) = list(first_names.items())[:2]
-        raise MixedFormats(other_name, other_format, first_name, first_format)
+        first, other = list(first_names)[:2]
+        raise MixedFormats(first_names[other], other, first_names[first], first)
     return next(iter(first_names), PARQUET)
 
 

@@ -170,8 +170,8 @@ def check_read(
     read: the values that are read all the same. ask, owner: what asks, and what has the values, for the message.
     """
     for name in values:
-        shapes_answer = name == "tool_choice" and forces_call(values)
-        if name not in read or shapes_answer:
+        is_forced_call = name == "tool_choice" and forces_call(values)
+        if name not in read or is_forced_call:
             raise InvalidValue(
                 f"{owner} has {{}}, and for {ask} nothing is generated: leave it out", brief(name)
             )

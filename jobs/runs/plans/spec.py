@@ -385,7 +385,7 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     _check_template(spec)
     # Reading the steps raises an error if they are not valid.
     samplings = [step.sampling for step in spec.steps] or [spec.sampling]
-    has_logprobs = not all(sampling.keys().isdisjoint(LOGPROBS) for sampling in samplings)
+    has_logprobs = any(sampling.keys() & set(LOGPROBS) for sampling in samplings)
     _check_used(
         "logprob_type" in options,
         has_logprobs,

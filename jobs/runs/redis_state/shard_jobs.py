@@ -215,10 +215,10 @@ class _NewJobs:
         # jobs for the first model are enqueued.
         self._queues = []
         for name, is_second in plan.queues(queue_name):
-            if is_second or not self._is_second:
-                self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
-        # The jobs are enqueued here.
-        self._target = self._queues[0]
+            if self._is_second and not is_second:
+                continue
+            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+        self._target = self._queues[0]  # where the jobs are enqueued
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
         """Enqueue the shards that no live job works on; return how many these are. pipe: see RunState.write."""
@@ -305,18 +305,18 @@ class _ShardQueue:
         self._is_second = is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs of the shards, and beside each job whether it is alive: will bring its shard to an end.
+        """Return the jobs of the shards, and beside each job whether it is alive; see `_is_alive`.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
-        ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
-        jobs = read_earlier(self._connection, ids)
+        job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
+        jobs = read_earlier(self._connection, job_ids)
         waiting_ids = {
             job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions
         }
         if waiting_ids and not waiting_ids <= self._on_queue:
             # Some came onto the queue after it was read, or are lost.
-            jobs = read_earlier(self._connection, ids, self.keys)
+            jobs = read_earlier(self._connection, job_ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
         return [(job, self._is_alive(job, cancelled)) for job in jobs]

@@ -343,7 +343,8 @@ class RunState:
         is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
         matter. client: used for reading, such as a pipeline that watches the run.
         """
-        client = client or self.connection
+        if client is None:
+            client = self.connection
         if is_whole:
             totals: Any = client.hmget(self._key, "total_rows", "total_errors", "total_expired")
             rows, errors, expired = map(_number, totals)
@@ -353,8 +354,8 @@ class RunState:
             judged: Any = client.hmget(self._key, "judged_rows", "judged_errors")
             rows, errors = map(_number, judged)
         fields: Any = client.hmget(self._key, "max_errors", "submission")
-        text, submission = fields
-        limit = ErrorLimit.from_stored(stored.text(text) if text else None)
+        limit_bytes, submission = fields
+        limit = ErrorLimit.from_stored(stored.text(limit_bytes) if limit_bytes else None)
         # A limit that somebody set counts for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)

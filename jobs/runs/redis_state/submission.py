@@ -49,11 +49,14 @@ class ErrorLimit:
         if type(value) not in (int, str):
             raise unlike("max_errors", value, expected)
         match = _LIMIT.fullmatch(str(value).strip())
-        if match is not None and match["rows"]:
-            return cls(rows=int(match["rows"]))
-        if match is None or float(match["percent"]) > 100:
+        if match is None:
             raise unlike("max_errors", value, expected)
-        return cls(share=float(match["percent"]) / 100)
+        if match["rows"] is not None:
+            return cls(rows=int(match["rows"]))
+        percent = float(match["percent"])
+        if percent > 100:
+            raise unlike("max_errors", value, expected)
+        return cls(share=percent / 100)
 
     @classmethod
     def from_stored(cls, text: str | None) -> ErrorLimit:
@@ -135,15 +138,17 @@ class Submission:
         model = parse_model(wishes["model"])
         limit = ErrorLimit.parse(wishes["max_errors"])
         if wishes[WEBHOOK] is not None:
-            host_of(wishes[WEBHOOK])
+            host_of(wishes[WEBHOOK])  # raises for a URL that is not valid
 
         deadline = None
         if wishes[DEADLINE] is not None:
             deadline = parse_deadline(DEADLINE, wishes[DEADLINE], now)
-        reuse = [] if wishes["reuse"] is None else wishes["reuse"]
-        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
-        if not isinstance(reuse, list | tuple):
+        reuse = wishes["reuse"]
+        if reuse is None:
+            reuse = []
+        elif not isinstance(reuse, list | tuple):
             reuse = [reuse]
+        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         submission = cls(
             queue=queue,
             model=model,

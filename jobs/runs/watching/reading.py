@@ -202,7 +202,8 @@ class RunLook:
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or planned
-            self.claimed = num_held(connection, chain.from_iterable(map(self._job_ids, shards)))
+            job_ids = chain.from_iterable(map(self._job_ids, shards))
+            self.claimed = num_held(connection, job_ids)
 
         sought = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
@@ -374,7 +375,9 @@ class RunLook:
             return None
         text = _shown(self.facts, text_fact)
         others = other_lengths(workers, queue, identity)
-        return f"{text}, but {others}" if text and others else text
+        if text and others:
+            return f"{text}, but {others}"
+        return text
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
