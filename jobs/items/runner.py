@@ -183,8 +183,7 @@ class ItemRunner(Generic[T]):
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
         """Return the progress of the items under way, by their first places.
 
-        tokens_of: the tokens of requests that were sent and not delivered, with the tokens that these requests
-        continue.
+        tokens_of: the tokens of requests that were sent and not delivered. Those of `Request.continued` come first.
         """
         # new_tokens_of[first_place][number]: the new tokens of a request, by its number in the item's present step.
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)

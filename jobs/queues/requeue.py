@@ -63,7 +63,8 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs stay, and so do jobs whose client is at fault. They do not count against the limit.
+    Jobs of cancelled runs stay, and so do jobs whose client is at fault. Such jobs do not count against the limit, but
+    missing jobs do.
     """
     result = Requeued()
     while True:

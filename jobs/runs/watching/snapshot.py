@@ -175,7 +175,8 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            return self.plan_status is None  # someone deleted the planning job
+            # Somebody deleted the planning job. If the job has ended, its status says how.
+            return self.plan_status is None
         if not self.queue_length:
             return True
         # If every shard has a part, the job that must end the run may still wait.
