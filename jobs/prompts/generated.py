@@ -108,7 +108,7 @@ def generated(
 
 
 def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Ask once, and return the answer."""
+    """Ask once, and return the answer. item: the item that asks."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 

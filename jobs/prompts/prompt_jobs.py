@@ -64,7 +64,7 @@ def _checked_way(
     tools: list[dict[str, Any]],
 ) -> Way | None:
     """Return the way that options ask for. Raises InvalidJob for an argument that cannot be combined with this way."""
-    way = way_of(options) if options else None
+    way = way_of(options)
     if way is not None:
         check_beside(way, sampling, repairs)
         way.check(sampling, tools)

@@ -164,7 +164,7 @@ class PromptTask(Task):
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     """Return an item that asks nothing and returns this answer."""
-    yield from ()
+    yield from ()  # makes this function a generator
     return answer
 
 
@@ -268,7 +268,8 @@ class OpenPrompts(ItemsTask):
         """
         if self._context.journal is None:
             return None
-        # A prompt that an earlier execution had begun may still wait for the engine, and has no tokens then.
+        # What an earlier execution had done of a prompt counts until this execution has done more. The prompt may still
+        # wait for the engine, and has no tokens then.
         progress_of = dict(self._earlier_progress)
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)

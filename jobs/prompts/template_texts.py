@@ -67,7 +67,7 @@ class _Spellings:
     def __init__(self, texts: Collection[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._beginnings = set()
+        self._beginnings = set()  # each beginning of a token that is not the whole token
         for text in texts:
             self._beginnings |= {text[:length] for length in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
@@ -101,6 +101,7 @@ def _with_break(text: str, place: int) -> str:
 
 @lru_cache(maxsize=4)
 def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
+    """Return what finds these tokens. The last ones are remembered."""
     return _Spellings(control_tokens)
 
 

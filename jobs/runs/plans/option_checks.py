@@ -28,7 +28,7 @@ MAX_STRUCT_LABELS = 1000
 
 def column_names(name: str, value: Any) -> list[str]:
     """Return the columns of a list, each once and sorted, because their order changes nothing. Raises InvalidValue."""
-    if isinstance(value, str) or not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple):
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
         )

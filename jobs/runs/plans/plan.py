@@ -206,7 +206,10 @@ class Plan:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row. Cached, because each of ten thousand shards needs it."""
+        """Return the number of each file's first row, and at the end the number of all rows.
+
+        Cached, because each of ten thousand shards needs it.
+        """
         return [0, *accumulate(file.num_asked for file in self.files)]
 
     @property

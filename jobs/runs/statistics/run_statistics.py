@@ -188,8 +188,9 @@ BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
     """Count lengths by the range of BOUNDS that they fall into. The keys are the ranges' upper bounds."""
     counts: Counter[int] = Counter()
+    last_range = len(BOUNDS) - 1  # counts all longer ones too
     for length in lengths:
-        place = min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)
+        place = min(bisect_left(BOUNDS, length), last_range)
         counts[BOUNDS[place]] += 1
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
