@@ -199,6 +199,13 @@ def enqueue_shards(
     return num_enqueued
 
 
+class _SeenJob(NamedTuple):
+    """A shard's job. is_alive: whether it will bring its shard to an end."""
+
+    job: EarlierJob
+    is_alive: bool
+
+
 class _NewJobs:
     """Enqueues the jobs of shards, all for one model of the run. Arguments: see enqueue_shards."""
 
@@ -227,10 +234,10 @@ class _NewJobs:
             raise RunCancelled(run)
         submission = self._state.submission()
         cancelled = self._state.cancelled_submission()
-        earlier_jobs: list[tuple[EarlierJob, bool]] = []
+        seen_jobs: list[_SeenJob] = []
         for queue in self._queues:
-            earlier_jobs += queue.look(shards, cancelled)
-        shards_alive = {job_shard(run, job.id) for job, is_alive in earlier_jobs if is_alive}
+            seen_jobs += queue.look(shards, cancelled)
+        shards_alive = {job_shard(run, seen.job.id) for seen in seen_jobs if seen.is_alive}
         job_ids: dict[int, str] = {}
         for shard in shards:
             if shard not in shards_alive:
@@ -238,7 +245,7 @@ class _NewJobs:
 
         pipe.multi()
         self._state.take_turn(pipe)
-        for job, is_alive in earlier_jobs:
+        for job, is_alive in seen_jobs:
             if not is_alive:
                 # A dead job does not wait on our queue, where a search takes long.
                 may_wait = job.origin != self._target.queue.name
@@ -304,8 +311,8 @@ class _ShardQueue:
         self._run = run
         self._is_second = is_second
 
-    def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs of the shards, and beside each job whether it is alive; see `_is_alive`.
+    def look(self, shards: Sequence[int], cancelled: int) -> list[_SeenJob]:
+        """Return the jobs of the shards.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
@@ -319,7 +326,7 @@ class _ShardQueue:
             jobs = read_earlier(self._connection, job_ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
-        return [(job, self._is_alive(job, cancelled)) for job in jobs]
+        return [_SeenJob(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
         """Whether a job will bring its shard to an end."""

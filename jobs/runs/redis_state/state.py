@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -144,6 +144,13 @@ class PartCount:
     def is_whole(self) -> bool:
         """Whether each shard has a part."""
         return self.total is not None and self.done >= self.total
+
+
+class Verdict(NamedTuple):
+    """Why a run must stop, for people. submission: the number of the submission whose limit demands it."""
+
+    reason: str
+    submission: int
 
 
 class RunState:
@@ -338,10 +345,8 @@ class RunState:
         """Whether the last submission was cancelled or stopped."""
         return bool(self.connection.hexists(self._key, "cancelled"))
 
-    def judge(
-        self, *, is_whole: bool = False, client: Redis | None = None
-    ) -> tuple[str, int] | None:
-        """Return why the run must stop, and the submission whose limit demands it; None if the run goes on.
+    def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
+        """Return why the run must stop; None if it goes on.
 
         The parts recorded since the submission are judged, without the rows that the deadline has left unasked.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
@@ -368,7 +373,7 @@ class RunState:
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )
-        return reason, _number(submission)
+        return Verdict(reason, _number(submission))
 
     def record_failed(self, shard: int) -> PartCount:
         """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
