@@ -90,7 +90,7 @@ class _Spellings:
         first_start = max(len(text) - self._longest, 0)
         for start in reversed(range(first_start, len(text))):  # so that earlier places stay right
             if text[start:] in self._beginnings:
-                broken = _with_break(broken, start + 1)
+                broken = _with_break(broken, start + 1)  # behind the token's first character
         return broken
 
 

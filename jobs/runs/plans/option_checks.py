@@ -167,7 +167,8 @@ def check_read(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes a generated answer, where nothing is generated.
 
-    read: the values that are read all the same. ask, owner: what asks, and what has the values, for the message.
+    read: the names of values that are read all the same. For the message, ask names what generates nothing, and owner
+    names what has the values.
     """
     for name in values:
         is_forced_call = name == "tool_choice" and forces_call(values)

@@ -268,7 +268,7 @@ class _NewJobs:
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:
+        if self._is_second:  # a job with the run's queue asks the second model
             args.append(self._queue_name)
             description += ", again"
         # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.

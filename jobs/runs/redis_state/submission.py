@@ -116,7 +116,7 @@ class Submission:
     webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called then.
     reuse: outputs of earlier runs whose answers are taken.
     deadline: when to begin no more rows, in Unix seconds.
-    priority: the run gets this many times the share of a run with priority 1.
+    priority: the run's share of the queue's workers, as a multiple of a run's with priority 1.
     """
 
     queue: str
