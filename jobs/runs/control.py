@@ -194,7 +194,8 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
     """
     if not job_ids:
         return False
-    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]):
+    middle = len(job_ids) // 2
+    for job_id in (job_ids[middle], job_ids[-1]):
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:
             return 2 * int(place) > connection.llen(queue_key)

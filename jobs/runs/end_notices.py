@@ -150,7 +150,8 @@ def _enqueue_once(
             job_id=f"{id_prefix}-{kind}-{submission}",
             retry=Retry(max=RETRIES),
         )
-    pipe.hset(run_key(state.run), TOLD if is_end else TOLD_FAILED, last_submission)
+    mark = TOLD if is_end else TOLD_FAILED
+    pipe.hset(run_key(state.run), mark, last_submission)
 
 
 def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:

@@ -71,7 +71,10 @@ class Scoring(abc.ABC):
         """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
-            requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))
+            if isinstance(prompt, Unusable):
+                requests.append(prompt)
+            else:
+                requests.append(self.request(prompt))
         return requests
 
     @abc.abstractmethod

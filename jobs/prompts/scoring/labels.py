@@ -107,8 +107,9 @@ class Labels(Scoring):
         total = fsum(weights)
         probabilities = [weight / total for weight in weights]
         best, second = sorted(probabilities, reverse=True)[:2]
+        place = probabilities.index(best)
         values = {
-            "label": self.labels[probabilities.index(best)],
+            "label": self.labels[place],
             "probability": best,
             "probabilities": tuple(zip(self.labels, probabilities, strict=True)),
             "margin": best - second,

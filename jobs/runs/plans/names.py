@@ -78,7 +78,8 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
         return wanted
     first_names: dict[str, str] = {}  # the first file's name, by format
     for name in names:
-        first_names.setdefault(named_format(name) or PARQUET, name)
+        file_format = named_format(name) or PARQUET
+        first_names.setdefault(file_format, name)
     if len(first_names) > 1:
         first, other = list(first_names)[:2]
         raise MixedFormats(first_names[other], other, first_names[first], first)

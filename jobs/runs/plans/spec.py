@@ -399,9 +399,11 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
+    # With labels and several prompts, answers to all but the last are generated.
+    generates = not spec.labels or spec.prompts is not None
     _check_used(
         spec.parse,
-        spec.task == checks.GENERATE and (not spec.labels or spec.prompts is not None),
+        spec.task == checks.GENERATE and generates,
         "parse is for generated answers: leave it out",
     )
     # Reading the types raises an error for a schema that fits into no column.

@@ -364,7 +364,8 @@ class RunState:
             rows, errors = map(_number, judged)
         fields: Any = client.hmget(self._key, "max_errors", "submission")
         limit_bytes, submission = fields
-        limit = ErrorLimit.from_stored(stored.text(limit_bytes) if limit_bytes else None)
+        limit_text = stored.text(limit_bytes) if limit_bytes else None
+        limit = ErrorLimit.from_stored(limit_text)
         # A limit that somebody set counts for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)

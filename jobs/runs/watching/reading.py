@@ -518,8 +518,10 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
         replies = pipe.execute(raise_on_error=False)
     progress = []
     for reply in replies:
-        is_error = not isinstance(reply, list)
-        progress.append(Progress() if is_error else _progress(*reply))
+        if isinstance(reply, list):
+            progress.append(_progress(*reply))
+        else:  # an error, because producers may write to these keys too
+            progress.append(Progress())
     return progress
 
 
