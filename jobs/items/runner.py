@@ -214,7 +214,7 @@ class ItemRunner(Generic[T]):
         return answers
 
     def close(self) -> None:
-        """Leave the items without an answer to other jobs. May be called more than once."""
+        """Give up the items that have no answer, so that other jobs compute them. May be called more than once."""
         for memo_key in list(self._claimed_keys):
             self._release(memo_key)
 
@@ -399,6 +399,6 @@ class ItemsTask(OpenTask):
         self.runner.deliver(index, completions)
 
     def close(self) -> None:
-        """Leave the items without an answer to other jobs."""
+        """Have the runner give up the items that have no answer."""
         if self.runner is not None:
             self.runner.close()

@@ -47,7 +47,7 @@ class PromptAnswer:
 
     @property
     def failed_sample(self) -> Completion | None:
-        """Return the first sample that failed; None if all are good. With a failed sample the prompt has no answer."""
+        """Return the first sample that failed; None if all are good. If one has failed, the prompt has no answer."""
         for sample in self.samples:
             if sample.finish_reason == "error":
                 return sample

@@ -143,7 +143,7 @@ class RunLook:
     ) -> None:
         """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: those of the shards with a running or failed job that have a part. Another execution has written it.
+        with_part: the shards that have a part and also a running or failed job. Another execution has written the part.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
