@@ -168,7 +168,8 @@ class Run:
             if snapshot.failed_jobs:
                 reasons.append(failure_text(self._connection, snapshot.failed_jobs[0]))
         reasons.append(problem)
-        raise RunFailed(self.id, "; ".join(filter(None, reasons)))
+        known_reasons = [reason for reason in reasons if reason]
+        raise RunFailed(self.id, "; ".join(known_reasons))
 
     async def wait_async(
         self, timeout: float | None = None, *, progress: bool = False
@@ -279,18 +280,19 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             arguments[name] = _as_json(name, value)
 
-    values = {}
+    single_values = {}
     for name in SAMPLING_NAMES:
         if name in arguments:
-            values[name] = arguments.pop(name)
-    if values:
+            single_values[name] = arguments.pop(name)
+    if single_values:
         sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        arguments["sampling"] = {**sampling, **values}
+        arguments["sampling"] = {**sampling, **single_values}
 
     adapter_column = arguments.pop("adapter_column", None)
     if adapter_column is not None:
+        # The command line has `column` for what is `sampling_columns` elsewhere.
         name = "column" if "column" in arguments else "sampling_columns"
         columns = arguments.get(name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:

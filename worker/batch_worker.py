@@ -70,9 +70,9 @@ class BatchWorker(BaseWorker):
     _io: IoLoop | None = None
     _metrics: MetricsServer | None = None
     _traces: OtelTraces | None = None
-    _is_cold = False
-    _is_stopped_early = False
-    _has_lost_name = False
+    _is_cold = False  # a cold shutdown was asked for
+    _is_stopped_early = False  # a shutdown was asked for before the loops ran
+    _has_lost_name = False  # another worker was started under this worker's name
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -225,20 +225,22 @@ class BatchWorker(BaseWorker):
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists. If the server does not answer, the entry expires."""
-        # The entry of another worker stays.
-        steps = (
-            [self.unsubscribe] if self._has_lost_name else [self.register_death, self.unsubscribe]
-        )
-        for sign_off in steps:
+        steps = [self.unsubscribe]
+        if not self._has_lost_name:  # otherwise the entry is another worker's, and stays
+            steps = [self.register_death, self.unsubscribe]
+        for step in steps:
             try:
-                sign_off()
+                step()
             except RedisError as error:
                 self.log.error(
                     "Worker %s: could not sign off in Redis: %s", self.name, shown_error(error)
                 )
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
-        """Return the settings. Raises StartupError if the settings or RQ's options cannot be used."""
+        """Take this worker's name, and return the settings.
+
+        Raises StartupError if the settings, RQ's options or the name cannot be used.
+        """
         from worker.settings import WorkerSettings
 
         if not getattr(jobs, "__tokenmill__", False):
@@ -275,7 +277,7 @@ class BatchWorker(BaseWorker):
         """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
 
         What the killed worker held goes on at once, as nobody else will renew its leases.
-        Raises StartupError if a living worker has it.
+        Raises StartupError if a living worker has the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
         if namesake:
@@ -307,19 +309,19 @@ class BatchWorker(BaseWorker):
         if settings.traces != "off":
             from worker.traces.otel import OtelTraces
 
-            begins = settings.traces == "all"
+            traces_all = settings.traces == "all"
             self._traces = OtelTraces(
-                self.name, settings.model_name, version("tokenmill"), begins=begins
+                self.name, settings.model_name, version("tokenmill"), begins=traces_all
             )
         limits = Limits(
-            burst,
-            max_jobs,
-            max_idle_s,
-            settings.lease_s or self.job_monitoring_interval + LEASE_MARGIN_S,
-            settings.max_worker_deaths,
-            settings.max_stuck_threads,
-            settings.drain_s,
-            settings.journal_s,
+            burst=burst,
+            max_jobs=max_jobs,
+            max_idle_s=max_idle_s,
+            lease_s=settings.lease_s or self.job_monitoring_interval + LEASE_MARGIN_S,
+            max_worker_deaths=settings.max_worker_deaths,
+            max_stuck_threads=settings.max_stuck_threads,
+            drain_s=settings.drain_s,
+            journal_s=settings.journal_s,
         )
         loop, io = assemble(self, engine, settings, limits, self._metrics, self._traces)
         self._io = io
@@ -425,8 +427,9 @@ class BatchWorker(BaseWorker):
                 pipe.hdel(self.key, "current_job")
             else:
                 pipe.hset(self.key, "current_job", job_id)
-            pipe.expire(self.key, self.worker_ttl + 60)
-            pipe.expire(self.executions_key, self.worker_ttl + 60)
+            kept_s = self.worker_ttl + 60  # as RQ keeps it
+            pipe.expire(self.key, kept_s)
+            pipe.expire(self.executions_key, kept_s)
             # The lists are written each time, because others remove this worker from them during a longer outage.
             worker_registration.register(self, pipe)
             pipe.execute()

@@ -10,7 +10,7 @@ from redis import Redis
 from engine import InvalidRequest, RequestParams, SamplingParams, request_params
 from jobs.common.keys import FORMAT
 from jobs.context import JobContext, Lease
-from jobs.context.job_journal import JobJournal, short_name
+from jobs.context.job_journal import JobJournal, SentTokens, short_name
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import notify_failed
@@ -61,13 +61,16 @@ class JobEnvironment:
         # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
         # template and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
+        tokens_sent: Sequence[SentTokens] = ()
+        if claimed.pieces:
+            tokens_sent = sent_tokens(claimed.pieces, short_name(owner))
         return JobJournal(
             connection,
             claimed.job_id,
             owner,
             stored=claimed.journal,
             execution_id=claimed.execution_id,
-            sent=sent_tokens(claimed.pieces, short_name(owner)) if claimed.pieces else (),
+            sent=tokens_sent,
         )
 
     def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
@@ -87,6 +90,7 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
         try:
             params: RequestParams
             if request.kind in _TEXT_KINDS:
+                # No other sampling value changes the tokens.
                 truncation = request.sampling.get("truncate_prompt_tokens")
                 params = SamplingParams(truncate_prompt_tokens=truncation)
             else:

@@ -44,7 +44,7 @@ class LastingTrouble:
         self._level = level
         self._clock = clock
         self._lock = threading.Lock()
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # None while there is no trouble
         self._last_at = 0.0
         self._num_times = 0
         self._kinds_logged = set[str]()
@@ -99,12 +99,13 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
         raise SettingsError(
             f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
         )
-    writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
-    if writes_json:
+    writes_json = False
+    if not has_own_text and is_json(wanted, sys.stdout) and not _is_configured():
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
 
-    level = logging.getLogger("rq.worker").getEffectiveLevel()
-    setup_loghandlers(level, *formats, name="engine")  # the engine logs how it computes a model
+    effective_level = logging.getLogger("rq.worker").getEffectiveLevel()
+    # The engine logs how it computes a model.
+    setup_loghandlers(effective_level, *formats, name="engine")
     return writes_json
 
 
@@ -129,7 +130,7 @@ def _is_configured() -> bool:
         return True
     for name in _LOGGERS:
         for handler in logging.getLogger(name).handlers:
-            if type(handler) is not ColorizingStreamHandler:
+            if type(handler) is not ColorizingStreamHandler:  # the class of RQ's handlers
                 return True
     return False
 

@@ -55,13 +55,15 @@ def errors_printed() -> Iterator[None]:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
     columns = []
-    for head, *cells in zip(heads, *rows, strict=True):
-        column = [head, *cells]
+    for column in zip(heads, *rows, strict=True):
+        head = column[0]
         width = max(map(len, column))
         align = str.rjust if head in numbers else str.ljust
         columns.append([align(cell, width) for cell in column])
-    lines = zip(*columns, strict=True)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines = []
+    for cells in zip(*columns, strict=True):
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def print_troubles(connection: redis.Redis) -> None:
@@ -150,12 +152,12 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         if snapshot.rows_escalated:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
         if snapshot.errors or snapshot.cut:
-            cut = " --cut" if snapshot.cut else ""
-            lines.append(f"why      `tokenmill errors {snapshot.run}{cut}` lists them by reason")
-        shards = (
+            option = " --cut" if snapshot.cut else ""
+            lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
+        begun = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
-        lines.append(f"shards   {shards}, {_rest(snapshot)}")
+        lines.append(f"shards   {begun}, {_not_begun_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
         if snapshot.left_s is not None:
             lines.append(f"left     {duration_text(snapshot.left_s)}")
@@ -184,11 +186,13 @@ def gone_text(num_gone: int, folder: str) -> list[str]:
     ]
 
 
-def _rest(snapshot: RunSnapshot) -> str:
+def _not_begun_text(snapshot: RunSnapshot) -> str:
     """Say what became of the shards that are not done and not begun."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + num_failed + snapshot.gone} left for another submit"
+        # Nobody goes on with any of them.
+        num_left = snapshot.queued + num_failed + snapshot.gone
+        return f"{num_left} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {num_failed} failed{gone}"
 

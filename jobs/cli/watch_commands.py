@@ -122,7 +122,8 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
         click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
-    output = output or output_here(snapshot.output, snapshot.run)
+    if output is None:
+        output = output_here(snapshot.output, snapshot.run)
     num_gone = 0
     if output is not None and snapshot.finished:
         num_gone = output.num_gone
@@ -203,21 +204,23 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
     if not runs:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
-    rows = [
-        (
-            run.run,
-            run.state,
-            "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
-            str(run.errors),
-            "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
-            rate(run.rows_per_s),
-            rate(run.tokens_per_s),
-            "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
-            _cut_path(run.output),
-        )
-        for run in runs
-    ]
+    rows = [_run_row(run, now) for run in runs]
     return table(heads, rows, _RUN_NUMBERS)
+
+
+def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
+    """Return a run's cells of the table. "-" stands for nothing."""
+    return (
+        run.run,
+        run.state,
+        "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
+        str(run.errors),
+        "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
+        rate(run.rows_per_s),
+        rate(run.tokens_per_s),
+        "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
+        _cut_path(run.output),
+    )
 
 
 def workers_table(samples: Sequence[WorkerSample]) -> str:

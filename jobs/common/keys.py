@@ -55,8 +55,9 @@ OWN = "tokenmill" if RQ == "rq" else f"{RQ}:tokenmill"
 
 def prefixed(key: str) -> str:
     """Return a key in which the prefix replaces `rq:` or `tokenmill:`."""
-    kind, _, rest = key.partition(":")
-    return f"{RQ if kind == 'rq' else OWN}:{rest}"
+    owner, _, name = key.partition(":")
+    prefix = RQ if owner == "rq" else OWN
+    return f"{prefix}:{name}"
 
 
 def executions_key(job_id: str) -> str:

@@ -26,7 +26,7 @@ class PlainLine(logging.Filter):
     """Cuts the values of a record's message, escapes characters that are not printable, and notes its job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change a record; return True."""
+        """Change a record. Returns True, so that it is written."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             place = _place_of_job(record.msg)

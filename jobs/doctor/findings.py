@@ -34,8 +34,10 @@ fault = partial(Finding, Level.FAULT)
 
 def fault_of(subject: str, error: str) -> Finding:
     """Turn one of our errors into a fault. Its text is such as "problem (why): remedy" or "problem; remedy"."""
-    problem, *remedy = re.split(r"(?<=\)): |; ", error, maxsplit=1)
-    return fault(subject, problem, "".join(remedy))
+    separator = re.search(r"(?<=\)): |; ", error)
+    if separator is None:
+        return fault(subject, error, "")
+    return fault(subject, error[: separator.start()], error[separator.end() :])
 
 
 class Examination(NamedTuple):
@@ -102,16 +104,17 @@ OPTIONAL = frozenset(
 def missing(extra: str) -> Iterator[Finding]:
     """Name the packages of an extra that are not installed."""
     for line in requires("tokenmill") or ():
+        # A line is such as `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
-        if "[hiredis]" in requirement:
+        if "[hiredis]" in requirement:  # redis itself is no extra
             name = "hiredis"
         try:
             version(name)
         except PackageNotFoundError:
-            finding = warning if name in OPTIONAL else fault
-            yield finding(
+            new_finding = warning if name in OPTIONAL else fault
+            yield new_finding(
                 "installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'"
             )

@@ -113,8 +113,10 @@ class PollRates:
 
         num_passed: jobs that the look passed over because other workers must run them. Redis reads them at each look.
         """
-        look_s = max(1 / LOOKS_PER_S, min(num_passed, MOST_PASSED) / PASSED_PER_S)
-        wished_s = self._num_workers[lane] * look_s * self._factor
+        passing_s = min(num_passed, MOST_PASSED) / PASSED_PER_S
+        # Seconds between two looks at the queue, by whichever of its workers.
+        queue_period_s = max(1 / LOOKS_PER_S, passing_s)
+        wished_s = self._num_workers[lane] * queue_period_s * self._factor
         return min(max(POLL_S, wished_s), LONGEST_POLL_S)
 
     @property

@@ -40,7 +40,7 @@ class Health:
         self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops from now on, as the model is loaded."""
+        """Watch these two loops from now on. Called once the model is loaded."""
         self._engine = engine
         self._io = io
 
@@ -63,7 +63,10 @@ class Health:
         silent_s = self._clock() - self._io.redis_at
         if silent_s > REACHED_S:
             return f"Redis has taken nothing for {silent_s:.0f} s: it does not answer, or is full"
-        return self.why_dead() or self._io.why_not_claiming or ""
+        why_dead = self.why_dead()
+        if why_dead:
+            return why_dead
+        return self._io.why_not_claiming or ""
 
     def warning(self) -> str:
         """Say what a person should mend even though the worker takes jobs; empty if nothing is wrong."""

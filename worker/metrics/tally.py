@@ -62,7 +62,9 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        # The place of the first bound that the value does not exceed; the last place if it exceeds all.
+        place = bisect_left(self.bounds, value)
+        self.counts[place] += 1
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
@@ -98,6 +100,7 @@ class Tally:
     jobs: ended jobs by queue, outcome and reason. rows: rows of finished shards by the same.
     requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
     queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
+    ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
     queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
     them.
     """

@@ -61,15 +61,15 @@ class Call:
         self._is_interruptible = is_interruptible
         self._clock = clock
         self._lock = threading.Lock()
-        self._thread_id: int | None = None
-        self.error: type[BaseException] | None = None
+        self._thread_id: int | None = None  # the thread, while the function runs
+        self.error: type[BaseException] | None = None  # the last interrupt that was not obeyed yet
         self._began_at: float | None = None
-        self._alive_at: float | None = None
-        self._interrupted_at: float | None = None
+        self._alive_at: float | None = None  # the last sign of life
+        self._interrupted_at: float | None = None  # the first interrupt while the function ran
         self._delayed_error: type[BaseException] | None = None  # to be raised after the import
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
-        self._has_raised = False
+        self._has_raised = False  # an error was raised in the thread from outside
 
     @property
     def running_s(self) -> float:

@@ -3,7 +3,9 @@
 -- (renew.lua), it looks as it did in the queue.
 -- deaths, journal, pieces: what left_of and pieces_of return. They are called if these are not given.
 local function open_execution(queue, id, eid, deaths, journal, pieces)
-  local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
+  local job = 'rq:job:' .. id
+  local execution = 'rq:execution:' .. id .. ':' .. eid
+  local executions = 'rq:executions:' .. id
   -- If the job was enqueued again while it was held, the earlier execution holds it no longer (see holding.lua).
   call('DEL', executions)
   call('HSET', execution, 'id', eid, 'job_id', id, 'created_at', args.now_ts,
