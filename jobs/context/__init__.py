@@ -55,7 +55,7 @@ class JobContext:
     trace: W3C's trace context, for the meta of jobs that this job enqueues.
     journal: the journal of a job of prompts; None for other jobs.
     creation: when the job was made, as RQ has stored it.
-    adapters: those that its requests may name.
+    adapters: the adapters that the job's requests may name.
     """
 
     connection: Redis

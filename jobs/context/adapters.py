@@ -41,8 +41,9 @@ def _by_name(pinned: Iterable[str]) -> dict[str, str]:
 
 def _listed(names: Sequence[str]) -> str:
     """Return names as an error lists them."""
-    more = len(names) - MAX_LISTED
-    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(names[:MAX_LISTED])
+    num_more = len(names) - MAX_LISTED
+    return text if num_more <= 0 else f"{text} and {num_more} more"
 
 
 class Adapters:
@@ -54,16 +55,16 @@ class Adapters:
         self._by_name = _by_name(pinned)
 
     def refresh(self) -> None:
-        """Look for adapters again. It may take as long as reading new ones."""
+        """Look for adapters again. This may take as long as reading new adapters. Does nothing if they never change."""
 
     @property
     def pinned(self) -> Sequence[str]:
-        """Return all of them, sorted."""
+        """Return all adapters as pinned texts, sorted."""
         return sorted(self._by_name.values())
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the texts by which a job may ask for one: names, and names with their files."""
+        """Return the texts by which a job may ask for an adapter: names and pinned texts."""
         return [*sorted(self._by_name), *self.pinned]
 
     def pin(self, name: str) -> str:
@@ -71,13 +72,15 @@ class Adapters:
         by_name = self._by_name  # another thread may replace it
         if name in by_name:
             return by_name[name]
-        if by_name.get(name_of(name)) == name:
+        is_pinned_text = by_name.get(name_of(name)) == name
+        if is_pinned_text:
             return name
-        raise UnknownAdapter(name, _listed(sorted(by_name)) or "none")
+        names = _listed(sorted(by_name)) or "none"
+        raise UnknownAdapter(name, names)
 
     @property
     def listed(self) -> str:
-        """Return their names as an error lists them, "" for none."""
+        """Return the adapters' names as an error lists them; "" if there are no adapters."""
         return _listed(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:

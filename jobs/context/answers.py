@@ -4,7 +4,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -70,14 +70,18 @@ def failed_answer(
     reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
 ) -> Answer:
     """Return the answer of a row that failed. n: how many completions the row asked for."""
-    is_single = n == 1
-    return Answer(
-        completion=None if is_single else (None,) * n,
-        finish_reason="error" if is_single else ("error",) * n,
+    answer = Answer(
+        completion=None,
+        finish_reason="error",
         prompt_tokens=prompt_tokens,
-        completion_tokens=0 if is_single else (0,) * n,
+        completion_tokens=0,
         cached_tokens=cached_tokens,
         error=reason,
+    )
+    if n == 1:
+        return answer
+    return replace(
+        answer, completion=(None,) * n, finish_reason=("error",) * n, completion_tokens=(0,) * n
     )
 
 
@@ -102,6 +106,7 @@ class AnswerMemo:
         self._lock = threading.Lock()
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self.num_bytes = 0
+        #: The keys of the answers that are being computed.
         self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Any:
@@ -138,7 +143,7 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    """Return the bytes of an answer, as estimated."""
+    """Return about how many bytes an answer takes."""
     columns = [
         answer.completion,
         answer.reasoning,

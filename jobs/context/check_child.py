@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from hashlib import blake2b
 from pathlib import Path
 from pkgutil import resolve_name
@@ -34,8 +34,8 @@ def check(worker: Worker) -> Iterator[dict[str, Any]]:
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
     """Return the reply to a question.
 
-    The question may have a text to check, or ask for the function's version. It is stale if the function's files have
-    changed since this process imported them.
+    The question may have a text to check, or ask for the function's version. The reply is stale if the function's files
+    have changed since this process imported them.
     """
     try:
         check = _compiled(question["check"])
@@ -51,7 +51,7 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"version": _version(check)}
     if "text" not in question:
         return {}
-    if kind in ("agree_on", "tool"):
+    if kind in ("agree_on", "tool"):  # our own functions, which raise nothing and return no reason
         return {"reason": check(question["row"], question["text"])}
     return {"reason": _reason(check, question["row"], question["text"])}
 
@@ -101,6 +101,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
+#: The checks that were compiled last, by their JSON.
 _known: Recent[Check] = Recent()
 
 
@@ -109,8 +110,10 @@ def _compiled(text: str) -> Check:
     check = _known.get(text)
     if check is None:
         kind, rule = _kind_and_rule(text)
-        check = _MAKE[kind](rule)
-        if _known.put(text, check):
+        make_check = _MAKE[kind]
+        check = make_check(rule)
+        has_forgotten = _known.put(text, check)
+        if has_forgotten:
             re.purge()  # the cache of `re` would keep hundreds of patterns that nobody uses any more
     return check
 
@@ -121,8 +124,14 @@ def _pattern(pattern: str) -> Check:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise Unusable(f"regex of check is no pattern of Python's re: {error}") from None
-    reason = f"it does not match the pattern {pattern}"
-    return lambda row, text: None if expression.fullmatch(text) else reason
+
+    def check(row: Any, text: str) -> str | None:
+        """Say that a text does not match; None if it does."""
+        if expression.fullmatch(text):
+            return None
+        return f"it does not match the pattern {pattern}"
+
+    return check
 
 
 def _function(dotted: str) -> Check:
@@ -177,17 +186,20 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 def _agreement(agree_on: str) -> Check:
     """Make a function that hashes the compared part of a text. It returns None for a text without that part."""
-    pattern = None
-    pointer = "" if agree_on == "json" else agree_on  # "" points at the whole text
-    if agree_on != "json" and not agree_on.startswith("/"):
+    part_of: Callable[[str], str | None]
+    if agree_on == "json":
+        part_of = partial(_json_part, pointer="")  # the whole text
+    elif agree_on.startswith("/"):
+        part_of = partial(_json_part, pointer=agree_on)
+    else:
         try:
-            pattern = re.compile(agree_on)
+            part_of = partial(_matched, re.compile(agree_on))
         except (re.error, OverflowError, RecursionError) as error:
             raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
 
     def compared(row: Any, text: str) -> str | None:
         """Return a hash of the compared part."""
-        part = _json_part(text, pointer) if pattern is None else _matched(pattern, text)
+        part = part_of(text)
         if part is None:
             return None
         return blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
@@ -207,7 +219,7 @@ def _json_part(text: str, pointer: str) -> str | None:
     """Return the value at a JSON pointer (RFC 6901) as canonical JSON; None if there is no such value."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
-        _, *steps = pointer.split("/")
+        _, *steps = pointer.split("/")  # a pointer begins with a slash
         for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(value, list):
@@ -247,7 +259,7 @@ def _tool(dotted: str) -> Check:
     def call(row: Any, text: str) -> str:
         """Call the tool with the arguments that the model wrote. Anything may be wrong with them."""
         try:
-            arguments = json.loads(text or "{}")
+            arguments = json.loads(text or "{}")  # a call without arguments may have no text
         except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"its arguments are not JSON: {error}"})
         if not isinstance(arguments, dict):

@@ -85,7 +85,8 @@ def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Rep
 
 def _check(name: str, value: Any) -> dict[str, Any]:
     """Return a check in one form. Raises InvalidJob."""
-    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
+    is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
+    if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
         raise unlike(name, value, kinds)
     [(kind, rule)] = value.items()
@@ -158,13 +159,17 @@ class Checks:
         """Raise InvalidJob for a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
-            role = "tool" if TOOL in (options.check or {}) else "function of check"
+            is_tool = options.check is not None and TOOL in options.check
+            role = "tool" if is_tool else "function of check"
             raise InvalidJob(
                 f"{role}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Raise InvalidJob for a check that can never work. This may take as long as an import."""
+        """Raise InvalidJob for a check that can never work. Returns the child's reply. May take as long as an import.
+
+        question: what else the child is asked, such as the function's version.
+        """
         self.admit(options)
         try:
             return {} if options.check is None else self._ask(options, **question)
@@ -188,10 +193,10 @@ class Checks:
         try:
             reply = self._ask(options, row=row, text=text)
         except ChildFailed as error:
-            kind = next(iter(options.check or {}))
-            if kind == AGREE_ON:
+            check = options.check or {}
+            if AGREE_ON in check:
                 return None
-            if kind == TOOL:
+            if TOOL in check:
                 return json.dumps({"error": f"it {error}"})
             return f"the check {error}"
         reason: str | None = reply["reason"]
@@ -199,8 +204,8 @@ class Checks:
 
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
-        reply = {"is_stale": True}
-        while "is_stale" in reply:  # the child imported the function before its file changed
+        reply = self._pool.call(lambda child: self._reply(child, options, question))
+        while "is_stale" in reply:  # that child imported the function before its file changed
             reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])
@@ -209,20 +214,23 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, question: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return one child's reply to a question. The check is compiled first, with a time limit of its own."""
-        check = {"check": options.check_text}
+        """Return one child's reply to a question. The check is compiled first, with a time limit of its own.
+
+        A child whose reply is stale is closed.
+        """
+        about_check = {"check": options.check_text}
         reply: dict[str, Any] = {}
         has_compiled = child.notes.get(options.check_text)
         if not has_compiled:
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, check, Limits(limit_s))
+                reply, _ = child.ask(_TASK, about_check, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
             child.notes.put(options.check_text, True)
             if question:
-                reply, _ = child.ask(_TASK, {**check, **question}, Limits(self._limit_s))
+                reply, _ = child.ask(_TASK, {**about_check, **question}, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply

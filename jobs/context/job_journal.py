@@ -66,11 +66,11 @@ class JobJournal:
         """
         merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
         for sample, num_before, token_ids in self.sent:
-            known = merged.setdefault(sample, [])
+            known_ids = merged.setdefault(sample, [])
             end = num_before + len(token_ids)
-            has_gap = num_before > len(known)
-            if not has_gap and known[num_before:end] != token_ids:
-                merged[sample] = [*known[:num_before], *token_ids]
+            has_gap = num_before > len(known_ids)
+            if not has_gap and known_ids[num_before:end] != token_ids:
+                merged[sample] = [*known_ids[:num_before], *token_ids]
         return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:

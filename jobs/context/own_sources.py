@@ -62,14 +62,17 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".") for alias in node.names)
+            for alias in node.names:
+                yield alias.name.split(".")
         elif isinstance(node, ast.ImportFrom):
             parts: list[str] = []
             if node.level > 0:  # each dot after the first one goes up one package
-                parts += package[: len(package) - (node.level - 1)]
+                num_packages = len(package) - (node.level - 1)
+                parts += package[:num_packages]
             if node.module:
                 parts += node.module.split(".")
-            yield from ([*parts, alias.name] for alias in node.names)
+            for alias in node.names:
+                yield [*parts, alias.name]
 
 
 def _files_of(root: Path, parts: list[str], package: str | None) -> Iterator[Path]:

@@ -17,8 +17,8 @@ class PinnedModel:
 
     fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype. max_model_len: the
     most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that the chat template
-    wrote when the run was planned; "" if the template writes none. adapters: those that the run names, pinned to their
-    files.
+    wrote when the run was planned; "" if the template writes none. adapters: the adapters that the run names, pinned to
+    their files.
     """
 
     name: str
@@ -83,10 +83,12 @@ class ServedModel(PinnedModel):
 
     def pinned(self, now: float) -> PinnedModel:
         """Return the model as a run that is planned at this Unix time pins it."""
-        clock = clock_text(self.clock_formats, now)
-        length = self.max_model_len
         return PinnedModel(
-            self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock
+            self.name,
+            self.fingerprint,
+            self.dtype,
+            max_model_len=self.max_model_len,
+            clock=clock_text(self.clock_formats, now),
         )
 
     def check_asked_for(self, name: str | None) -> None:
@@ -103,7 +105,7 @@ class ServedModel(PinnedModel):
 
 
 def is_served(pin: str, names: Collection[str]) -> bool:
-    """Whether a worker serves all parts of a pin. names: all by which jobs may ask for what it serves."""
+    """Whether a worker serves all lines of a PinnedModel.pin. names: the names and pins of what the worker serves."""
     return all(part in names for part in pin.split("\n"))
 
 

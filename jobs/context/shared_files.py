@@ -27,6 +27,7 @@ ReaderKey = tuple[Hashable, ...]
 
 
 def _path_of(key: ReaderKey) -> Hashable:
+    """Return the path of the file that a reader reads."""
     path, *_ = key
     return path
 
@@ -65,7 +66,8 @@ class SharedFiles:
             with self._lock:
                 self._plans[key] = plan
                 while len(self._plans) > MAX_PLANS:
-                    del self._plans[next(iter(self._plans))]
+                    oldest_key = next(iter(self._plans))
+                    del self._plans[oldest_key]
             return plan
 
     def enter(self, path: str) -> None:
@@ -126,6 +128,7 @@ class SharedFiles:
             ]
             if not candidates:
                 return None
+            # All candidates are before the shard, so the one that has read most is nearest.
             nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
             return nearest.reader

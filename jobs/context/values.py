@@ -66,7 +66,10 @@ def share(name: str, value: Any) -> float:
 
 
 def check_shard(count: int, what: str, rows: int, most: int) -> None:
-    """Raise InvalidJob if a shard's rows, each with `count` of something, hold more than `most` together."""
+    """Raise InvalidJob if a shard would hold more than `most` values.
+
+    count: how many values each row has. what: the values' name. rows: how many rows a shard has.
+    """
     check_limit(
         count * rows,
         most,

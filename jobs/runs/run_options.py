@@ -223,7 +223,7 @@ class RunOptions(TypedDict, total=False):
     deadline: Deadline
     """No row is begun after this time: a duration like "2h" or a timedelta, a time with its offset, or Unix seconds."""
     priority: int
-    """How many times the share of a run with priority 1 this run gets of the queue's workers: 1 to 100."""
+    """The run's share of the queue's workers, as a multiple of a run's with priority 1: from 1 to 100."""
     webhook: str
     """A URL that gets a POST once the run ends. Workers must allow its host."""
     on_end: str

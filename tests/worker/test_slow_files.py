@@ -382,8 +382,8 @@ def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_t
         def check_room(self) -> None:
             self._tell(super().check_room)
 
-        def hold(self, num_bytes: int, own: int = 0) -> None:
-            self._tell(super().hold, num_bytes, own)
+        def hold(self, num_bytes: int, already_held: int = 0) -> None:
+            self._tell(super().hold, num_bytes, already_held)
 
         def _tell(self, call: Callable[..., None], *arguments: int) -> None:
             try:

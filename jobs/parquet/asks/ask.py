@@ -35,6 +35,7 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
+#: The columns about a row as a whole, without those about its completion.
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
@@ -61,10 +62,7 @@ def label_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.probabilities != STRUCT:
         return fields
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
-    for place, field in enumerate(fields):
-        if field.type == PROBABILITIES:
-            fields[place] = field.with_type(struct)
-    return fields
+    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
 
 
 class RowAsk(Ask[Answer]):
@@ -73,7 +71,7 @@ class RowAsk(Ask[Answer]):
     source: makes the rows.
     keys: makes the rows' keys.
     before: the request that is asked before all rows, if any.
-    adapters: those that the run has pinned.
+    adapters: the adapters that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
@@ -129,10 +127,11 @@ class RowAsk(Ask[Answer]):
     def prepared(self, request: Request) -> Request:
         """Return a request with the run's time, so that its prompt is the same whenever it is asked.
 
-        Its adapter has the files that the run has pinned.
+        If the request names an adapter, the adapter has the files that the run has pinned.
         """
         if request.sampling.get(ADAPTER) is not None:
-            request = replace(request, sampling=self.adapters.pinned_values(request.sampling))
+            pinned_values = self.adapters.pinned_values(request.sampling)
+            request = replace(request, sampling=pinned_values)
         if self.now is None or request.messages is None:
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})
@@ -148,12 +147,13 @@ class RowAsk(Ask[Answer]):
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
     """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON."""
+    # A text with pictures is a list of parts, so it is JSON too.
     if not is_json and not row.pictures:
         return row.prompt
-    parts = json.loads(row.prompt)
+    prompt = json.loads(row.prompt)
     if row.pictures:
-        return filled(parts, row.pictures)
-    return parts
+        return filled(prompt, row.pictures)
+    return prompt
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:

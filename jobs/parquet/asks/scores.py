@@ -56,7 +56,8 @@ class Scores(RowAsk):
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:
-            scoring = replace(scoring, values={**scoring.values, ADAPTER: spec.sampling[ADAPTER]})
+            values = {**scoring.values, ADAPTER: spec.sampling[ADAPTER]}
+            scoring = replace(scoring, values=values)
         return cls(scoring, chat, prior)
 
     @staticmethod
@@ -115,7 +116,9 @@ class Scores(RowAsk):
         num_cached_tokens = completion.num_cached_tokens
         scored = self._scoring.scored(completion)
         if scored.error is not None:
-            return failed_answer(scored.error, 1, num_prompt_tokens, num_cached_tokens)
+            return failed_answer(
+                scored.error, prompt_tokens=num_prompt_tokens, cached_tokens=num_cached_tokens
+            )
         return Answer(
             completion=None,
             finish_reason=completion.finish_reason,

@@ -41,18 +41,20 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
             digest.update(file.read_at(size, 0))
             return digest.hexdigest()
 
-        footer_length = file.read_at(_LENGTH_BYTES, size - _TAIL_BYTES)
-        footer_bytes = int.from_bytes(footer_length, "little") + _TAIL_BYTES
+        packed_length = file.read_at(_LENGTH_BYTES, size - _TAIL_BYTES)
+        footer_bytes = int.from_bytes(packed_length, "little") + _TAIL_BYTES
         if footer_bytes > size:
             raise CorruptParquet(path, f"its footer would have {footer_bytes} bytes")
+        # The samples are evenly spaced. The first one begins the file, the last one ends where the footer begins.
         sample_bytes = WHOLE_BYTES // NUM_SAMPLES
         last_start = max(0, size - footer_bytes - sample_bytes)
         for number in range(NUM_SAMPLES):
             start = last_start * number // (NUM_SAMPLES - 1)
             digest.update(file.read_at(sample_bytes, start))
         # The footer is read in pieces, because it may claim to be most of the file.
-        for at in range(size - footer_bytes, size, _CHUNK_BYTES):
-            digest.update(file.read_at(min(_CHUNK_BYTES, size - at), at))
+        for start in range(size - footer_bytes, size, _CHUNK_BYTES):
+            num_bytes = min(_CHUNK_BYTES, size - start)
+            digest.update(file.read_at(num_bytes, start))
     return digest.hexdigest()
 
 
@@ -60,12 +62,13 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
     """Raise InputChanged if the file is not the planned one before or after the body.
 
-    If the run reads a file that was made of the input, that file need only be there. Raises ConvertedInputGone.
+    If the run reads a file that was made of the input, only that file is looked for. Raises ConvertedInputGone if it is
+    not there.
     """
-    path = plan.rows_path(file)
-    if path != file.path:
-        if storage.stat(path) is None:
-            raise ConvertedInputGone(path, file.path)
+    rows_path = plan.rows_path(file)
+    if rows_path != file.path:
+        if storage.stat(rows_path) is None:
+            raise ConvertedInputGone(rows_path, file.path)
         yield
         return
     check_unchanged(storage, file)

@@ -51,11 +51,12 @@ class Storage:
         self.shard_bytes = shard_bytes
         self._roots = tuple(roots)
         self._timeout_s = timeout_s
-        self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
-        stored = [root for root in roots if is_stored(root)]
+        local_roots = [root for root in roots if not is_stored(root)]
+        stored_roots = [root for root in roots if is_stored(root)]
+        self._local = LocalFiles(local_roots, check_interrupted)
         self._stored: ObjectFiles | None = None
-        if stored and ObjectFiles is not None:
-            self._stored = ObjectFiles(stored, check_interrupted, timeout_s)
+        if stored_roots and ObjectFiles is not None:
+            self._stored = ObjectFiles(stored_roots, check_interrupted, timeout_s)
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
@@ -69,9 +70,8 @@ class Storage:
 
     def with_root(self, root: str) -> Self:
         """Return a storage with one more root."""
-        return type(self)(
-            (*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes
-        )
+        roots = (*self._roots, root)
+        return type(self)(roots, self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
         """Return the kind of files to which a path belongs. Raises PathOutsideRoots without a root of its kind."""
@@ -195,4 +195,5 @@ def writing(path: str) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return str(error).strip().split("\n")[0]

@@ -55,7 +55,7 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
             continue
         converted_paths.add(path)
         if storage.stat(path) is None:
-            if file.num_chosen:
+            if file.num_chosen:  # only planning can write chosen rows
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
     for path in converted_paths:
@@ -103,7 +103,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
-        convert_inputs(storage_with_folder, plan_with_folder, files, "own")
+        convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 
 

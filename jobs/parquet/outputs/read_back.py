@@ -47,9 +47,11 @@ class FolderReader:
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
-        plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self.planned_run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        written_plan = load_plan(self._storage, os.path.join(folder, PLAN))
+        self.planned_run = written_plan.run
+        # The folder may have been moved since the plan was written.
+        spec = replace(written_plan.spec, output=folder)
+        self.plan: Plan = replace(written_plan, spec=spec)
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
         """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""
@@ -130,13 +132,14 @@ class FolderReader:
         """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
-            file = bisect_right(self._first_rows, input_row) - 1
-            file_row = input_row - self._first_rows[file]
-            yield FailedRow(row, self.plan.files[file].path, file_row, reason)
+            # file_number: the last file that begins at or before the row
+            file_number = bisect_right(self._first_rows, input_row) - 1
+            file_row = input_row - self._first_rows[file_number]
+            yield FailedRow(row, self.plan.files[file_number].path, file_row, reason)
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row in the whole input."""
+        """Return the number of each file's first row in the whole input, and last the number of all rows."""
         return [0, *accumulate(file.rows for file in self.plan.files)]
 
     @cached_property

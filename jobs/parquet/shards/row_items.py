@@ -35,10 +35,12 @@ def row_runner(
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
+        """Begin a row's item, which holds what it needs of the row. place: the row's place in `rows`."""
         let_go(row)
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
+        """Return the answer of rows that are not begun any more; None while the run goes on."""
         return ask.failed(EXPIRED) if is_over() else None
 
     answers: list[Answer | None] = []
@@ -50,19 +52,20 @@ def row_runner(
             answer = row
         answers.append(answer)
 
-    entry_of: dict[Row, Entry[Answer]] = {}  # only of rows whose equal rows get the same answer
+    # An entry is one item, with the places of all rows that get its answer.
+    shared_entries: dict[Row, Entry[Answer]] = {}  # of rows whose equal rows get the same answer
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):
             continue
-        if row in entry_of:
-            entry_of[row].places.append(place)
+        if row in shared_entries:
+            shared_entries[row].places.append(place)
             continue
         entry: Entry[Answer] = Entry([place], partial(begin, row, place))
         if ask.is_greedy(row):
             if memo_keys is not None:
                 entry.memo_key = memo_keys[place].tobytes()
-            entry_of[row] = entry
+            shared_entries[row] = entry
         rows_and_entries.append((row, entry))
 
     rows_and_entries.sort(key=lambda pair: pair[0])

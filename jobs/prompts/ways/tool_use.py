@@ -94,5 +94,6 @@ class ToolUse(Way):
                 messages = chat.messages
                 error = chat.error
 
-        extras = {"messages": with_pictures(messages, lambda _: None), "turns": len(answers)}
+        without_pictures = with_pictures(messages, lambda picture: None)
+        extras = {"messages": without_pictures, "turns": len(answers)}
         return merged(answers[-1], prefills=answers, samples=answers, extras=extras, error=error)

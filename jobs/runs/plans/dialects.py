@@ -10,7 +10,7 @@ from jobs.runs.plans.names import HEADED, LINES
 #: Arguments of a run, in the order in which they are shown.
 DIALECT = ("encoding", "delimiter", "decimal")
 _TAB = "\t"
-#: A tab in the form for people who cannot type one.
+#: How people write a tab where they cannot type one.
 _TABS = ("\\t", "tab")
 
 

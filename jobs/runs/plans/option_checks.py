@@ -28,7 +28,7 @@ MAX_STRUCT_LABELS = 1000
 
 def column_names(name: str, value: Any) -> list[str]:
     """Return the columns of a list, each once and sorted, because their order changes nothing. Raises InvalidValue."""
-    if isinstance(value, str) or not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple):
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
         )
@@ -167,11 +167,12 @@ def check_read(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes a generated answer, where nothing is generated.
 
-    read: the values that are read all the same. ask, owner: what asks, and what has the values, for the message.
+    read: the names of values that are read all the same. For the message, ask names what generates nothing, and owner
+    names what has the values.
     """
     for name in values:
-        shapes_answer = name == "tool_choice" and forces_call(values)
-        if name not in read or shapes_answer:
+        is_forced_call = name == "tool_choice" and forces_call(values)
+        if name not in read or is_forced_call:
             raise InvalidValue(
                 f"{owner} has {{}}, and for {ask} nothing is generated: leave it out", brief(name)
             )

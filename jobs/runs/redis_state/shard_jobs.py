@@ -199,6 +199,13 @@ def enqueue_shards(
     return num_enqueued
 
 
+class _SeenJob(NamedTuple):
+    """A shard's job. is_alive: whether it will bring its shard to an end."""
+
+    job: EarlierJob
+    is_alive: bool
+
+
 class _NewJobs:
     """Enqueues the jobs of shards, all for one model of the run. Arguments: see enqueue_shards."""
 
@@ -215,10 +222,10 @@ class _NewJobs:
         # jobs for the first model are enqueued.
         self._queues = []
         for name, is_second in plan.queues(queue_name):
-            if is_second or not self._is_second:
-                self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
-        # The jobs are enqueued here.
-        self._target = self._queues[0]
+            if self._is_second and not is_second:
+                continue
+            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+        self._target = self._queues[0]  # where the jobs are enqueued
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
         """Enqueue the shards that no live job works on; return how many these are. pipe: see RunState.write."""
@@ -227,20 +234,22 @@ class _NewJobs:
             raise RunCancelled(run)
         submission = self._state.submission()
         cancelled = self._state.cancelled_submission()
-        earlier_jobs: list[tuple[EarlierJob, bool]] = []
+        seen_jobs: list[_SeenJob] = []
         for queue in self._queues:
-            earlier_jobs += queue.look(shards, cancelled)
-        alive = {job_shard(run, job.id) for job, is_alive in earlier_jobs if is_alive}
+            seen_jobs += queue.look(shards, cancelled)
+        shards_alive = {job_shard(run, seen.job.id) for seen in seen_jobs if seen.is_alive}
         job_ids: dict[int, str] = {}
         for shard in shards:
-            if shard not in alive:
+            if shard not in shards_alive:
                 job_ids[shard] = shard_job_id(run, shard, self._is_second)
 
         pipe.multi()
         self._state.take_turn(pipe)
-        for job, is_alive in earlier_jobs:
+        for job, is_alive in seen_jobs:
             if not is_alive:
-                job.delete(pipe, from_queue=job.origin != self._target.queue.name)
+                # A dead job does not wait on our queue, where a search takes long.
+                may_wait = job.origin != self._target.queue.name
+                job.delete(pipe, from_queue=may_wait)
                 pipe.delete(results_key(job.id))
             elif job.was_cancelled(cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
@@ -259,7 +268,7 @@ class _NewJobs:
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:
+        if self._is_second:  # a job with the run's queue asks the second model
             args.append(self._queue_name)
             description += ", again"
         # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.
@@ -302,21 +311,22 @@ class _ShardQueue:
         self._run = run
         self._is_second = is_second
 
-    def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the jobs of the shards. Each comes with a flag: whether it will bring its shard to an end.
+    def look(self, shards: Sequence[int], cancelled: int) -> list[_SeenJob]:
+        """Return the jobs of the shards.
 
         cancelled: the number of the last cancelled submission, 0 for none.
         """
-        ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
-        jobs = read_earlier(self._connection, ids)
+        job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
+        jobs = read_earlier(self._connection, job_ids)
         waiting_ids = {
             job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions
         }
         if waiting_ids and not waiting_ids <= self._on_queue:
-            jobs = read_earlier(self._connection, ids, self.keys)
+            # Some came onto the queue after it was read, or are lost.
+            jobs = read_earlier(self._connection, job_ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
-        return [(job, self._is_alive(job, cancelled)) for job in jobs]
+        return [_SeenJob(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
         """Whether a job will bring its shard to an end."""

@@ -175,7 +175,8 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            return self.plan_status is None  # someone deleted the planning job
+            # Somebody deleted the planning job. If the job has ended, its status says how.
+            return self.plan_status is None
         if not self.queue_length:
             return True
         # If every shard has a part, the job that must end the run may still wait.
@@ -299,6 +300,7 @@ def no_worker_text(queue: str, listened: Sequence[str]) -> str:
 
 
 def _not_served(queue: str | None, model: str) -> str:
+    """Say that a queue lacks a worker for a model."""
     return f"no worker on queue {queue!r} serves model {model}: start one there"
 
 
@@ -316,21 +318,21 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:
             num_ahead = place
             break
-    ahead = waiting_ids[:num_ahead]
-    running = []
+    ids_ahead = waiting_ids[:num_ahead]
+    running_ids = []
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
-        running.append(job_id)
-    if not ahead and not running:
+        running_ids.append(job_id)
+    if not ids_ahead and not running_ids:
         return []
 
     count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
-    runs: dict[str, None] = {}
-    for job_id in (*running, *ahead):
+    runs: dict[str, None] = {}  # a set that keeps the order
+    for job_id in (*running_ids, *ids_ahead):
         prefix, _, _ = job_id.partition("-")
         if is_run_id(prefix):
             runs[prefix] = None
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [
-        f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"
+        f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}{of_runs}"
     ]
