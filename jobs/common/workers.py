@@ -291,7 +291,8 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     silent_s = 0.0
     if left_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
-    record["at"] = record.get("updated_at")  # as the record names the time of its point
+    # A record calls "updated_at" what a WorkerSample calls "at".
+    record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
