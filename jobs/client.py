@@ -109,7 +109,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
 
 
 class Run:
-    """A run that was submitted. output: the run's folder, by its name in the submit."""
+    """A run that was submitted. output: the run's folder, as the submission named it."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
         self.id = id

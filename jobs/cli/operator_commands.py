@@ -114,7 +114,9 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
 @click.command()
 @click.argument("queue")
 @click.option(
-    "--stop", "who", help="Cancel all waiting jobs of this one: a name of the table, or - for none."
+    "--stop",
+    "who",
+    help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
@@ -150,7 +152,7 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         if name.startswith(RUN):
             stop_command = f"tokenmill cancel {name[len(RUN) :]}"
         producer = "no producer named" if name == UNNAMED else name
-        num_jobs = str(producers.share(name))
+        num_jobs = str(producers.estimate(name))
         if producers.is_sample:
             num_jobs = f"about {num_jobs}"
         rows.append((num_jobs, producer, safe_name(stop_command)))
@@ -259,7 +261,7 @@ def requeue_command(
     if wrong:
         problems.append(
             f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: with its id in place of --all, one is put back"
+            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")

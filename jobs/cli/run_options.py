@@ -394,7 +394,7 @@ _PROMPT = (
         **_NAMED,
     ),
     _option("--adapter", "LoRA adapter that answers, by its name in the workers' folder."),
-    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's one."),
+    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's adapter."),
     _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 

@@ -1,4 +1,7 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+
+A place is the number of a prompt or row among all that the job answers.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

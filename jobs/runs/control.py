@@ -40,6 +40,7 @@ DEFAULT_QUEUE = "bulk"
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
+#: Jobs that a cancel takes or stops in one transaction.
 CHUNK = 500
 
 
@@ -259,8 +260,8 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
     model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     planned_for = None if model_field is None else stored.text(model_field)
     if planned_for != model:
-        name = "whichever plans it" if planned_for is None else repr(planned_for)
-        raise PlanningUnderWay(run, f"for model {name}")
+        model_text = "any model" if planned_for is None else f"model {planned_for!r}"
+        raise PlanningUnderWay(run, f"for {model_text}")
     return True
 
 

@@ -13,7 +13,7 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""After so many seconds without a look in vain, all workers of the queue count again. See FairShare."""
+"""Seconds without a look in vain after which all workers of the queue count again. See FairShare."""
 
 
 class FairShare:

@@ -292,7 +292,7 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self._release_mode != "engine_died":
+            if self._release_mode != "engine_died":  # a dead engine tells no tokens for journals
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:

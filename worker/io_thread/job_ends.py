@@ -81,7 +81,7 @@ class JobEnds:
         self._log = parts.log
         self._clock = parts.clock
         self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
-        self._max_result_bytes = parts.environment.lent.max_result_bytes
+        self._max_result_bytes = parts.environment.shared_context.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
@@ -296,7 +296,7 @@ class JobEnds:
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
             """Queue the next page, or let the job go."""
             if failure is not None:
-                raise failure
+                raise failure  # nobody foresaw it, so the guard ends the job
             if next_cursor:
                 self.queue_dependents(job, outcome, next_cursor)
             else:

@@ -38,7 +38,7 @@ class Maintenance:
         self._client = parts.clients.pool
         self._tally = parts.tally
         self._order_timer = Timer(PERIOD_S)
-        self._adapters = parts.environment.lent.adapters
+        self._adapters = parts.environment.shared_context.adapters
         self._adapter_timer = Timer(_ADAPTERS_PERIOD_S)
         self._adapter_trouble = LastingTrouble(
             parts.log, "the folder of adapters can be read again"

@@ -58,7 +58,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.total = 0.0  # the sum of all values
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -71,11 +71,11 @@ class Histogram:
         """Return each bound in Prometheus' form, and how many values were at most as large."""
         bounds = [str(float(bound)) for bound in self.bounds]
         counts = list(self.counts)
-        total = 0
+        number_so_far = 0
         cumulative = []
         for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
-            total += number
-            cumulative.append((bound, float(total)))
+            number_so_far += number
+            cumulative.append((bound, float(number_so_far)))
         return cumulative
 
 

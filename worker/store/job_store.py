@@ -62,7 +62,7 @@ class Released:
     """A job that was taken from its holder.
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
-    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue, or not there.
     worker_name: the worker on which the job had begun; "" if it had not begun. Only for show, because anybody may
     write it.
     """
@@ -89,7 +89,7 @@ class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
-    more_models: returns names that may change: of adapters.
+    more_models: returns the adapters' names, which may change.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
     answer. The call may then be made again, because no method doubles an effect.

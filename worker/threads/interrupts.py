@@ -109,7 +109,7 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any. Else this call counts as alive since `holder` last was. It does not wait.
+        """Raise the call's interrupt, if any. Else take over `holder`'s last sign of life. This does not wait itself.
 
         holder: the call that this call waits for; None if that is not known.
         """

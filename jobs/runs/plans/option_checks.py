@@ -171,6 +171,7 @@ def check_read(
     names what has the values.
     """
     for name in values:
+        # A call that is forced has to be generated. Any other tool_choice is only read.
         is_forced_call = name == "tool_choice" and forces_call(values)
         if name not in read or is_forced_call:
             raise InvalidValue(

@@ -18,7 +18,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Redis keeps the shares of at most this many shards. In a run with more shards, all shards count as equal.
+#: Redis keeps each shard's share of the run's work for at most this many shards. In a run with more shards, all count
+#: as equal.
 MAX_SHARES = 10_000
 
 
@@ -180,7 +181,7 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        has_chosen_rows = bool(file.num_chosen)
+        has_chosen_rows = bool(file.num_chosen)  # a file with none of its rows chosen is not read
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
         content = json.dumps([file.fingerprint, file.rows, self.columns])
@@ -329,6 +330,7 @@ def cut_shards(
     if limit is not None:
         rows = min(rows, limit)
 
+    # This finds a far too small rows_per_shard before millions of shards are made.
     are_too_many = rows // rows_per_shard > MAX_SHARDS
     shards: list[Shard] = []
     if not are_too_many:

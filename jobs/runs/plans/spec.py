@@ -147,7 +147,7 @@ class RunSpec:
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             sources = [OPENAI_BATCH]
-            # OPENAI_BATCH replaces this below. It is no value that a producer may give, so it would not be parsed.
+            # OPENAI_BATCH replaces this below. Producers may not give that value, so its parser would refuse it here.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}

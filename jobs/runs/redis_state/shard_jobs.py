@@ -35,7 +35,8 @@ from jobs.runs.redis_state.state import RunState
 class EarlierJob:
     """A job as its hash describes it.
 
-    status: None if it is unknown. submission: the number of the run's submission that enqueued the job.
+    status: None if it is unknown. submission: the number of the run's submission that enqueued the job. in_queue:
+    whether it was found on the queue that was looked through.
     """
 
     id: str
@@ -116,6 +117,7 @@ def read_earlier(
     return jobs
 
 
+#: Jobs that one EXISTS looks for.
 _CHUNK = 1000
 
 
@@ -188,7 +190,8 @@ def enqueue_shards(
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    num_low: how many rows of each shard a cascade's second model is asked; None for jobs of the first model.
+    num_low: how many rows of each shard have a low margin, so that a cascade's second model is asked; None for jobs of
+    the first model.
     """
     new_jobs = _NewJobs(context, queue_name, plan, state, num_low)
     num_enqueued = 0

@@ -163,6 +163,7 @@ _ASKED = {
 }
 #: Arguments that are not listed, because every run has them, or they stand elsewhere on the page.
 _SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
+#: The most input files that the page names.
 MAX_INPUTS = 10
 
 

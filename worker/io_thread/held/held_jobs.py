@@ -209,7 +209,7 @@ class HeldJob:
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
-    def unread(self) -> float:
+    def num_unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
         if self.num_requests is None:
             return float("inf")
