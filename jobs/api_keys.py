@@ -150,7 +150,7 @@ def known_keys(connection: Redis) -> KnownKeys:
 
 
 def _limits(record: bytes) -> ProjectLimits:
-    """Return the limits in a record. A value that is no count is no limit."""
+    """Return the limits in a record. A value that is no count means that there is no limit."""
     values = stored.json_object(record)
     limits = {}
     for field in fields(ProjectLimits):

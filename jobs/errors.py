@@ -17,7 +17,7 @@ FAULT_PREFIX = "tokenmill: "
 
 
 def fault_line(fault: Fault) -> str:
-    """Return the last line of a failed job's `exc_info`."""
+    """Return the last line of a failed job's `exc_info`, which names the fault."""
     return f"{FAULT_PREFIX}{fault}"
 
 
@@ -30,7 +30,7 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
+    """Base of errors whose docstring is the message. The names in its braces are the positional arguments, in order."""
 
     message: ClassVar[str] = "{0}"
     argument_names: ClassVar[tuple[str, ...]] = ()

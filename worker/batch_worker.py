@@ -167,7 +167,7 @@ class BatchWorker(BaseWorker):
         return server
 
     def _load(self, settings: WorkerSettings) -> Engine:
-        """Import jobs' code and load the model, before any thread runs."""
+        """Import the code that jobs run, and load the model, before jobs have threads."""
         from engine import ConfigError
 
         try:
@@ -338,7 +338,7 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one a second later starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM, and a cold one at a further signal a second later."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
@@ -441,7 +441,7 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        """Make the scheduler. In burst mode it enqueues due jobs once."""
+        """Make the scheduler, which `Maintenance` runs. In burst mode, enqueue the due jobs here, once."""
         level = logging_level or self.log.level
         scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
         self.scheduler = scheduler

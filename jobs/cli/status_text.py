@@ -225,7 +225,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Say so if the submit had nothing to do, because the run was finished before it."""
+    """Say that the submit had nothing to do, if the run was finished before it."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)

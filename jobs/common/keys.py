@@ -13,7 +13,7 @@ tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its m
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
 tokenmill:dashboard:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (history/rings.py)
-tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which something was last told of it
+tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which its history was last written
 tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
 tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
 tokenmill:dashboard:history:turn     string: the dashboard that writes the history
@@ -38,7 +38,7 @@ tokenmill:epochs               list: marks of the last claims; a worker misses o
 tokenmill:epoch-made           string: such a mark was made within this second
 tokenmill:restored             string: when a worker missed one, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
-tokenmill:fair:<queue>         string, JSON: what the last look left that put the queue in order (store/queue_order.py)
+tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
 tokenmill:maintenance-stock:<queue>  string: the worker that looks for jobs that RQ's own workers left there
 

@@ -269,7 +269,7 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
-        """Note that a request is sent; return it as it is sent."""
+        """Note that a request is sent; return it in the form in which it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 

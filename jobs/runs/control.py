@@ -101,7 +101,7 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output. The new run takes the answers of the old output. Returns its id.
+    """Submit a run again with another output. The new run takes the answers of the old output. Returns the new id.
 
     max_tokens: a larger limit, with which the rows that ended with `length` are asked again. Raises InvalidJob for a
     limit that would cut the same rows again.
@@ -284,7 +284,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they hold. Return how many are held."""
+    """Ask workers to stop the jobs, as far as they hold them. Return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

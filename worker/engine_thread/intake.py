@@ -254,7 +254,7 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane gives at least one request."""
+        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request gives at least one."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -344,7 +344,7 @@ class Intake:
         return [_refusal(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return the new requests that this worker could not prepare for lack of memory, descriptors or disk."""
+        """Return the requests that this worker lately could not prepare for lack of memory, descriptors or disk."""
         faults = self._faults
         self._faults = []
         return faults

@@ -156,7 +156,7 @@ class Claimer:
 
     @property
     def has_all_it_may(self) -> bool:
-        """Whether --max-jobs allows no more."""
+        """Whether --max-jobs allows no further job."""
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:

@@ -229,7 +229,7 @@ class IoLoop:
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
-        """Pass an event on to those whom it concerns."""
+        """Pass an event on to the parts of the worker that it concerns."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)

@@ -146,7 +146,7 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        """Run a function in a thread, once Redis shows that it has begun."""
+        """Run a job's function in a thread, once Redis shows that the job has begun."""
         is_post = job.function_name == POSTING  # sends the notice of a run's end
         if is_post:
             pool = self._posts

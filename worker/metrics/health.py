@@ -18,7 +18,10 @@ class WatchedEngine(Protocol):
 
 
 class WatchedIo(WatchedEngine, Protocol):
-    """What Health needs of the I/O thread. redis_at: monotonic seconds when all its duties last succeeded, or None."""
+    """What Health needs of the I/O thread.
+
+    redis_at: monotonic seconds when all its duties last succeeded; None before they have.
+    """
 
     redis_at: float | None
 

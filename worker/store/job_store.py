@@ -204,7 +204,7 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
-        """Extend leases. held: with the time at which each job began, or "" to leave that as it is."""
+        """Extend leases. held: each job, and the time at which it began, or "" to leave that time as it is."""
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]

@@ -99,7 +99,7 @@ class Plan:
     seed: the source of every row's seed.
     added_columns: columns that come after the files' own.
     columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns that prompts read as each row's own JSON. A type would be the same for all rows.
+    as_json: columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
     sizes: the bytes of the rows that each shard asks.
     second: the model that answers rows with low margins again.
     planned_at: Unix seconds. Chats take it as the present time.
@@ -312,7 +312,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 #: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
-#: The fewest rows of such a shard: enough to keep a worker's batch filled.
+#: The fewest rows of a shard near a run's end: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
 

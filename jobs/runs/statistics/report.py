@@ -211,7 +211,7 @@ _SOURCES = (
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return the numbers of answers by reason of their end, by label, and by result of their check."""
+    """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
     tables = []
     by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
     for title, key in by_title.items():

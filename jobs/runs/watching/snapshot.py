@@ -51,7 +51,7 @@ class RunSnapshot:
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
-    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
+    submitted_by: the user and machine that submitted it last, which nobody has checked; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.

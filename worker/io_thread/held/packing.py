@@ -92,7 +92,7 @@ class Packer:
     @property
     def _is_behind(self) -> bool:
         """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
-        # A job's `next_index` is the number of its requests so far. A part without any counts as one.
+        # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
