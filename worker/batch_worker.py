@@ -171,7 +171,7 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            # This comes first, because a person can mend its errors at once.
+            # Users' functions come first, because a wrong name of a function can be mended at once.
             load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)

@@ -70,8 +70,8 @@ class JobSetAside(WorkerError):
 
 
 class EndNotTaken(WorkerError):
-    """the job has ended, but Redis does not take the {bytes} bytes of its end ({error}): return a smaller value, write it
-    to a file, or raise the server's proto-max-bulk-len"""
+    """the job has ended, but Redis does not take the {bytes} bytes of its end ({error}): return a smaller value,
+    write it to a file, or raise the server's proto-max-bulk-len"""
 
     fault = "client"
 

@@ -363,7 +363,7 @@ class IoLoop:
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
             f"{problem} {type(error).__name__}",
-            "%s (%s); trying again until it does",
+            "%s (%s); trying again until that is over",
             problem,
             shown_error(error),
         )

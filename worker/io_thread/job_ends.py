@@ -281,9 +281,10 @@ class JobEnds:
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
-            except Exception as error:  # another try would fail in the same way
+            except Exception as error:
                 if is_server_fault(error):
                     raise
+                # Another try would fail in the same way, so the job is closed without its dependents.
                 self._log.error(
                     "job %s: its dependents cannot be queued: %s",
                     claimed.job_id,

@@ -345,7 +345,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def _from_json(schema: Any) -> Any:
-    """Return a schema that may be given as its JSON. Raises InvalidJob."""
+    """Return a schema, which may be given as its JSON text. Raises InvalidJob."""
     if not isinstance(schema, str):
         return schema
     try:

@@ -199,7 +199,9 @@ class RunLook:
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
-        if not self.length:
+        if (
+            not self.length
+        ):  # while jobs wait, the run goes on whether or not a worker holds one of its jobs
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or planned
             job_ids = chain.from_iterable(map(self._job_ids, shards))

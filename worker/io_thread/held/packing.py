@@ -64,7 +64,7 @@ class Packer:
         self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
         self._ended_streams: list[HeldJob] = []
-        # The sequences that have left the engine since the last refill, and before each of the refills before it.
+        # How many sequences have left the engine since the last refill, and how many had left at each refill before.
         self._num_departed = 0
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
