@@ -57,7 +57,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
         thread.start()
         thread.join(examination.limit_s)
         if thread.is_alive():
-            yield from list(findings)
+            yield from list(findings)  # a copy, because the thread may still add to them
             problem = f"no answer within {examination.limit_s:g} s"
             yield fault(examination.subject, problem, "find out what it waits for")
         else:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""Seconds added to --job-monitoring-interval. With the sweep's period this stays within the promised 60 s."""
+"""Seconds added to --job-monitoring-interval. They and the sweep's period together stay within the promised 60 s."""
 
 
 @dataclass(frozen=True)

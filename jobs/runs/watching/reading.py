@@ -346,6 +346,7 @@ class RunLook:
         oldest_first = [*in_order[num_before:], *in_order[:num_before]]
         latest = state.parts_of(oldest_first[-MAX_LOOKED:])
 
+        # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         parts = PartsDone(recorded, latest, self.counts)
