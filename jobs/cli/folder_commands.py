@@ -260,7 +260,7 @@ def _errors_json(
     """Return what `errors` prints for programs."""
     content = {
         "run": run,
-        "errors": reasons.rows - reasons.rows_with(CUT),
+        "errors": reasons.rows - reasons.rows_with(CUT),  # a cut answer is no error
         "failed_checks": failed_checks,
         "cut": num_cut,
         "reasons": reasons.to_objects(MAX_REASONS),

@@ -109,7 +109,9 @@ def missing(extra: str) -> Iterator[Finding]:
         if extra not in condition:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
-        if "[hiredis]" in requirement:  # redis itself is no extra
+        if (
+            "[hiredis]" in requirement
+        ):  # the line is `redis[hiredis]`, and redis itself is always installed
             name = "hiredis"
         try:
             version(name)

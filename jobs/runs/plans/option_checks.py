@@ -105,7 +105,7 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             )
         if sampling_name == "n":
             raise InvalidJob(
-                "n cannot come from a column: all rows of a run have as many completions"
+                "n cannot come from a column: all rows of a run have the same number of completions"
             )
         if sampling_name in CHAT_NAMES and sampling_name != "tools":
             raise InvalidJob(

@@ -514,7 +514,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         bound,
         ADAPTER not in spec.sampling,
-        "escalate_below asks a second model, which does not have this one's adapter: leave one of them out",
+        "escalate_below asks a second model, which lacks the first model's adapter: leave the adapter or escalate_below out",
     )
     _check_used(
         bound,
