@@ -57,7 +57,10 @@ def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[p
 
 
 def label_fields(spec: RunSpec) -> list[pa.Field]:
-    """Return the columns of a row that is scored against a run's labels."""
+    """Return the columns of a row that is scored against a run's labels.
+
+    The labels' probabilities are a map, or a struct if the run asks for that.
+    """
     fields = output_fields(Labels.columns)
     if spec.probabilities != STRUCT:
         return fields

@@ -42,7 +42,9 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that are not Parquet; return their bytes. Raises InputError or OutputError.
+    """Make the Parquet files of inputs that are not Parquet. Return their size in bytes.
+
+    Raises InputError or OutputError.
 
     files: numbers of the plan's files.
     """
@@ -103,6 +105,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
+        # Nobody else writes into this folder, so any id will do.
         convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 

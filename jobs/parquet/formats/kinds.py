@@ -4,7 +4,7 @@ A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which 
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
 values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
-A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
+A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
 that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
 

@@ -144,7 +144,10 @@ def open_part(
 def part_rows(
     storage: Storage, plan: Plan, shard: int, columns: Sequence[str], only: Set[int] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
+    """Yield the rows of a part, with their numbers in the run. Raises PartDamaged.
+
+    only: the numbers of the rows to yield; None for all rows.
+    """
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         absent = set(columns) - set(file.schema.names)

@@ -52,13 +52,13 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
-    if spec.order:
+    if spec.order:  # the output is sorted by this column
         names.append(ROW_NUMBER)
     return ColumnChoice(tuple(names), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
-    """Return the number of dimensions of the embeddings that a run asks of a model."""
+    """Return how many numbers an embedding of a run has."""
     return spec.dimensions or model.embedding_size
 
 

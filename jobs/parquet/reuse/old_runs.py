@@ -124,7 +124,7 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found. num_known: how many can be found.
+    keys: the known keys. A key of zeros is never found. all: the same keys. num_known: how many keys can be found.
     """
 
     def __init__(self, keys: Keys) -> None:

@@ -71,5 +71,5 @@ def row_runner(
     rows_and_entries.sort(key=lambda pair: pair[0])
     entries = [entry for _, entry in rows_and_entries]
     if memo is None:
-        memo = AnswerMemo(0)
+        memo = AnswerMemo(0)  # it remembers nothing
     return ItemRunner(entries, answers, ask, checks, memo, expired=expired)

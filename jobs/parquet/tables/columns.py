@@ -62,7 +62,7 @@ def is_list(kind: pa.DataType) -> bool:
 class ColumnChoice(NamedTuple):
     """A choice of a file's columns. Names that the file does not have are ignored.
 
-    names: the columns to read; None for all columns that are not in `without`.
+    names: the columns to read; None for all columns. without: the columns that are left out if `names` is None.
     """
 
     names: Sequence[str] | None = None
