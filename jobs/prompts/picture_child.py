@@ -11,7 +11,7 @@ from sandbox.child import Body, Worker
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-Image.init()  # imports all formats' readers, within no task's limits
+Image.init()  # imports the readers of all formats now, outside the limits of a task
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
 # Readers complain about odd files on stderr. The worker's log does not need that.
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
