@@ -36,7 +36,7 @@ class Lease:
 
     @property
     def key(self) -> str:
-        """RQ's registry of the job's executions."""
+        """The key of RQ's registry of the job's executions."""
         return executions_key(self.job_id)
 
 

@@ -51,10 +51,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"version": _version(check)}
     if "text" not in question:
         return {}
-    if kind in (
-        "agree_on",
-        "tool",
-    ):  # our own functions: they raise nothing, and may return more than a reason
+    if kind in ("agree_on", "tool"):
+        # These are our own functions. They raise nothing, and may return more than a reason.
         return {"reason": check(question["row"], question["text"])}
     return {"reason": _reason(check, question["row"], question["text"])}
 
@@ -67,7 +65,10 @@ def _kind_and_rule(text: str) -> tuple[str, Any]:
 
 @lru_cache(maxsize=64)
 def _files(check: Check) -> list[Path]:
-    """Return the files of a function, found when it was imported: see own_files. A callable object has its class'."""
+    """Return the files that define a function, or the class of a callable object; see own_files.
+
+    The files are found once, when the function is imported.
+    """
     function: Any = inspect.unwrap(check)
     definition: Any = function if inspect.isroutine(function) else type(function)
     with suppress(OSError, TypeError):

@@ -150,7 +150,10 @@ _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers, for each thread in a child process of its own. Thread-safe. limit_s: seconds of a check."""
+    """Checks answers, for each thread in a child process of its own. Thread-safe.
+
+    limit_s: the most seconds of a check.
+    """
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
         self._allowed = frozenset(allowed)

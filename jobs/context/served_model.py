@@ -82,7 +82,7 @@ class ServedModel(PinnedModel):
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases, self.pin)))
 
     def pinned(self, now: float) -> PinnedModel:
-        """Return the model as a run that is planned at this Unix time pins it."""
+        """Return the model as a run pins it. now: when the run is planned, in Unix seconds."""
         return PinnedModel(
             self.name,
             self.fingerprint,

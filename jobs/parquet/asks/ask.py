@@ -87,7 +87,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the rows of a run, without source and keys."""
+        """Return the ask for the rows of a run. Its source and keys are still missing; see ask_of."""
 
     @staticmethod
     @abc.abstractmethod

@@ -160,9 +160,8 @@ class Generate(RowAsk):
         row_sampling = row.own_sampling
         sampling = {**self._sampling, **row_sampling}
         chat = self._chat
-        if (
-            "tools" in row_sampling
-        ):  # tools are a chat option, and the row's tools replace the run's
+        if "tools" in row_sampling:
+            # Tools are a chat option, and the row's tools replace the run's.
             sampling, chat = split_chat_options({**sampling, **chat, **row_sampling})
         if sampling.get("temperature") != 0:
             sampling = {"seed": seed, **sampling}  # a seed that the row names stays

@@ -64,9 +64,7 @@ def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        with suppress(
-            OSError
-        ):  # if the name cannot be looked at, the error of the body is raised below
+        with suppress(OSError):  # if this look fails, the error of the body is raised below
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode):
                 raise PathSwapped(path, f"{name!r} is a link now") from None

@@ -33,8 +33,8 @@ def scan(
 
     rows: how many rows to look at; None for all. Of a Parquet file, only the footer is looked at.
     dialect: how the file's text is written, see RunSpec.dialect.
-    Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is written otherwise, SchemaMismatch, or an
-    error of look_at.
+    Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is not written as the dialect says. Raises
+    SchemaMismatch, or an error of look_at.
     """
     if input_format == PARQUET:
         return look_at(storage, path)
@@ -44,9 +44,7 @@ def scan(
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
     """Make the Parquet files of inputs that are not Parquet. Return their size in bytes.
 
-    Raises InputError or OutputError.
-
-    files: numbers of the plan's files.
+    files: numbers of the plan's files. Raises InputError or OutputError.
     """
     num_bytes = 0
     converted_paths = set()

@@ -93,7 +93,7 @@ COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
+    """Return the kind of a CSV file's column. If its numbers have decimal commas, the kind begins with COMMA_KIND."""
     has_decimals = kind in ("fraction", "float", "number", "digits")
     if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
@@ -136,7 +136,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    if not fields or "json" in fields.values():
+    if not fields or "json" in fields.values():  # Parquet has no type for an object without names
         return "json"
     return {"struct": fields}
 

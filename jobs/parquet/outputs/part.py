@@ -95,7 +95,7 @@ def output_schema(
 
 def _output_field(field: pa.Field) -> pa.Field:
     """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
-    if has_comma_digits(field):
+    if has_comma_digits(field):  # its texts become numbers; see as_number
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
     has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON

@@ -41,7 +41,7 @@ class FolderReader:
     """Reads a run's folder, on this machine or in a store that this program has the credentials for."""
 
     def __init__(self, folder: str) -> None:
-        """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
+        """Open the run in a folder, which is a real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
             # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401
@@ -129,7 +129,7 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
+        """Yield the rows of a part that have an error. cut: also rows with a cut answer. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             # The row is in the last file that does not begin after it.

@@ -119,7 +119,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "com
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Return the manifest of a finished run. parts: in order.
+    """Return the manifest of a finished run. parts: the statistics of all parts, in the parts' order.
 
     In it, `seconds` is the time from the first shard's start to the last one's end.
     """

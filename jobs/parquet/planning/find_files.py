@@ -333,7 +333,7 @@ def find_files(
     files of its only other format. input_format names the format to take instead.
     A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
     The files come sorted, without hidden names, unless a glob spells a hidden name out.
-    If there are several inputs, keys are taken from the folders below the folder that holds them all.
+    If there are several inputs, keys are taken from the folders below the one folder that holds all inputs.
     Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)

@@ -121,7 +121,10 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: by own max_tokens, those with most bits first, then by prompt."""
+    """Return the numbers by which rows are sorted: by their own max_tokens, large ones first, then by prompt.
+
+    Of max_tokens, only the number of bits counts. So rows with about the same limit are sorted by their prompts.
+    """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")

@@ -492,7 +492,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are cached.
+    """Return how many tokens of a prompt the previous prompt has left in the cache. Only whole blocks are cached.
 
     The last token is never taken from the cache.
     """

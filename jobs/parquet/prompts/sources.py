@@ -100,7 +100,7 @@ class RowSampling:
                 raise WrongColumnType(column, kind, expected)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem."""
+        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):

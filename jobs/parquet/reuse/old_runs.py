@@ -68,7 +68,7 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: the rows' keys, with the model's mark; zeros for a row without an answer. marks: each row's mark of its model.
+    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark of its model.
     """
     distinct_marks = np.unique(marks, axis=0)
     packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")

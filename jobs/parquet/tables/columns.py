@@ -151,7 +151,7 @@ def num_values(column: pa.Array) -> int:
         # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
-        # A slice of a column has the items of the whole column. Its own ones lie between its offsets.
+        # A slice of a column has the items of the whole column. The items of the slice lie between its offsets.
         first = int(column.offsets[0].as_py())
         end = int(column.offsets[-1].as_py())
         num_items = end - first
