@@ -16,8 +16,8 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     If a row has several completions, fields about a completion are tuples with a value for each.
-    tool_calls: JSON. columns: further columns by name; a value may be an Arrow array of length 1. attempts, check_error:
-    see PromptAnswer. reused: the earlier run's row that the answer was taken from.
+    tool_calls: JSON. columns: further columns by name; a value may be an Arrow array of length 1. attempts and
+    check_error: see PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None

@@ -98,9 +98,8 @@ class _Environment(ImmutableSandboxedEnvironment):
                     f"the template, line {unserved.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
-            tracker.optimizer = (
-                None  # so that no mistake in a constant fails the run; see `optimized`
-            )
+            # With an optimizer, a mistake in a constant would fail the run; see `optimized`.
+            tracker.optimizer = None
             tracker.visit(tree)
             return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:

@@ -45,7 +45,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of every run that generates, and the column of arguments that were left out."""
+        """Return the columns of any run that generates, and the column of arguments that were left out."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))

@@ -41,7 +41,10 @@ class FolderReader:
     """Reads a run's folder, on this machine or in a store that this program has the credentials for."""
 
     def __init__(self, folder: str) -> None:
-        """Open the run in a folder, which is a real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
+        """Open the run in a folder. Raises PlanDamaged, StoreError, or ImportError without obstore.
+
+        folder: its real path.
+        """
         if is_stored(folder):
             # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401

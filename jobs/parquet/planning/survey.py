@@ -416,7 +416,7 @@ class _Counts:
             step = item.send(None)  # what the item yields first
         except StopIteration as end:  # the item has returned an answer
             raise _Unanswerable(end.value.error) from None
-        assert isinstance(step, list)
+        assert isinstance(step, list), "an item begins with requests"
         return [self._ask.prepared(request) for request in step]
 
     def to_object(self) -> dict[str, Any]:

@@ -476,9 +476,7 @@ def _unlike(old: Plan, new: Plan) -> str | None:
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
         )
     if old.spec.prompts:
-        return (
-            "its rows have several prompts, and the other max_model_len may have cut each of them"
-        )
+        return "its rows have several prompts, and its smaller max_model_len may have cut the answer to each"
     return None
 
 

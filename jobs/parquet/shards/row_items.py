@@ -28,9 +28,10 @@ def row_runner(
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. In the end it has one answer for each row.
 
-    rows: the rows, with the Answer in place of a row that has one already. number_of: gives a row's number in the run. memo:
-    holds the answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with each
-    row whose texts are no longer needed. is_over: whether the run's deadline has passed. Then no further row is begun.
+    rows: the rows, with the Answer in place of a row that has one already. number_of: gives a row's number in the run.
+    memo: holds the answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with
+    each row whose texts are no longer needed. is_over: whether the run's deadline has passed. Then no further row is
+    begun.
     Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
     """
 
