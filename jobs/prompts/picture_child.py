@@ -24,7 +24,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """
     try:
         decoded = _decoded(worker.body, worker.question["most"])
-    except MemoryError:
+    except MemoryError:  # the limit of the task is to blame, and not the file
         raise
     except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
         decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"

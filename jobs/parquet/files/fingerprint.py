@@ -47,9 +47,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
             raise CorruptParquet(path, f"its footer would have {footer_bytes} bytes")
         # The samples are evenly spaced. The first one begins the file, the last one ends where the footer begins.
         sample_bytes = WHOLE_BYTES // NUM_SAMPLES
-        last_start = max(
-            0, size - footer_bytes - sample_bytes
-        )  # 0 if the footer is nearly the whole file
+        # If the footer is nearly the whole file, all samples begin at 0.
+        last_start = max(0, size - footer_bytes - sample_bytes)
         for number in range(NUM_SAMPLES):
             start = last_start * number // (NUM_SAMPLES - 1)
             digest.update(file.read_at(sample_bytes, start))

@@ -101,7 +101,7 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):  # the line's end does not count
             yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
         size = len(line)

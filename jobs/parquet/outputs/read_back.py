@@ -81,10 +81,10 @@ class FolderReader:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
-        names = part_shards(written_at)
+        names_by_shard = part_shards(written_at)
         return {
             shard: written_at[name]
-            for shard, name in names.items()
+            for shard, name in names_by_shard.items()
             if shard < len(self.plan.shards)
         }
 

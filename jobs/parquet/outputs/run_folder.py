@@ -62,7 +62,7 @@ MAX_PLAN_BYTES = 256 << 20
 def find_plan(storage: Storage, folder: str) -> Plan | None:
     """Return the plan in a folder, or None. Raises the errors of load_plan."""
     path = os.path.join(folder, PLAN)
-    with writing(path):
+    with writing(path):  # a folder that cannot be reached could not be written either
         if storage.stat(path) is None:
             return None
     return load_plan(storage, path)

@@ -47,7 +47,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
 
     chosen: the rows' numbers in the input, in the run's order.
     """
-    assert plan.reused is not None
+    assert plan.reused is not None, "its name becomes part of the files' names"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
     first = replace(first_file, num_chosen=len(chosen))

@@ -71,7 +71,7 @@ class RowSampling:
         self._sampling = dict(sampling)
         self._check_sampling = check
         # The values that a row's null stands for. They are written out, so that rows with equal values have equal
-        # texts. A seed is not among them, because each row makes its own seed of the run's.
+        # texts. A seed is not among them, because each row gets a seed of its own.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)
