@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine import EngineConfig
+from engine.attention import prefix_groups
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
@@ -77,6 +78,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random steps, through graphs and without, launch no variant that the warm-up has not."""
+    monkeypatch.setattr(prefix_groups, "LEAST_SPARED_BYTES", 1)
     simulate_graphs(monkeypatch)
     seen = record_launches(monkeypatch)
     limits = EngineConfig(
@@ -100,7 +102,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     at_start = set(seen)
     experts = {"grouped_product_kernel", "choose_kernel", "group_kernel"}
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else set()) | {
-        "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
+        "decode_kernel", "prefix_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
         "choose_token_kernel", "edit_kernel",
     }  # fmt: skip
