@@ -30,6 +30,7 @@ PREFIX_TILE = 64
 #: Queries of a tile, those of all heads in a group of all its sequences.
 TILE_QUERIES = 64
 MAX_PREFIX_SPLITS = 16
+MAX_REGISTERS = 65_280  # of a program: 255 for each of 256 threads
 
 _TILE = tl.constexpr(PREFIX_TILE)
 _SPLIT = tl.constexpr(512)  # at least so many tokens, as in the decode kernel
@@ -154,5 +155,7 @@ def attend_to_prefixes(
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, SOFT_CAP=base2_cap(soft_cap),
         TILE=min(shape.tile, PREFIX_TILE), TILE_SEQS=seqs_of_tile,
         QUERIES=max(seqs_of_tile * group_pad, DOT_MIN),
-        num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+        # left to itself, the assembler makes room for another program, and spills
+        maxnreg=min(MAX_REGISTERS // (32 * shape.num_warps), 255),
     )  # fmt: skip
