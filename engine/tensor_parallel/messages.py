@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
+from engine.tensor_parallel.block_tables import KeptTables, SentTables
 
 Array = NDArray[Any]
 
@@ -75,22 +76,27 @@ def decode(body: bytes | bytearray) -> Message:
     return Message(Kind(kind), facts, arrays)
 
 
-def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
-    """Return the arrays of a STEP, the same for all ranks."""
+def pack_step(step: StepBatch, sampling: SamplingBatch, tables: SentTables) -> list[Array]:
+    """Return the arrays of a STEP, the same for all ranks. tables: what the ranks have of the block tables."""
+    num_known, new_blocks = tables.changes(step)
+    step = replace(step, block_tables=new_blocks)
     return [
         *(getattr(step, name) for name in STEP_ARRAYS),
+        num_known,
         sampling.values,
         sampling.position,
         *_arrays(sampling.ready_edits()),
     ]
 
 
-def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
-    """Read the arrays of `pack_step`."""
-    values, position, *edits = arrays[len(STEP_ARRAYS) :]
+def unpack_step(arrays: list[Array], tables: KeptTables) -> tuple[StepBatch, SamplingBatch]:
+    """Read the arrays of `pack_step`. tables: the block tables that this rank has."""
+    num_known, values, position, *edits = arrays[len(STEP_ARRAYS) :]
     sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
-    step: Any = dict(zip(STEP_ARRAYS, arrays, strict=False))
-    return StepBatch(**step), sampling
+    fields_of_step: Any = dict(zip(STEP_ARRAYS, arrays, strict=False))
+    step = StepBatch(**fields_of_step)
+    block_tables = tables.update(step.slots, step.context_lens, num_known, step.block_tables)
+    return replace(step, block_tables=block_tables), sampling
 
 
 Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]

@@ -19,6 +19,7 @@ from engine.errors import AdapterRefused, CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens
+from engine.tensor_parallel.block_tables import KeptTables
 from engine.tensor_parallel.collectives import join_ranks
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, unpack_step
 
@@ -34,7 +35,7 @@ def main(descriptor: int) -> NoReturn:
         runner = _start(channel, order)
         facts = (asdict(runner.pool_size), runner.backend_name, runner.has_graphs)
         channel.send(encode(Kind.READY, facts))
-        _serve(channel, runner, order["rank"])
+        _serve(channel, runner, EngineConfig(**order["config"]), order["rank"])
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:
         os._exit(1)  # the driver has ended
@@ -63,17 +64,18 @@ def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
     return ModelRunner(config, model, folder, tp)
 
 
-def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
+def _serve(channel: Channel, runner: ModelRunner, config: EngineConfig, rank: int) -> None:
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
     sender = threading.Thread(
         target=_send_all, args=(channel, answers), name="rank-answers", daemon=True
     )
     sender.start()
+    tables = KeptTables(config.max_num_seqs, runner.pool_size.max_model_len, config.block_size)
     while (message := channel.receive()).kind is not Kind.STOP:
         if message.kind is Kind.ADAPTER:
             channel.send(encode(Kind.LOADED, _load_adapter(runner, *message.facts)))
             continue
-        tokens = runner.launch(*unpack_step(message.arrays))
+        tokens = runner.launch(*unpack_step(message.arrays, tables))
         if rank == 0:
             answers.put(tokens)
     answers.put(None)

@@ -36,6 +36,7 @@ from engine.run.forward.runner import PendingTokens, PoolSize, Runner, StateRows
 from engine.run.forward.single_pass_runner import SinglePassRunner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
+from engine.tensor_parallel.block_tables import SentTables
 from engine.tensor_parallel.collectives import open_store
 from engine.tensor_parallel.messages import (
     Channel,
@@ -153,6 +154,7 @@ class RankGroup:
         devices = rank_devices(config)
         self._step_timeout_s = step_timeout_s
         self._failure: EngineError | None = None
+        self._tables = SentTables(config.max_num_seqs, config.block_size)
         self._num_launched = 0
         self._num_answered = 0
         self._early_tokens: deque[Message] = deque()  # that came while something else was awaited
@@ -190,7 +192,7 @@ class RankGroup:
         if self._failure is not None:
             raise self._failure
         with self._ending_on_failure():
-            message = encode(Kind.STEP, arrays=pack_step(step, sampling))
+            message = encode(Kind.STEP, arrays=pack_step(step, sampling, self._tables))
             for rank in self._ranks:
                 self._send(rank, message)
         self._num_launched += 1

@@ -153,6 +153,9 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         )
     if rows:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
+    num_more = len(producers.num_jobs) - len(rows)
+    if num_more:
+        click.echo(f"and {num_more} producers with fewer jobs")
 
 
 def _check_producer(connection: redis.Redis, queue: str, who: str) -> None:

@@ -477,6 +477,11 @@ _OUTPUT = (
         metavar="WHEN",
     ),
     _option(
+        "--priority",
+        "Get this many times the workers that a run with priority 1 gets: 1, the default, to 100.",
+        type=int,
+    ),
+    _option(
         "--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS
     ),
     _option(

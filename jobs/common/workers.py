@@ -267,14 +267,13 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         left_ms = next(replies)
         loading_record = next(replies)
         loading_left_ms = next(replies)
-        if record is None:
-            record = loading_record
-            left_ms = loading_left_ms
         registered: dict[str, bytes] = {}
         if isinstance(registration, list):
             fields_and_values = zip(_FIELDS, registration, strict=True)
             registered = {key: value for key, value in fields_and_values if value}
-        sample = _sample(name, record, left_ms)
+        sample = _later(
+            _sample(name, record, left_ms), _sample(name, loading_record, loading_left_ms)
+        )
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
@@ -292,6 +291,13 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
     record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
+
+
+def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
+    """Return what a worker has told later: as it served, perhaps before it was killed, or as it began to load."""
+    if sample is None or loading is None:
+        return sample or loading
+    return loading if loading.silent_s < sample.silent_s else sample
 
 
 def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:

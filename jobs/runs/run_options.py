@@ -222,6 +222,8 @@ class RunOptions(TypedDict, total=False):
     """How many rows may have an error, or a share like "5%"; by default 90 %."""
     deadline: Deadline
     """No row is begun after this time: a duration like "2h" or a timedelta, a time with its offset, or Unix seconds."""
+    priority: int
+    """How many times the share of a run with priority 1 this run gets of the queue's workers: 1 to 100."""
     webhook: str
     """A URL that gets a POST once the run ends. Workers must allow its host."""
     on_end: str

@@ -19,6 +19,7 @@ from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
+from engine.tensor_parallel.block_tables import KeptTables, SentTables
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_step, unpack_step
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.reference import Reference
@@ -94,11 +95,14 @@ def test_a_step_arrives_as_it_was() -> None:
     with ThreadPoolExecutor(1) as thread:
         for edits in (None, parts.joined(np.array([0, 2]))):
             sampling = SamplingBatch(values, np.arange(3, dtype=np.uint64), edits)
-            sent = thread.submit(ours.send, encode(Kind.STEP, arrays=pack_step(step, sampling)))
+            arrays = pack_step(step, sampling, SentTables(2, 16))
+            sent = thread.submit(ours.send, encode(Kind.STEP, arrays=arrays))
             received = theirs.receive()
             sent.result()
             assert received.kind is Kind.STEP
-            assert repr(unpack_step(received.arrays)) == repr((step, sampling))
+            assert repr(unpack_step(received.arrays, KeptTables(2, 64, 16))) == repr(
+                (step, sampling)
+            )
     ours.close()
     with pytest.raises(EOFError):
         theirs.receive()

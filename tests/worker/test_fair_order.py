@@ -50,6 +50,13 @@ def test_an_urgent_run_leaves_a_tenth_to_the_others() -> None:
     assert Counter(job[0] for job in order[:20]) == {"b": 18, "a": 2}
 
 
+def test_a_run_is_less_often_urgent_with_a_higher_priority() -> None:
+    runs = [RunInQueue("a", 100, 9000), RunInQueue("b", 100, 1000, deadline=160.0, priority=1)]
+    assert urgent_runs(runs, 10.0, 0.0) == ["b"], "at half of 10 rows a second it takes 200 s"
+    runs[1] = RunInQueue("b", 100, 1000, deadline=160.0, priority=9)
+    assert urgent_runs(runs, 10.0, 0.0) == [], "at nine tenths of 10 rows a second it takes 111 s"
+
+
 def test_a_run_is_urgent_only_if_its_deadline_is_missed_otherwise_and_can_be_held() -> None:
     def run(name: str, rows: float, deadline: float | None) -> RunInQueue:
         return RunInQueue(name, 100, rows, deadline)

@@ -95,6 +95,37 @@ def test_a_run_whose_deadline_would_be_missed_comes_first_once_the_rate_is_known
     assert order[9] == big[0]
 
 
+def test_a_run_with_priority_3_gets_three_times_the_places(
+    redis: Redis, ordering: QueueOrder
+) -> None:
+    enqueue(redis, A, range(20))
+    favoured = enqueue(redis, B, range(20), priority=3)
+    order = look(redis, ordering)
+    assert sum(job_id in favoured for job_id in order[:16]) == 12
+
+
+@pytest.mark.parametrize("priority", [b"", b"-3", b"nan", b"9" * 400])
+def test_a_priority_that_cannot_be_read_keeps_no_run_from_its_turn(
+    redis: Redis, ordering: QueueOrder, priority: bytes
+) -> None:
+    others = enqueue(redis, A, range(110), rows=10)
+    odd = enqueue(redis, B, range(110), rows=10, priority=priority)
+    order = look(redis, ordering)
+    assert sorted(order) == sorted(others + odd)
+    assert {job_id in others for job_id in order[:102]} == {True, False}
+
+
+def test_a_new_priority_counts_for_shards_that_have_their_places(
+    redis: Redis, ordering: QueueOrder
+) -> None:
+    enqueue(redis, A, range(20))
+    favoured = enqueue(redis, B, range(20))
+    look(redis, ordering)
+    redis.hset(run_key(B), "priority", 3)
+    order = look(redis, ordering)
+    assert sum(job_id in favoured for job_id in order[:16]) == 12
+
+
 def test_only_one_worker_looks_in_each_period(redis: Redis, ordering: QueueOrder) -> None:
     first = enqueue(redis, A, range(2))
     ordering.put_in_order(["bulk"])

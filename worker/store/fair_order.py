@@ -1,10 +1,10 @@
 """In which order the jobs of a queue are claimed, so that runs and prompts share its workers fairly.
 
-Each run that waits in a queue gets an equal share of the queue's workers, counted in rows. All prompts of the queue
-together get one such share. This is weighted fair queueing: a job's place depends on the rows of its own run that stand
-before it.
+Each run that waits in a queue gets a share of the queue's workers, counted in rows. A run's share is in proportion to
+its priority. All prompts of the queue together get the share of a run with priority 1. This is weighted fair queueing:
+a job's place depends on the rows of its own run that stand before it.
 
-A run that would miss its deadline at an equal share comes first, if it can still meet the deadline. The earliest
+A run that would miss its deadline at its share comes first, if it can still meet the deadline. The earliest
 deadline comes before the others. Meanwhile the rest of the queue keeps a tenth of the workers, so that nothing starves.
 
 Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Algorithm" (SIGCOMM 1989).
@@ -27,7 +27,7 @@ PROMPTS = ""
 
 
 class WaitingJob(NamedTuple):
-    """A job in a queue. run: its run, or PROMPTS. cost: its rows."""
+    """A job in a queue. run: its run, or PROMPTS. cost: its rows, divided by its run's priority."""
 
     id: str
     run: str
@@ -39,19 +39,25 @@ class RunInQueue:
     """What is known of a run with jobs in a queue.
 
     shard_rows: the rows of one shard. rows_left: rows without an answer. deadline: in Unix seconds; None if it has
-    none.
+    none. priority: the run's share is this many times that of a run with priority 1.
     """
 
     run: str
     shard_rows: float
     rows_left: float
     deadline: float | None = None
+    priority: int = 1
+
+    @property
+    def shard_cost(self) -> float:
+        """Return the cost of one shard: its rows, divided by the priority."""
+        return self.shard_rows / self.priority
 
 
 def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> list[str]:
     """Return the runs that come first, in their order.
 
-    These are the runs that would miss their deadline at an equal share of the queue's workers. A run that cannot meet
+    These are the runs that would miss their deadline at their share of the queue's workers. A run that cannot meet
     its deadline even if it comes first is left out, because it would only delay the others. rows_per_s: the rows that
     the workers finish for all runs of the queue; 0 if that is not known.
     """
@@ -59,22 +65,26 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
         return []
     with_deadline = [run for run in runs if run.deadline is not None and run.deadline > now]
     with_deadline.sort(key=lambda run: (run.deadline, run.run))
-    fair_rate = rows_per_s / len(runs)
+    total_priority = sum(run.priority for run in runs)
     rows_before = 0.0
     urgent = []
     for run in with_deadline:
         assert run.deadline is not None
         left_s = run.deadline - now
-        equal_share_s = run.rows_left * MARGIN / fair_rate
+        share_of_rate = rows_per_s * run.priority / total_priority
+        at_its_share_s = run.rows_left * MARGIN / share_of_rate
         if_first_s = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE)
-        if if_first_s <= left_s < equal_share_s:
+        if if_first_s <= left_s < at_its_share_s:
             urgent.append(run.run)
             rows_before += run.rows_left
     return urgent
 
 
 class PlacedJob(NamedTuple):
-    """A job in its place. end: the virtual time, in rows of its run, at which it is done if each run gets its share."""
+    """A job in its place. end: the virtual time at which it is done if each run gets its share.
+
+    Virtual time counts the rows that a run with priority 1 has had.
+    """
 
     end: float
     number: int
@@ -90,8 +100,8 @@ def fair_order(
     """Return a queue's jobs in the order in which they are to be claimed.
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
-    urgent: the runs that come first. When the urgent runs have changed, the caller passes all jobs as new.
-    waited: for each run, the rows that its share came to while its first job waited. They bring the run's jobs forward.
+    urgent: the runs that come first. When these runs or priorities have changed, the caller passes all jobs as new.
+    waited: for each run, the virtual time for which its first job has waited. They bring the run's jobs forward.
     Without them, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:

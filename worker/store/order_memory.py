@@ -33,7 +33,8 @@ class OrderMemory:
 
     last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
     samples: the earliest first. front: the ids of the first jobs, with the ends of their places. heads: each run's
-    first job, with the rows that its share should have had while this job was the first.
+    first job, with the virtual time for which this job was the first. priorities: that of each run which has another
+    than 1.
     """
 
     last: str = ""
@@ -42,6 +43,7 @@ class OrderMemory:
     samples: list[Sample] = field(default_factory=list)
     front: list[tuple[str, float]] = field(default_factory=list)
     heads: dict[str, tuple[str, float]] = field(default_factory=dict)
+    priorities: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_object(cls, fields: Mapping[str, Any]) -> Self:
@@ -53,7 +55,16 @@ class OrderMemory:
             heads = {}
             for run, (job_id, rows) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(rows))
-            return cls(str(fields["last"]), list(fields["urgent"]), rows_of, samples, front, heads)
+            priorities = {str(run): int(priority) for run, priority in fields["priorities"].items()}
+            return cls(
+                last=str(fields["last"]),
+                urgent=list(fields["urgent"]),
+                rows_of=rows_of,
+                samples=samples,
+                front=front,
+                heads=heads,
+                priorities=priorities,
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls()
 
@@ -86,26 +97,31 @@ class OrderMemory:
         self.samples.append(Sample(now, rows))
 
     def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
-        """Return the rows that each run's share should have had while its first job waited.
+        """Return the virtual time for which each run's first job has waited.
+
+        It counts the rows that a run with priority 1 has had meanwhile.
 
         run_of: the run of each job in the queue, in the queue's order.
         """
-        # A job's end says how many rows each run's share has had by then. So the last claimed job says how many rows
-        # each share has had since the last look.
+        # The virtual time starts anew at each look. So the end of the last claimed job says how much of it has passed
+        # since the last look.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
-        new_rows = max(claimed_ends, default=0.0)
+        passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
         for job_id, run in run_of.items():
             if run in heads:
                 continue
-            head_before, rows_before = self.heads.get(run, ("", 0.0))
+            head_before, waited_before = self.heads.get(run, ("", 0.0))
             is_same_head = head_before == job_id
-            heads[run] = (job_id, rows_before + new_rows if is_same_head else 0.0)
+            heads[run] = (job_id, waited_before + passed if is_same_head else 0.0)
         self.heads = heads
-        return {run: rows for run, (_, rows) in heads.items()}
+        return {run: waited for run, (_, waited) in heads.items()}
 
-    def note(self, placed: Sequence[PlacedJob], urgent: list[str]) -> None:
+    def note(
+        self, placed: Sequence[PlacedJob], urgent: list[str], priorities: dict[str, int]
+    ) -> None:
         """Remember the order that was made."""
         self.last = placed[-1].id
         self.urgent = urgent
+        self.priorities = priorities
         self.front = [(job.id, job.end) for job in placed[:_MOST_REMEMBERED]]

@@ -11,7 +11,7 @@ from jobs.common import stored
 from jobs.common.keys import prefixed, run_key
 from jobs.common.rq_jobs import QueueKeys
 from jobs.runs.plans.names import plan_job_id, run_and_shard
-from jobs.runs.redis_state.submission import DEADLINE
+from jobs.runs.redis_state.submission import DEADLINE, MAX_PRIORITY, PRIORITY
 from worker.store.fair_order import PROMPTS, RunInQueue, WaitingJob, fair_order, urgent_runs
 from worker.store.order_memory import OrderMemory
 from worker.store.scripts import Call, Scripts
@@ -58,8 +58,10 @@ class QueueOrder:
         runs, rows_of = self._read_runs(run_ids, [*memory.rows_of])
         memory.see(rows_of, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
+        priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
         num_in_order = 0
-        if urgent == memory.urgent and memory.last in run_of:
+        is_as_before = urgent == memory.urgent and priorities == memory.priorities
+        if is_as_before and memory.last in run_of:
             # The jobs behind the last one that was put in order have come since.
             num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
@@ -69,7 +71,7 @@ class QueueOrder:
         order = [job.id for job in placed]
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
-        memory.note(placed, urgent)
+        memory.note(placed, urgent, priorities)
         self._client.set(key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
@@ -83,7 +85,9 @@ class QueueOrder:
         ids = sorted({*waiting, *known})
         with self._client.pipeline(transaction=False) as pipe:
             for run in ids:
-                pipe.hmget(run_key(run), "rows", "shards", "total_rows", DEADLINE, "finished")
+                pipe.hmget(
+                    run_key(run), "rows", "shards", "total_rows", DEADLINE, PRIORITY, "finished"
+                )
             replies = pipe.execute(raise_on_error=False)
 
         runs: dict[str, RunInQueue] = {}
@@ -92,8 +96,9 @@ class QueueOrder:
             # Producers may write to these keys too, so a reply may be an error.
             if not isinstance(values, list):
                 continue
-            rows_text, shards_text, rows_done_text, deadline_text, finished_text = (
-                stored.text(value or b"") for value in values
+            texts = [stored.text(value or b"") for value in values]
+            rows_text, shards_text, rows_done_text, deadline_text, priority_text, finished_text = (
+                texts
             )
             rows = stored.count(rows_text) or 0
             shards = stored.count(shards_text) or 0
@@ -101,8 +106,14 @@ class QueueOrder:
             if run in waiting or not finished_text:
                 rows_of[run] = rows_done
             if run in waiting and shards:
-                deadline = stored.seconds(deadline_text)
-                runs[run] = RunInQueue(run, rows / shards, max(0, rows - rows_done), deadline)
+                priority = stored.count(priority_text) or 1
+                runs[run] = RunInQueue(
+                    run=run,
+                    shard_rows=rows / shards,
+                    rows_left=max(0, rows - rows_done),
+                    deadline=stored.seconds(deadline_text),
+                    priority=min(priority, MAX_PRIORITY),
+                )
         return runs, rows_of
 
 
@@ -116,7 +127,7 @@ def _run_of(job_id: str) -> str:
 
 
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
-    """Return a job's rows: 1 for a prompt. runs: those that are planned.
+    """Return a job's rows, divided by its run's priority: 1 for a prompt. runs: those that are planned.
 
     A planning job costs nothing. So it comes first, and the shards that it queues soon get their share.
     """
@@ -124,5 +135,5 @@ def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
     if run != PROMPTS and job_id == plan_job_id(run):
         return 0.0
     if run in runs:
-        return runs[run].shard_rows
+        return runs[run].shard_cost
     return 1.0

@@ -29,6 +29,7 @@ from jobs.common.keys import (
     served_key,
     worker_key,
 )
+from jobs.common.redis_info import is_full
 from jobs.common.release import commit
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY, execution_key
 from jobs.common.stored import text
@@ -236,7 +237,21 @@ class WorkerRecord:
     def show(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
-        """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
+        """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour.
+
+        A full Redis refuses that. It still takes a new time to live, so the worker does not look silent.
+        """
+        try:
+            self._write(state, job_id, counters, point)
+        except RedisError as error:
+            if is_full(error):
+                self._client.expire(self._key, WORKER_STATS_TTL_S)
+                self._client.expire(served_key(self._name), SILENT_S)
+            raise
+
+    def _write(
+        self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
+    ) -> None:
         self._beat(self._client, state, job_id)
         moment = self._clock()
         facts = {**self._facts, **self._changing_facts()}

@@ -30,6 +30,7 @@ from jobs.runs.redis_state.submission import (
     ASKED_FOR,
     DEADLINE,
     DEFAULT_LIMIT,
+    PRIORITY,
     ErrorLimit,
     Submission,
 )
@@ -240,6 +241,8 @@ class RunState:
             facts["plan_model"] = submission.model
         if submission.deadline is not None:
             facts[DEADLINE] = str(submission.deadline)
+        if submission.priority != 1:
+            facts[PRIORITY] = submission.priority
         if by:
             facts[SUBMITTED_BY] = by
         outdated = (
@@ -248,6 +251,7 @@ class RunState:
             "stopped",
             "plan_model",
             DEADLINE,
+            PRIORITY,
             PLAN_ERROR,
             *SUBMISSION_TOTALS,
             *ASKED_FOR,

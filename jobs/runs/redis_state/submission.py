@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.deadlines import parse_deadline
-from jobs.context.values import truth
+from jobs.context.values import truth, whole_number
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
 from jobs.errors import InvalidValue, unlike
 from jobs.prompts.arguments import parse_model
@@ -23,6 +23,9 @@ ON_END = "on_end"
 ASKED_FOR = (WEBHOOK, ON_END)
 #: The field of a run's hash that holds the last submission's deadline, in Unix seconds.
 DEADLINE = "deadline"
+#: The field of a run's hash that holds the last submission's priority; without it the priority is 1.
+PRIORITY = "priority"
+MAX_PRIORITY = 100
 #: Fields of a run's hash: the last submission for which notices of an end, or of a failure, were enqueued.
 TOLD = "told_submission"
 TOLD_FAILED = "told_failed_submission"
@@ -93,7 +96,7 @@ DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
 #: Arguments of jobs.score_parquet that belong to a submission and not to its run. So does the queue.
-WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, "reuse", _ANY_MODEL)
+WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, PRIORITY, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Submission:
     webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called then.
     reuse: outputs of earlier runs whose answers are taken.
     deadline: when to begin no more rows, in Unix seconds.
+    priority: the run gets this many times the share of a run with priority 1.
     """
 
     queue: str
@@ -115,6 +119,7 @@ class Submission:
     reuse: tuple[str, ...] = ()
     reuse_from_any_model: bool = False
     deadline: float | None = None
+    priority: int = 1
 
     @classmethod
     def split(
@@ -135,6 +140,9 @@ class Submission:
         deadline = None
         if wishes[DEADLINE] is not None:
             deadline = parse_deadline(DEADLINE, wishes[DEADLINE], now)
+        priority = 1
+        if wishes[PRIORITY] is not None:
+            priority = whole_number(PRIORITY, wishes[PRIORITY], MAX_PRIORITY)
         reuse = [] if wishes["reuse"] is None else wishes["reuse"]
         any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         if not isinstance(reuse, list | tuple):
@@ -148,6 +156,7 @@ class Submission:
             on_end=_function(wishes[ON_END]),
             reuse_from_any_model=any_model,
             deadline=deadline,
+            priority=priority,
         )
         return submission, run_arguments
 
@@ -180,6 +189,7 @@ class Submission:
             "reuse": list(self.reuse),
             _ANY_MODEL: self.reuse_from_any_model,
             DEADLINE: self.deadline,
+            PRIORITY: None if self.priority == 1 else self.priority,
             **self.calls,
         }
         return {name: value for name, value in arguments.items() if value}

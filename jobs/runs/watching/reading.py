@@ -520,11 +520,12 @@ def _progress(
 ) -> Progress:
     """Return the progress that a job's hash tells."""
     shown = stored.json_object(meta)
-    tokens = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
     return Progress(
         rows=stored.count(shown.get("rows_done")) or 0,
-        tokens=tokens + tokens_open,
+        tokens=(stored.count(shown.get("tokens")) or 0) + tokens_open,
+        rows_open=stored.count(shown.get("rows_open")) or 0,
+        tokens_open=tokens_open,
         shard_rows=stored.count(shown.get("rows")) or 0,
         started_at=stored.moment(started_at),
         worker=safe_name(worker or b""),

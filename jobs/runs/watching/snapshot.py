@@ -252,8 +252,8 @@ def needs(snapshot: RunSnapshot) -> list[str]:
     if snapshot.is_suspended:
         sentences.append(SUSPENDED_TEXT)
     if snapshot.awaited_second is not None:
-        model = f"{snapshot.awaited_second}, which is asked again"
-        sentences.append(_not_served(snapshot.second_queue, model))
+        second = _not_served(snapshot.second_queue, snapshot.awaited_second)
+        sentences.append(f"rows with a low margin wait for the second model: {second}")
     if snapshot.planned_by is not None:
         sentences.append(
             f"it was planned by a {snapshot.planned_by} version of Tokenmill than that of the workers on queue "

@@ -15,11 +15,14 @@ LATELY_S = 2.0
 class Progress:
     """The progress that a shard's job reports.
 
-    rows: the answered rows, of shard_rows. tokens: the generated tokens. has_job: whether Redis has the job.
+    rows: the answered rows, of shard_rows. tokens: the generated tokens. rows_open: the rows that are being answered.
+    tokens_open: the tokens that were generated for these so far. has_job: whether Redis has the job.
     """
 
     rows: int = 0
     tokens: int = 0
+    rows_open: int = 0
+    tokens_open: int = 0
     shard_rows: int = 0
     started_at: float | None = None
     worker: str = ""
@@ -78,9 +81,11 @@ def time_left(
     remaining = [
         work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
     ]
+    tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
         if progress.started_at is not None and shard < shards:
-            done = min(1.0, progress.rows / max(1, progress.shard_rows))
+            rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
+            done = min(1.0, rows_done / max(1, progress.shard_rows))
             done_work = work[shard] * done * new_now
             spans.append(Span(progress.worker, progress.started_at, now, done_work))
             remaining.append(work[shard] * (1 - done))
@@ -142,6 +147,24 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
     if more <= 0:
         return new_now, 1.0
     return new_now, new_now * -expm1(-more) / more
+
+
+def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
+    """Return the mean of the tokens generated for an answered row; 0 if none was answered."""
+    rows = counts["rows"] + sum(progress.rows for progress in running)
+    tokens = counts["generated_tokens"]
+    tokens += sum(progress.tokens - progress.tokens_open for progress in running)
+    return tokens / max(1, rows)
+
+
+def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
+    """Return how many rows' work has been done on rows that are being answered.
+
+    Without it, rows of equal length would end together, and nothing would seem to be done in between.
+    """
+    if tokens_of_row == 0:
+        return 0.0
+    return min(progress.rows_open, progress.tokens_open / tokens_of_row)
 
 
 def _generated_share(counts: Mapping[str, int]) -> float:

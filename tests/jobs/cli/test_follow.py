@@ -165,7 +165,7 @@ def test_a_second_model_that_nobody_serves_is_told_once_each_time() -> None:
     looks = [lacking, lacking, snapshot(), lacking, snapshot(finished=True)]
     shown = Shown()
     follow(lambda: looks.pop(0), lambda _: None, shown.show, shown.warn)
-    (text,) = {each for each in shown.warnings if "which is asked again" in each}
+    (text,) = {each for each in shown.warnings if "wait for the second model" in each}
     assert "'big'" in text
     assert shown.warnings.count(text) == 2
     assert lacking.to_object()["awaited_second"] == "large"

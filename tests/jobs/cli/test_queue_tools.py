@@ -230,6 +230,11 @@ def test_who_floods_a_queue_is_seen_and_stopped_in_one_command(
         ["1", "no producer named", "tokenmill flood bulk --stop -"],
     ]
 
+    monkeypatch.setattr("jobs.cli.operator_commands.MAX_PRODUCERS", 2)
+    shown = tokenmill(redis_url, "flood", "bulk").output.splitlines()
+    assert len(shown) == 5
+    assert shown[-1] == "and 2 producers with fewer jobs"
+
     monkeypatch.setattr("jobs.queues.flood._PAGE", 100)
     stopped = tokenmill(redis_url, "flood", "bulk", "--stop", r"team a\x1b")
     assert stopped.output == "cancelled 249 waiting jobs\n"

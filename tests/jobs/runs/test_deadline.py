@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.cli import status_text
+from jobs.common.keys import run_key
 from jobs.context.deadlines import EXPIRED, parse_deadline
 from jobs.context.job_journal import JobJournal, SentTokens
 from jobs.errors import DeadlinePassed, InvalidValue
 from jobs.parquet.shards import shard_work
+from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import read_snapshot
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task, shard_of, shout
@@ -179,6 +181,20 @@ def test_a_later_submission_takes_a_deadline_back(runs: Runs, invoke: Invoke, re
     assert "deadline " in invoke("status", run).stdout or read_snapshot(redis, run).rows is None
     submit(invoke, source)
     assert read_snapshot(redis, run).deadline is None
+
+
+def test_a_later_submission_takes_a_priority_back(runs: Runs, invoke: Invoke, redis: Redis) -> None:
+    source = runs.write(["a"])
+    run = submit(invoke, source, "--priority", "4")
+    assert redis.hget(run_key(run), "priority") == b"4"
+    submit(invoke, source)
+    assert redis.hget(run_key(run), "priority") is None
+
+
+@pytest.mark.parametrize("priority", [0, 101, 1.5, True])
+def test_what_is_no_priority_is_refused(priority: object) -> None:
+    with pytest.raises(InvalidValue, match="expected an integer from 1 to 100"):
+        Submission.split("bulk", {"priority": priority})
 
 
 def test_a_job_that_begins_after_its_deadline_fails_by_name(runs: Runs) -> None:

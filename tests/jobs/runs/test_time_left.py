@@ -86,8 +86,8 @@ def test_a_run_under_way_tells_what_is_left(
     assert "left     " in invoke("status", plan.run).output
 
 
-#: Rows that a worker has in its batch, and in a shard.
-BATCH, SHARD = 16, 50
+#: Rows of a shard.
+SHARD = 50
 
 
 #: Tokens of a row's prompt and answer, and its text where it may be that of others.
@@ -96,13 +96,14 @@ Row = tuple[int, int, int | None]
 
 @dataclass
 class Worker:
-    """Answers rows in steps of 10 ms, 2 for each row in it and 0.1 for each token of a prompt."""
+    """Answers rows in steps of 10 ms, 2 for each row in it and 0.1 for each token of a prompt. batch: rows at once."""
 
     name: str
     clock: float = 0.0
+    batch: int = 16
     shards: list[int] = field(default_factory=list)
     running: list[list[int]] = field(default_factory=list)
-    """Of each row: its shard, and how many of its tokens are left."""
+    """Of each row: its shard, how many of its tokens are left, and how many it has in all."""
 
 
 class Run:
@@ -115,6 +116,8 @@ class Run:
         self.rows, self.waiting = len(rows), deque(range(len(self.shards)))
         self.sent, self.done = [0] * len(self.shards), [0] * len(self.shards)
         self.computed = [0] * len(self.shards)
+        self.computed_done = [0] * len(self.shards)
+        self.workers: list[Worker] = []
         self.begun: dict[int, tuple[float, str]] = {}
         self.parts: dict[int, PartStats] = {}
         self.known: set[int] = set()
@@ -122,8 +125,9 @@ class Run:
 
     def ask(self, now: float) -> None:
         running = {
-            shard: Progress(self.done[shard], 0, len(self.shards[shard]), at, name)
-            for shard, (at, name) in self.begun.items()
+            shard: self.progress(shard, worker)
+            for worker in self.workers
+            for shard in worker.shards
         }
         counts = {
             name: sum(getattr(part, name) for part in self.parts.values()) for name in COUNTED
@@ -133,10 +137,24 @@ class Run:
         if left is not None:
             self.told.append((now, left))
 
+    def progress(self, shard: int, worker: Worker) -> Progress:
+        at, name = self.begun[shard]
+        open_rows = [row for row in worker.running if row[0] == shard]
+        tokens_open = sum(answer - left for _, left, answer in open_rows)
+        return Progress(
+            rows=self.done[shard],
+            tokens=self.computed_done[shard] + tokens_open,
+            rows_open=len(open_rows),
+            tokens_open=tokens_open,
+            shard_rows=len(self.shards[shard]),
+            started_at=at,
+            worker=name,
+        )
+
     def step(self, worker: Worker) -> bool:
         """Take one step of a worker; False where it has nothing to do."""
         seconds = 0.0
-        while len(worker.running) < BATCH:
+        while len(worker.running) < worker.batch:
             shard = next(
                 (each for each in worker.shards if self.sent[each] < len(self.shards[each])), None
             )
@@ -152,12 +170,13 @@ class Run:
                 continue
             self.known.update(() if text is None else (text,))
             self.computed[shard] += answer
-            worker.running.append([shard, answer])
+            worker.running.append([shard, answer, answer])
             seconds += 1e-4 * prompt
         worker.clock += seconds + 0.01 + 0.002 * len(worker.running)
         for each in worker.running:
             each[1] -= 1
             if not each[1]:
+                self.computed_done[each[0]] += each[2]
                 self.count(worker, each[0])
         worker.running = [each for each in worker.running if each[1]]
         return bool(worker.running or self.waiting or worker.shards)
@@ -177,6 +196,7 @@ class Run:
 
     def go(self, workers: list[Worker], until: float = math.inf) -> float:
         """Work until so much of the rows is done, or all; return when."""
+        self.workers = workers
         asked_at = now = max(each.clock for each in workers)
         while workers and sum(self.done) < until * self.rows:
             worker = min(workers, key=lambda each: each.clock)
@@ -193,6 +213,7 @@ class Run:
         for shard in worker.shards:
             del self.begun[shard]
             self.sent[shard] = self.done[shard] = self.computed[shard] = 0
+            self.computed_done[shard] = 0
             self.waiting.appendleft(shard)
 
     def check(self, began_at: float, end: float, since: float = 0.0) -> None:
@@ -227,6 +248,11 @@ def test_the_end_of_a_worker_alone(
 ) -> None:
     run = Run(make(random.Random(0), rows))
     run.check(0.0, run.go([Worker("a")]))
+
+
+def test_the_end_of_a_run_of_a_few_batches_whose_rows_end_together() -> None:
+    run = Run([(20, 100, None)] * 1500)
+    run.check(0.0, run.go([Worker("a", batch=256)]))
 
 
 def test_the_end_where_one_worker_joins_and_one_leaves() -> None:

@@ -75,7 +75,7 @@ _VALUES = (
     ),
     *("delimiter", "decimal", "filename_column", "rows_per_shard", "limit", "order", "model"),
     *("max_errors", "task", "query_column", "document_column", "dimensions", "output_prefix"),
-    *("logprob_type", "max_attempts", "reused_column", "webhook", "on_end"),
+    *("logprob_type", "max_attempts", "reused_column", "webhook", "on_end", "priority"),
 )
 _FLAGS = ("calibrate", "continue_on_length", "only_new", "inline_pictures", "reuse_from_any_model")
 

@@ -1,0 +1,274 @@
+"""Estimates what a run takes on an H200, from the bytes, products and launches of each step.
+
+    python -m ops.bench.gpu.estimate
+
+The engine's scheduler makes the steps, with no model behind it. The device's figures were measured once
+(RESULTS.md, "On an H200"). One of them, the time that a layer takes beside its bytes, is fitted to the reference run.
+So an estimate says what a change is worth, and not how fast another device is.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.sampling.sampling_params import SamplingParams
+from engine.schedule.block_manager import BlockManager
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import Sequence as Row
+from ops.bench.make import SHAPES, Shape, tensor_sizes
+from ops.bench.report import print_table
+
+BANDWIDTH = 4.27e12
+"""Bytes a second, measured by a large copy."""
+
+FLOPS = 775e12
+"""Operations a second, measured by a large product."""
+
+DECODE_SHARE = 0.93
+"""Share of the bandwidth at which decode attention reads."""
+
+PREFILL_SHARE = 0.4
+"""Share of the operations a second that prefill attention reaches: 31 to 47 % were measured."""
+
+PRODUCT_SHARE = 0.8
+"""Share of the operations a second that products of thousands of rows are taken to reach."""
+
+EAGER_LAYER_S = 13.3e-3 / 28
+"""Seconds in which the host launches a layer without graphs: a step of 28 layers took 13.3 ms."""
+
+GRAPH_LAYER_S = 55e-6
+"""Seconds that a layer in a graph takes beside its bytes, fitted to the 23,769 tokens a second of the reference run."""
+
+MIXED_GRAPH_TOKENS = 2048
+"""The largest step with prompts that graphs replay."""
+
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model in bfloat16.
+
+    num_experts, num_active, expert_size: of a layer; an expert has three matrices of hidden_size x expert_size.
+    num_state_layers: layers that keep a state of state_bytes for each sequence, and no keys and values.
+    """
+
+    name: str
+    shape: Shape
+    num_experts: int = 0
+    num_active: int = 0
+    expert_size: int = 0
+    num_state_layers: int = 0
+    state_bytes: int = 0
+
+    @property
+    def dense_weights(self) -> int:
+        """Return how many weights every token reads. Embeddings are tied with the head."""
+        shape = self.shape
+        if self.num_experts:
+            shape = replace(shape, intermediate_size=0)
+        return sum(size[0] * size[1] for _, size in tensor_sizes(shape) if len(size) == 2)
+
+    @property
+    def weights_of_expert(self) -> int:
+        """Return the weights of one expert of one layer."""
+        return 3 * self.shape.hidden_size * self.expert_size
+
+    def weights_read(self, num_tokens: int) -> float:
+        """Return how many weights a step reads whose tokens choose their experts at random."""
+        missed = (1 - self.num_active / self.num_experts) ** num_tokens if self.num_experts else 1.0
+        num_read = self.num_experts * (1 - missed)
+        return self.dense_weights + self.shape.num_layers * num_read * self.weights_of_expert
+
+    def weights_of_token(self) -> int:
+        """Return how many weights one token is multiplied with, but for the head."""
+        head = self.shape.vocab_size * self.shape.hidden_size
+        experts = self.shape.num_layers * self.num_active * self.weights_of_expert
+        return self.dense_weights - head + experts
+
+    def kv_bytes(self, num_tokens: float, itemsize: float) -> float:
+        """Return the bytes of the keys and values of tokens."""
+        num_layers = self.shape.num_layers - self.num_state_layers
+        return (
+            2 * num_layers * self.shape.num_kv_heads * self.shape.head_dim * itemsize * num_tokens
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one kind.
+
+    shared: tokens that all prompts begin with. prompt, answer: the least and the most tokens of a row's own.
+    """
+
+    name: str
+    num_rows: int
+    shared: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Return the tokens of each row's own prompt and of its answer."""
+        rng = random.Random(0)
+        return [
+            (rng.randint(*self.prompt), rng.randint(*self.answer)) for _ in range(self.num_rows)
+        ]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine can do.
+
+    has_graphs: whether steps of decodes are replayed. has_mixed_graphs: steps with prompts too. reads_prefix_once: for
+    all rows behind common tokens. kv_itemsize: bytes of a key's number.
+    """
+
+    name: str
+    has_graphs: bool = True
+    has_mixed_graphs: bool = True
+    reads_prefix_once: bool = False
+    kv_itemsize: int = 2
+
+
+@dataclass
+class Estimate:
+    """What the steps of a run add up to. eager_steps: those that no graph replays."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    eager_steps: int = 0
+    generated: int = 0
+
+
+def steps_of(rows: Rows, max_num_seqs: int, pool_tokens: int) -> Iterator[ScheduledBatch]:
+    """Yield the steps of a run, as the engine's scheduler makes them."""
+    rng = random.Random(1)
+    lengths = rows.lengths()
+    longest = rows.shared + max(prompt + answer for prompt, answer in lengths)
+    scheduler = Scheduler(
+        BlockManager(pool_tokens // BLOCK, BLOCK),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+        max_model_len=longest,
+    )
+    shared = [rng.randrange(10_000) for _ in range(rows.shared)]
+    for number, (prompt, answer) in enumerate(lengths):
+        token_ids = shared + [rng.randrange(10_000) for _ in range(prompt)]
+        sampling = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        scheduler.add(
+            Row(str(number), token_ids, sampling, stop_token_ids=frozenset(), follows_text=True)
+        )
+    while scheduler.running or scheduler.num_waiting:
+        batch = scheduler.schedule()
+        yield batch
+        scheduler.advance(batch)
+        scheduler.receive(np.zeros(len(batch.sampling), np.int64))
+
+
+def estimate(model: Model, rows: Rows, engine: Engine, max_num_seqs: int = 256) -> Estimate:
+    """Return what a run of rows takes."""
+    total = Estimate()
+    for batch in steps_of(rows, max_num_seqs, pool_tokens=1 << 20):
+        num_prompt_tokens = batch.num_tokens - batch.num_decode_tokens
+        is_replayed = engine.has_graphs and num_prompt_tokens == 0
+        if engine.has_mixed_graphs and num_prompt_tokens:
+            is_replayed = batch.num_tokens <= MIXED_GRAPH_TOKENS
+        total.seconds += _step_s(model, rows, engine, batch, is_replayed=is_replayed)
+        total.steps += 1
+        total.eager_steps += not is_replayed
+        total.generated += len(batch.sampling)
+    return total
+
+
+def _step_s(
+    model: Model, rows: Rows, engine: Engine, batch: ScheduledBatch, *, is_replayed: bool
+) -> float:
+    """Return the seconds of one step: those of the device, or of the host that launches it if that is slower."""
+    decode_lengths = [seq.num_tokens for seq in batch.decodes]
+    tokens_read = float(sum(decode_lengths))
+    if engine.reads_prefix_once and len(decode_lengths) > 1:
+        tokens_read -= rows.shared * (len(decode_lengths) - 1)
+    read_bytes = model.kv_bytes(tokens_read, engine.kv_itemsize)
+    read_bytes += 2 * len(batch.seqs) * model.num_state_layers * model.state_bytes
+    attention_s = read_bytes / (BANDWIDTH * DECODE_SHARE)
+
+    pairs = _prefill_pairs(batch)
+    num_layers = model.shape.num_layers - model.num_state_layers
+    flops_of_pair = 4 * num_layers * model.shape.num_heads * model.shape.head_dim
+    attention_s += flops_of_pair * pairs / (FLOPS * PREFILL_SHARE)
+
+    head = model.shape.vocab_size * model.shape.hidden_size
+    flops = 2 * (batch.num_tokens * model.weights_of_token() + len(batch.sampling) * head)
+    products_s = max(
+        2 * model.weights_read(batch.num_tokens) / BANDWIDTH, flops / (FLOPS * PRODUCT_SHARE)
+    )
+    device_s = attention_s + products_s + model.shape.num_layers * GRAPH_LAYER_S
+    if is_replayed:
+        return device_s
+    return max(device_s, model.shape.num_layers * EAGER_LAYER_S)
+
+
+def _prefill_pairs(batch: ScheduledBatch) -> float:
+    """Return how many queries meet how many keys in the prompts of a step."""
+    pairs = 0.0
+    for seq, num_new in zip(batch.prefills, batch.prefill_lens, strict=True):
+        num_before = seq.num_computed_tokens
+        pairs += num_new * num_before + num_new * (num_new + 1) / 2
+    return pairs
+
+
+QWEN3_8B = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, 1e6)
+QWEN3_30B = Shape(2048, 48, 32, 4, 128, 6144, 151_936, 40_960, 1e6)
+QWEN3_5 = Shape(4096, 32, 16, 4, 256, 12_288, 248_320, 40_960, 1e6)
+MODELS = (
+    Model("Qwen3-0.6B", SHAPES["q06b"]),
+    Model("Qwen3-8B", QWEN3_8B),
+    Model("Qwen3-30B-A3B", QWEN3_30B, num_experts=128, num_active=8, expert_size=768),
+    # Three of four layers keep a state: 32 heads of 128 x 128 numbers in float32.
+    Model("Qwen3.5, 9B", QWEN3_5, num_state_layers=24, state_bytes=32 * 128 * 128 * 4),
+)
+
+ROWS = (
+    Rows("256 sequences, 100 to 1,024 in and out", 256, 0, (100, 1024), (100, 1024)),
+    Rows("2,000 rows behind 896 tokens, answers of 1 to 4", 2000, 896, (20, 80), (1, 4)),
+    Rows("2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32)),
+    Rows("2,000 prompts of 300 to 500, answers of 4 to 16", 2000, 0, (300, 500), (4, 16)),
+    Rows("256 rows behind 2,048 tokens, answers of 256", 256, 2048, (20, 80), (256, 256)),
+)
+
+EAGER_PROMPTS = Engine("steps with prompts eager", has_mixed_graphs=False)
+ENGINES = (
+    EAGER_PROMPTS,
+    Engine("in graphs"),
+    Engine("and a common prefix read once", reads_prefix_once=True),
+    Engine("and FP8 keys and values", reads_prefix_once=True, kv_itemsize=1),
+)
+
+
+def main() -> None:
+    """Print a table for each model."""
+    for model in MODELS:
+        lines = []
+        for rows in ROWS:
+            estimates = [estimate(model, rows, _built(model, engine)) for engine in ENGINES]
+            before = estimates[0]
+            share = f"{before.eager_steps / before.steps:.0%}"
+            seconds = [f"{made.seconds:.2f}" for made in estimates]
+            lines.append((rows.name, str(before.steps), share, *seconds))
+        print(f"\n{model.name}, estimated seconds on an H200")
+        heads = ("rows", "steps", "eager before", *(engine.name for engine in ENGINES))
+        print_table(heads, lines)
+
+
+def _built(model: Model, engine: Engine) -> Engine:
+    """Return the engine as it is for a model: one that keeps states has no graphs."""
+    if model.num_state_layers:
+        return replace(engine, has_graphs=False, has_mixed_graphs=False)
+    return engine
+
+
+if __name__ == "__main__":
+    main()
