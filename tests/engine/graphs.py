@@ -13,6 +13,7 @@ from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableB
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.upload import upload
 from engine.run.forward.decode_graphs import Replay
@@ -96,9 +97,11 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         assert order is not None
+        assert prefixes is None
         return StaticDecodes(context_lens, block_tables, order)
 
     def store(
