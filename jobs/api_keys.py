@@ -50,7 +50,7 @@ _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def add_key(connection: Redis, project: str, name: str) -> str:
     """Make a key and return it. Nobody can read it again, because Redis keeps only its hash.
 
-    Raises InvalidValue if the project's name has a character other than letters, digits, - and _.
+    name: what people call the key. Raises InvalidValue if no project may be called `project`.
     """
     _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)

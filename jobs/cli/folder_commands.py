@@ -422,7 +422,8 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
     # Without any worker, `verify` waits for one and then says so.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
+            f"{planned.awaited_model}: start one there"
         )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))

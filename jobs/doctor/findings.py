@@ -114,7 +114,7 @@ def missing(extra: str) -> Iterator[Finding]:
         ):  # the line is `redis[hiredis]`, and redis itself is always installed
             name = "hiredis"
         try:
-            version(name)
+            version(name)  # raises for a package that is not installed
         except PackageNotFoundError:
             new_finding = warning if name in OPTIONAL else fault
             yield new_finding(

@@ -204,7 +204,7 @@ class RunOptions(TypedDict, total=False):
     single_file: bool | str
     """Whether all rows are written into one file in the end. May be the format of this file."""
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
-    """The format of the single file; by default Parquet."""
+    """The format of the file that `single_file` asks for; by default Parquet."""
     order: Literal["prefix"]
     """Rows that share a beginning are computed together. The parts have this order."""
     reuse: Path | Sequence[Path]

@@ -237,7 +237,7 @@ class Intake:
             )
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        self.begun(request_ids)
+        self.begun(request_ids)  # they make room for further requests with pictures
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the refused requests.

@@ -70,7 +70,7 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound in Prometheus' form, and how many values were at most as large."""
         bounds = [str(float(bound)) for bound in self.bounds]
-        counts = list(self.counts)
+        counts = list(self.counts)  # a copy, because the thread that writes counts on meanwhile
         number_so_far = 0
         cumulative = []
         for bound, number in zip([*bounds, "+Inf"], counts, strict=True):

@@ -126,7 +126,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
-        checked_text(text, f"the default of column {brief(column)}")
+        checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
     return {
         column_name(f"a column of {name}", column): text for column, text in sorted(value.items())
     }

@@ -201,7 +201,7 @@ class Plan:
         first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
         shards = set()
         for row in rows:
-            # The shard before the first one that begins behind this row.
+            # The row is in the last shard that begins at it or before it.
             shards.add(bisect_right(first_rows, row) - 1)
         return sorted(shards)
 
