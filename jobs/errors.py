@@ -152,7 +152,10 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
+        """Return the message up to the reason's first colon.
+
+        A chat template's own words may follow the colon, and parts of a prompt among them.
+        """
         index, reason = self.args
         beginning, _, _ = str(reason).partition(": ")
         return self.message.format(index, beginning)

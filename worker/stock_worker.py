@@ -198,7 +198,7 @@ def _identity() -> ModelIdentity:
 
 @functools.cache
 def _engine() -> Engine:
-    """Load the model, once in this process."""
+    """Return the engine of this process. The first call loads the model."""
     from engine import Engine
 
     return Engine(_settings().engine_config())

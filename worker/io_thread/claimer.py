@@ -172,7 +172,7 @@ class Claimer:
         timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
-            self._num_held_at_claim[lane] = 0
+            self._num_held_at_claim[lane] = 0  # so that the timer is ended once for each claim
             timer.end_now()
         return timer.due(moment)
 
