@@ -424,7 +424,9 @@ class ModelRunner:
         # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed or model.states or model.index_keys:
+        if capture is None or self._graphs_failed or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
 
@@ -452,6 +454,7 @@ class ModelRunner:
                     self._config.block_size,
                     self.device,
                     backend.write_rows,
+                    has_states=bool(model.states),
                 ),
                 max_model_len,
             )

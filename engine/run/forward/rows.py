@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
+from engine.attention.state_pool import StateTable
 from engine.kernels.upload import ALIGNMENT
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import ROW, SamplingBatch
@@ -27,6 +28,7 @@ class StaticRows:
     """The max_num_seqs rows: first those of the last step, then padding. At the start all are padding.
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
+    states: None if the model keeps none.
     """
 
     def __init__(
@@ -36,7 +38,10 @@ class StaticRows:
         block_size: int,
         device: torch.device,
         write_rows: WriteRows,
+        *,
+        has_states: bool = False,
     ) -> None:
+        """has_states: of a model that keeps states."""
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
@@ -59,6 +64,7 @@ class StaticRows:
         )
         self.indices = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self.order = torch.empty_like(self.indices)
+        self.states = StateTable(max_num_seqs, device) if has_states else None
         self._memory = RowMemory(wide, narrow, self.state.block_tables, self.order)
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
@@ -108,6 +114,8 @@ class StaticRows:
                 self._order(rows, step.context_lens) if has_moved else NO_ORDER,
             )
             self._write_rows(self._memory, writes, None if last is None else last.token_ids)
+        if self.states is not None:
+            self.states.write(step.state_parts, rows)
         self._generations[rows] = step.generations
         self._positions[rows] = step.positions + 1
         self._num_blocks[rows] = num_blocks
