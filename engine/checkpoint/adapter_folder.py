@@ -17,6 +17,8 @@ WEIGHTS = "adapter_model.safetensors"
 MAX_LISTED = 20
 #: A scale that is larger comes of a mistake.
 LARGEST_ALPHA = 1_000_000
+#: How safetensors' names of floating-point types begin.
+FLOATING_POINT = ("F", "BF")
 #: Characters of a wrong value in an error.
 MAX_SHOWN = 40
 #: A name with the fingerprint that its files must have.
@@ -170,6 +172,11 @@ def check_files(name: str, folder: Path) -> None:
             raise AdapterRefused(
                 name,
                 f"{WEIGHTS} holds {entry.name!r}, and only lora_A and lora_B of linear layers are read",
+            )
+        if not entry.dtype.startswith(FLOATING_POINT):
+            raise AdapterRefused(
+                name,
+                f"{entry.name!r} in {WEIGHTS} is of type {entry.dtype}, expected floating-point numbers",
             )
 
 

@@ -282,6 +282,32 @@ def test_what_is_not_built_is_named(
         AdapterFolder(str(tmp_path)).find("bad")
 
 
+def test_whole_numbers_in_place_of_weights_are_refused_by_name(
+    stage: Stage, tmp_path: Path
+) -> None:
+    weights = make_adapter(tmp_path / "bad", stage.model, seed=1) / "adapter_model.safetensors"
+    save_file({name: each.int() for name, each in load_file(weights).items()}, weights)
+    with pytest.raises(AdapterRefused, match=r"'bad' .*lora_A.weight' in .* is of type I32"):
+        AdapterFolder(str(tmp_path)).find("bad")
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+def test_a_module_that_stands_in_an_adapter_twice_is_refused_by_name(
+    stage: Stage, engine: Engine, tmp_path: Path, prefix: str
+) -> None:
+    """Without PEFT's prefix, or without the one of the model's body."""
+    weights = make_adapter(tmp_path / "bad", stage.model, seed=1) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
+    other = name.removeprefix("base_model.model.model." if prefix else "base_model.model.")
+    for half in "AB":
+        tensors[prefix + other.format(half)] = tensors[name.format(half)].clone()
+    save_file(tensors, weights)
+    runner: Any = engine._open_runner()
+    with pytest.raises(AdapterRefused, match=r"'bad' .* holds '.*up_proj' twice"):
+        runner.load_adapter(0, AdapterFolder(str(tmp_path)).find("bad"))
+
+
 def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
     stage: Stage, tmp_path: Path
 ) -> None:
