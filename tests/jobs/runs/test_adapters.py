@@ -98,6 +98,13 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(serving: JobContext) 
         run_task(serving, "jobs.complete", "a", model="sqll")
 
 
+def test_a_head_takes_no_adapter_and_the_error_names_what_was_asked_for(
+    serving: JobContext,
+) -> None:
+    with pytest.raises(InvalidJob, match=r"'sql' is an adapter, and .* name 'm', or leave `model`"):
+        run_task(serving, "jobs.classify_text", "a", model="sql")
+
+
 def test_an_adapter_whose_files_cannot_be_used_is_refused_with_the_reason() -> None:
     problems = {"bad": "adapter 'bad' cannot be used: use_dora is set"}
     pinned = [SQL]
