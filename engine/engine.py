@@ -16,6 +16,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
+    AdapterGone,
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
@@ -575,7 +576,10 @@ class Engine:
         unfinished.seqs.remove(seq)
         if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
-        return unfinished.kind.completion(seq)
+        completion = unfinished.kind.completion(seq)
+        if completion is not None and isinstance(seq.error, AdapterGone):
+            completion = replace(completion, lacks_adapter=True)
+        return completion
 
 
 def _check_new(request_id: object, lane: object, unfinished: Container[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.checkpoint.adapter_folder import Adapter, AdapterFolder
-from engine.errors import RankFailed
+from engine.errors import AdapterGone, RankFailed
 from engine.run.forward.runner import Runner
 from engine.schedule.prepared_prompt import ROOT
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -162,12 +162,18 @@ class Adapters:
             del self._loaded[place.adapter.fingerprint]
             place.adapter = None
         assert self._runner is not None, "it is closed"
+        error: Exception | None = None
         try:
             self._runner.load_adapter(place.number, adapter)
-            self.folder.find(adapter.pinned)  # the files are still those that were asked for
         except RankFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever one adapter's files make it raise
+        except Exception as raised:  # noqa: BLE001 - whatever one adapter's files make it raise
+            error = raised
+        try:
+            self.folder.find(adapter.pinned)
+        except AdapterGone as gone:
+            error = gone  # other files were read than were asked for, whatever came of that
+        if error is not None:
             for seq in request.held:
                 seq.fail(error)
             return False

@@ -13,7 +13,7 @@ from jobs.errors import InvalidJob, UnknownAdapter
 ADAPTER = "adapter"
 #: The most names that an error lists.
 MAX_LISTED = 20
-#: Stands for the files of an adapter that was not there when its run was planned.
+#: Stands for the files of an adapter that was not there when its run was planned: engine's NO_FILES.
 _NO_FILES = "0" * 32
 
 

@@ -23,7 +23,7 @@ from engine import (
     UnknownAdapter,
     check_up,
 )
-from engine.checkpoint.adapter_folder import Adapter, AdapterFolder, scale_of
+from engine.checkpoint.adapter_folder import NO_FILES, Adapter, AdapterFolder, scale_of
 from engine.errors import AdapterRefused
 from engine.run import adapters
 from engine.tensor_parallel.rank import _load_adapter
@@ -252,8 +252,42 @@ def test_a_new_sub_folder_is_found_and_changed_files_are_another_adapter(
         assert other.token_ids != first.token_ids
         assert other.num_cached_tokens == 0
         assert other.token_ids == stage.references["mlp"]._generate(PROMPTS[8])
-        with pytest.raises(UnknownAdapter, match="the files of adapter 'all' have changed"):
-            built.add("1", [5, 6], replace(GREEDY, adapter=pinned))
+        (refused,) = built.generate([[5, 6]], replace(GREEDY, adapter=pinned))
+        assert refused.lacks_adapter
+        assert str(refused.error).startswith("the files of adapter 'all' have changed")
+
+
+@pytest.mark.parametrize("replaced_by", ["others", "nothing", "half"])
+def test_a_request_whose_adapter_changes_before_it_is_loaded_says_so(
+    stage: Stage, tmp_path: Path, replaced_by: str
+) -> None:
+    """It waits for a place meanwhile; the one that uses the place has its answer of the old files."""
+    folder = tmp_path / "adapters"
+    shutil.copytree(stage.adapters, folder)
+    with Engine(stage.config(adapters=str(folder), max_adapters=1)) as built:
+        built.add("first", PROMPTS[8], replace(GREEDY, adapter="mlp"))
+        built.step()
+        built.add("waits", PROMPTS[8], replace(GREEDY, adapter="all"))
+        for name in ("all", "mlp"):
+            shutil.rmtree(folder / name)
+        if replaced_by != "nothing":
+            shutil.copytree(stage.adapters / "attention", folder / "all")
+        if replaced_by == "half":
+            weights = folder / "all" / "adapter_model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-9])
+        done: dict[str, Completion] = {}
+        while built.has_unfinished:
+            done |= {each.request_id: each for each in built.step()}
+    assert done["first"].token_ids == stage.references["mlp"]._generate(PROMPTS[8])
+    assert not done["first"].lacks_adapter
+    assert done["waits"].lacks_adapter
+    assert "the files of adapter 'all' have changed" in str(done["waits"].error)
+
+
+def test_an_adapter_that_was_never_there_is_unknown_and_nobody_waits_for_it(engine: Engine) -> None:
+    (refused,) = engine.generate([[5, 6]], replace(GREEDY, adapter=f"all@{NO_FILES}"))
+    assert str(refused.error).startswith("there was no adapter 'all' when it was looked for")
+    assert not refused.lacks_adapter
 
 
 @pytest.mark.parametrize(
