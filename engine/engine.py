@@ -118,9 +118,6 @@ class Engine:
             self._live_runner: Runner | None = (start_runner or start_own_runner)(
                 config, model, folder
             )
-        self._adapters = Adapters(
-            AdapterFolder(config.adapters), self._live_runner, config.max_adapters
-        )
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -137,6 +134,12 @@ class Engine:
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,
             in_one_step=path.is_single_pass,
+        )
+        self._adapters = Adapters(
+            AdapterFolder(config.adapters),
+            self._live_runner,
+            config.max_adapters,
+            hold=self._scheduler.hold,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._kinds = RequestKinds(

@@ -179,6 +179,26 @@ def test_a_request_that_waits_for_a_place_is_overtaken_a_few_times_only(
         assert done == ["first", "0", "1", "2", "waits", "3", "4", "5"]
 
 
+def test_a_request_of_an_earlier_lane_gets_the_next_place_that_comes_free(stage: Stage) -> None:
+    """Rows of a later lane that have the adapter in the only place are preempted by a lane between, and wait behind."""
+    long = replace(GREEDY, max_tokens=60)
+    with Engine(stage.config(max_adapters=1, max_num_seqs=2)) as built:
+        for number in range(4):
+            built.add(f"low {number}", PROMPTS[3], replace(long, adapter="all"), lane=2)
+        for _ in range(3):
+            built.step()
+        built.add("high", PROMPTS[4], replace(GREEDY, adapter="mlp"), lane=0)
+        for number in range(30):
+            built.add(f"between {number}", [5, 6], GREEDY, lane=1)
+        done: dict[str, Completion] = {}
+        while built.has_unfinished:
+            done |= {each.request_id: each for each in built.step()}
+        alone = ask(built, PROMPTS[3], "all", max_tokens=60).token_ids
+    assert list(done).index("high") < 4
+    assert done["high"].token_ids == stage.references["mlp"]._generate(PROMPTS[4])
+    assert [done[f"low {number}"].token_ids for number in range(4)] == [alone] * 4
+
+
 def test_equal_prompts_of_different_adapters_share_no_blocks(engine: Engine) -> None:
     """Neither whole ones nor the beginning of one."""
     for prompt in ([9] * 40, [8] * 7):
