@@ -145,7 +145,8 @@ def known_keys(connection: Redis) -> KnownKeys:
     digests = [digest for digest in records if digest != _HAD_KEYS.encode()]
     keys = {stored.text(digest): _key(stored.text(digest), records[digest]) for digest in digests}
     limits = {stored.text(name): _limits(record) for name, record in limit_records.items()}
-    return KnownKeys(bool(records), keys, limits)
+    # The field _HAD_KEYS counts too.
+    return KnownKeys(needs_key=bool(records), keys=keys, limits=limits)
 
 
 def _limits(record: bytes) -> ProjectLimits:

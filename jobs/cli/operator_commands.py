@@ -242,7 +242,7 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs that ask for what is wrong stay too. Exits with 1 if a named job
+    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
     could not be requeued.
     """
     if bool(job_ids) == is_all:  # both or neither

@@ -291,12 +291,13 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     silent_s = 0.0
     if left_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
-    record["at"] = record.get("updated_at")  # as the record names the time of its point
+    # A record calls "updated_at" what a WorkerSample calls "at".
+    record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
 def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return what a worker has told later: as it served, perhaps before it was killed, or as it began to load."""
+    """Return the later of a worker's two samples. A killed worker's sample stays while its successor loads a model."""
     if sample is None or loading is None:
         return sample or loading
     return loading if loading.silent_s < sample.silent_s else sample

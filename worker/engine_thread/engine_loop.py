@@ -153,8 +153,9 @@ class EngineLoop:
         if began_at < self._follow_at:
             return
         texts = self._engine.texts_so_far(self._followed)
-        # A request of several samples is followed until the last of them ends.
-        self._followed -= self._ended - texts.keys()
+        # A request of several samples is followed until the last of them ends. Until then it has a growing text.
+        ended_wholly = self._ended - texts.keys()
+        self._followed -= ended_wholly
         self._ended.clear()
         if texts:
             self._report(Texts(texts))

@@ -185,8 +185,7 @@ class Intake:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._by_id[add.request_id] = waiting
-        prompt = add.request.prompt if add.request.messages is None else add.request.messages
-        if not isinstance(prompt, str) and has_pictures(prompt):
+        if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
             self._prepare_pictured()
         else:

@@ -455,13 +455,13 @@ class JobRunner:
         if not job.is_over_limit(moment):
             return
 
-        reason = timeout_error(job.limit_s)
+        error_class = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
             if not job.is_overdue:
-                job.interrupt_function(reason)
+                job.interrupt_function(error_class)
         else:
-            self._withdraw(job, reason)
-            self._ends.fail(job, reason())
+            self._withdraw(job, error_class)
+            self._ends.fail(job, error_class())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""

@@ -40,7 +40,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Its model is loaded. facts: the values of its key in Redis."""
+        """Show a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:

@@ -205,8 +205,7 @@ class ObjectFiles:
         If a reply was lost, the copy is sent again and finds itself in place. That raises FileExistsError too.
         """
         store, key = self._store_and_key(target)
-        temporary_path = os.path.join(os.path.dirname(target), os.path.basename(temporary))
-        _, temporary_key = self._store_and_key(temporary_path)
+        _, temporary_key = self._store_and_key(temporary)
         head = self._head(temporary)
         # If there is no temporary object, the copy raises the error.
         if head is None or head["size"] <= MAX_COPY_BYTES:

@@ -178,9 +178,11 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
+    # As "digits" such a number would become a float in the output.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
-        return "text"  # as "digits" it would become a float in the output
-    if repr(number) != text:  # the file writes the number in another way than a template would
+        return "text"
+    # A template would write the number in another way than the file does.
+    if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
 

@@ -397,7 +397,10 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if a file is not there, although it was just written."""
+        """Raise OutputNotWritable if no file has this name, although one was just written.
+
+        Then something else has the name, such as a folder.
+        """
         if not self._is_there(name):
             raise OutputNotWritable(
                 self.path(name), "something with this name is there, and it is not a file"

@@ -363,7 +363,7 @@ def _shows_cuts(column: str) -> bool:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers ended by themselves, each at the first attempt."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt (see _UNCUT)."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):

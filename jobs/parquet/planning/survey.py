@@ -435,7 +435,7 @@ class _Counts:
 
 
 class _Unanswerable(Exception):
-    """Raised with the error of a row that asks nothing."""
+    """Raised for a row without a prompt. Its text is the row's error."""
 
 
 def _limit_of(request: Request) -> int:
