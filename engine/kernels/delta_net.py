@@ -223,7 +223,7 @@ def chunk_kernel(
     state = ()
     for tile in tl.static_range(KEY_TILES):
         is_held = (tile * KEY_TILE + i < KEY)[:, None] & is_value
-        state += (
+        state += (  # type: ignore[assignment]
             tl.load(before + places + tile * KEY_TILE, mask=is_held & (source >= 0), other=0.0),
         )
     for begin in range(start, end, CHUNK):
@@ -265,7 +265,7 @@ def chunk_kernel(
             at = rows + KEY + tile * KEY_TILE + i[None, :]
             key = tl.load(at, mask=inside, other=0.0)
             grown = tl.dot(tl.trans(key), added, input_precision=PRECISION)
-            after += (state[tile] * tl.exp(last) + grown,)
+            after += (state[tile] * tl.exp(last) + grown,)  # type: ignore[assignment]
         state = after
     for field in tl.static_range(3, 5):
         row = tl.load(first + field)

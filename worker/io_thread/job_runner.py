@@ -285,7 +285,7 @@ class JobRunner:
             """Let go of the job, also if the folder could not be read."""
             self._surplus += self._withdraw_all([job])
 
-        refresh = self._environment.lent.adapters.refresh
+        refresh = self._environment.shared_context.adapters.refresh
         self._calls.submit(self._enders, job, PoolCall(refresh, then, is_ours=True))
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
