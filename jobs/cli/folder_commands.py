@@ -425,6 +425,10 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
             f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
             f"{planned.awaited_model}: start one there"
         )
+    if planned.workers and planned.awaited_adapters is not None:
+        raise InvalidJob(
+            f"run {planned.run} cannot be verified: no worker has the files of adapters {planned.awaited_adapters}"
+        )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))
 
