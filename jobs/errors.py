@@ -144,7 +144,7 @@ class UnknownAdapter(InvalidJob):
 
 
 class AdapterAwaited(JobsError, fault="server"):
-    """Raised when the files that a job's adapter is pinned to are not here now: (text)."""
+    """Raised when the files that a job's adapter is pinned to are not here now. Its one argument is the message."""
 
 
 class AnswerMissing(JobsError):

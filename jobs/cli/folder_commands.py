@@ -419,7 +419,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
-    # Without any worker, `verify` waits for one and then says so.
+    # Without any worker, `verify` waits for one and then says so. So only a worker that lacks something is told here.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
@@ -427,7 +427,8 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         )
     if planned.workers and planned.awaited_adapters is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker has the files of adapters {planned.awaited_adapters}"
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} has the files of adapters "
+            f"{planned.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
         )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))

@@ -199,9 +199,8 @@ class RunLook:
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
-        if (
-            not self.length
-        ):  # while jobs wait, the run goes on whether or not a worker holds one of its jobs
+        # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
+        if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or planned
             job_ids = chain.from_iterable(map(self._job_ids, shards))
@@ -389,11 +388,11 @@ class RunLook:
 
     def _awaited_adapters(self, workers: Collection[Worker]) -> str | None:
         """Return the run's adapters whose files no worker of its queue has, as texts; None if none is missing."""
-        models = models_on(workers, self.facts["queue"])
-        _, *adapters = self.facts.get("model", "").split("\n")
-        if models is None:
+        served = models_on(workers, self.facts["queue"])
+        if served is None:
             return None
-        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in models]
+        _, *adapters = self.facts.get("model", "").split("\n")  # the first line names the model
+        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in served]
         return safe_name(", ".join(missing), MAX_TEXT_CHARS) if missing else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
