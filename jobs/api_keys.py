@@ -163,7 +163,7 @@ def count_request(connection: Redis, project: str, now: float) -> int:
     key = api_rate_key(project, int(now // 60))
     with connection.pipeline(transaction=False) as pipe:
         pipe.incr(key)
-        pipe.expire(key, 120)
+        pipe.expire(key, 120)  # until the minute is surely over
         count, _ = pipe.execute()
     return int(count)
 
