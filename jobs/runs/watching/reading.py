@@ -596,8 +596,9 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, most - 1)
-        pipe.zrevrange(keys.failed, 0, most - 1)
+        last = most - 1  # -1 means the last of all
+        pipe.zrange(keys.started, 0, last)
+        pipe.zrevrange(keys.failed, 0, last)
         waiting, popped, started, failed = pipe.execute()
     return QueueLook(waiting + popped, _jobs_by_run(started), _jobs_by_run(failed))
 
