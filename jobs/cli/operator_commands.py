@@ -337,7 +337,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    """Yield all that `doctor` looks at for a role. url: that of Redis."""
+    """Yield all that `doctor` looks at for a role. url: the URL of Redis."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
     if role not in CHECKS:
