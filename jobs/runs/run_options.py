@@ -34,7 +34,7 @@ class RunOptions(TypedDict, total=False):
     defaults: Mapping[str, str]
     """Texts that stand for null in a template, by column."""
     default: Mapping[str, str]
-    """The same as `defaults`."""
+    """Another name of `defaults`: that of the option of `tokenmill submit`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
     probabilities: Literal["map", "struct"]
