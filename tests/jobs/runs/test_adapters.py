@@ -224,6 +224,41 @@ def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     assert planned["reused"][0]["differs"] == ["adapters sql (11111111) there, sql (33333333) here"]
 
 
+def test_only_rows_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    """Also if an argument names the adapter of rows that name none."""
+    runs.write(["a", "b", "c", "d"], who=["sql", "fr", None, f"fr@{'2' * 32}"])
+    asked: dict[str, Any] = {"sampling": GREEDY, "sampling_columns": {"adapter": "who"}}
+    with_default = {**asked, "sampling": {**GREEDY, "adapter": "sql"}}
+    for number, (arguments, again) in enumerate([(asked, ["a"]), (with_default, ["a", "c"])]):
+        serve(SQL, FRENCH)
+        old, new = (str(runs.output.parent / f"{age}-{number}") for age in ("old", "new"))
+        runs.plan(output=old, **arguments)
+        runs.work(Named())
+        serve(CHANGED, FRENCH)
+        runs.plan(output=new, reuse=old, **arguments)
+        named = Named()
+        runs.work(named)
+        assert sorted(named.asked) == [(prompt, CHANGED) for prompt in again]
+
+
+def test_only_lines_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    bodies = [{"model": name, "prompt": name, "temperature": 0} for name in ("sql", "fr", "m")]
+    lines = [
+        {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    source = runs.source.parent / "lines.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    old, new = (str(runs.output.parent / age) for age in ("old", "new"))
+    runs.plan(source, output=old, input_format="openai-batch")
+    runs.work(Named())
+    serve(CHANGED, FRENCH)
+    runs.plan(source, output=new, input_format="openai-batch", reuse=old)
+    named = Named()
+    runs.work(named)
+    assert named.asked == [("sql", CHANGED)]
+
+
 def test_a_run_with_an_unknown_adapter_fails_by_name(runs: Runs, serve: Serve) -> None:
     runs.write(["a"])
     with pytest.raises(UnknownAdapter, match="no adapter 'nobody'"):
