@@ -211,6 +211,32 @@ def test_equal_rows_of_another_adapter_are_asked_anew(runs: Runs, serve: Serve) 
     assert len(named.asked) == 4, "the same adapter, so its answer is taken"
 
 
+def test_rows_of_an_adapter_that_came_too_late_are_asked_again_by_a_retry(
+    runs: Runs, serve: Serve, invoke: Invoke
+) -> None:
+    """A name that nobody knew when the run was planned is an error of its row."""
+    runs.write(["a", "b"], who=["sql", "late"])
+    runs.plan(sampling=GREEDY, sampling_columns={"adapter": "who"})
+
+    def refuse_late(request: Request) -> FakeCompletion:
+        is_late = request.sampling["adapter"].startswith("late")
+        return (
+            FakeCompletion(error="not there", finish_reason="error")
+            if is_late
+            else Named()(request)
+        )
+
+    runs.work(refuse_late)
+    late = f"late@{'7' * 32}"
+    serve(SQL, FRENCH, late)
+    retried = str(runs.output.parent / "retried")
+    invoke("errors", str(runs.output), "--retry", retried)
+    named = Named()
+    runs.work()  # plans it
+    runs.work(named)
+    assert named.asked == [("b", late)]
+
+
 def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     runs: Runs, serve: Serve
 ) -> None:
