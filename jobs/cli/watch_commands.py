@@ -128,7 +128,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         output = output_here(snapshot.output, snapshot.run)
     num_gone_parts = 0
     if output is not None and snapshot.finished:
-        num_gone_parts = output.num_gone
+        num_gone_parts = output.num_gone_parts
     click.echo(status_text(snapshot, num_gone_parts))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
@@ -160,7 +160,7 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *gone_text(output.num_gone, output.folder),
+        *gone_text(output.num_gone_parts, output.folder),
     ]
     if output.state == "forgotten":
         lines.append("this Redis does not know it any more: submit it again")

@@ -65,7 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    """Read a list. Return those of its texts that are fit to be shown, or None if it is no list, or a very long one."""
+    """Read a list, and return its texts that are fit to be shown. Return None for a very long list, or no list."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -162,7 +162,7 @@ class WorkerSample(Point):
     silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
-    models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
+    models: all names by which jobs may ask for its model or for an adapter. adapters: the adapters' names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
     model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
@@ -343,7 +343,7 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def are_suspended(workers: Iterable[Worker]) -> bool:
-    """Whether `rq suspend` holds all workers. One that finishes what it holds tells so only when it is idle."""
+    """Whether `rq suspend` holds all workers. A worker shows this state only once it has finished what it holds."""
     return _is_any(SUSPENDED, workers)
 
 

@@ -1,4 +1,7 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+
+A place is the number of a prompt or row among all that the job answers.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,7 +270,7 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
-        """Note that a request is sent; return it as it is sent."""
+        """Note that a request is sent; return it in the form in which it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 

@@ -266,7 +266,7 @@ class OpenPrompts(ItemsTask):
             return progress_of
         progress = progress_of.get(0, NOTHING)
         has_completion = bool(progress.replies or progress.received)
-        if has_completion:
+        if has_completion:  # the answer is whole, and holds the sent tokens
             return progress_of
         tokens = journal.with_sent(progress.tokens.get(0, {}))
         if not tokens:

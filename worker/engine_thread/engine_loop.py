@@ -127,7 +127,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
-        """Do what the I/O thread has ordered. A Look needs nothing: the turn that it began looks at the intake."""
+        """Do what the I/O thread has ordered. A Look had only to begin a turn, as each turn looks at the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)

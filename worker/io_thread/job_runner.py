@@ -45,7 +45,7 @@ class JobRunner:
         clock = parts.clock
         post = parts.events.put
         traces = parts.environment.traces
-        lent = parts.environment.lent
+        shared_context = parts.environment.shared_context
 
         self._packer = parts.packer
         self._budget = parts.budget
@@ -65,8 +65,10 @@ class JobRunner:
         self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
-        self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
-        inspections = Inspections(post, lent.checks)
+        self._files = TaskFiles(
+            parts.packer, self._calls, shared_context.file_timeout_s, log, clock
+        )
+        inspections = Inspections(post, shared_context.checks)
         self.journals = Journals(
             self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock
         )
@@ -146,7 +148,7 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        """Run a function in a thread, once Redis shows that it has begun."""
+        """Run a job's function in a thread, once Redis shows that the job has begun."""
         is_post = job.function_name == POSTING  # sends the notice of a run's end
         if is_post:
             pool = self._posts
@@ -283,7 +285,7 @@ class JobRunner:
             """Let go of the job, also if the folder could not be read."""
             self._surplus += self._withdraw_all([job])
 
-        refresh = self._environment.lent.adapters.refresh
+        refresh = self._environment.shared_context.adapters.refresh
         self._calls.submit(self._enders, job, PoolCall(refresh, then, is_ours=True))
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
@@ -560,7 +562,7 @@ class JobRunner:
                 self._withdraw(job, JobStopped)
                 self._ends.writer.forget(job)
                 self._let_go(job)
-                if job.call is None:
+                if job.call is None:  # otherwise the task is closed when the call comes back
                     self._close(job)
                 withdrawn.append(job.claimed)
         return withdrawn

@@ -132,7 +132,7 @@ class FunctionPool:
                 if place is None:
                     continue
                 self._stuck.add(thread)
-            if not self._drop_if_relieved(thread):
+            if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
                 self._threads.remove(thread)
                 self._add_thread()
             places.append(f"{thread.name} in {place}")

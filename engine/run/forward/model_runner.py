@@ -104,6 +104,10 @@ class ModelRunner:
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
+                if isinstance(self.backend, CapturableBackend):
+                    self.backend.share_prefixes(
+                        self.model.attention_layers, self._kv_dtype, config.block_size
+                    )
                 self._allocate()
             self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
         except torch.OutOfMemoryError as error:
@@ -431,7 +435,9 @@ class ModelRunner:
         # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed or model.states or model.index_keys:
+        if capture is None or self._graphs_failed or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
 
@@ -459,6 +465,8 @@ class ModelRunner:
                     self._config.block_size,
                     self.device,
                     backend.write_rows,
+                    backend.prefix_limits,
+                    has_states=bool(model.states),
                 ),
                 max_model_len,
             )

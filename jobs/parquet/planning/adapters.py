@@ -20,7 +20,7 @@ def with_named_adapters(context: JobContext, plan: Plan) -> Plan:
 
 
 def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
-    """Return a plan that pins all adapters that rows may name: for a look at a run, which nobody resumes."""
+    """Return a plan that pins all adapters that rows may name. Only for previews and dry runs, which keep no plan."""
     if not rows_name_adapters(plan.spec):
         return plan
     return _with_adapters(plan, set(context.adapters.pinned))

@@ -16,7 +16,7 @@ from jobs.runs.plans.plan import Plan
 
 
 class RowsTask(ItemsTask):
-    """Asks rows, and drops their texts at its end."""
+    """Asks rows, and frees the memory of their texts when it is closed."""
 
     runner: ItemRunner[Answer] | None = None
     _texts: ShardTexts | None = None

@@ -52,7 +52,7 @@ class RunSnapshot:
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
-    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
+    submitted_by: the user and machine that submitted it last, which nobody has checked; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
@@ -156,7 +156,10 @@ class RunSnapshot:
 
     @property
     def deadline_holds(self) -> bool | None:
-        """Whether the run is expected to end before its deadline. None without a deadline, or if not known yet."""
+        """Whether the run is expected to end before its deadline.
+
+        None without a deadline, for a finished run, or if that is not known yet.
+        """
         if self.deadline is None or self.finished:
             return None
         until_deadline_s = self.deadline - time.time()
@@ -177,7 +180,7 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            # Somebody deleted the planning job. If the job has ended, its status says how.
+            # A planning job that has ended still has a status. Without one, somebody has deleted the job.
             return self.plan_status is None
         if not self.queue_length:
             return True
