@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import Adapters
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.chain import Chain
 from jobs.parquet.asks.generate import Generate
@@ -355,6 +356,7 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
             check=check,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
+            adapters=Adapters(plan.model.adapters),
         )
         asks.append(shorter_keys)
     return asks
