@@ -269,7 +269,7 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                size = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 factor = f"{SHARD_TIMES} times "
                 raise ShardTooLarge(self._path, size, self._limit, factor, remedy)
