@@ -76,7 +76,10 @@ def look_at(
 
 
 def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Return a child's reply. If the child is killed, a second child is asked once. Raises TableNotRead."""
+    """Call `ask`, which asks a child, and return its result. If that child is killed, call it once more.
+
+    Raises TableNotRead.
+    """
     try:
         try:
             return ask()
