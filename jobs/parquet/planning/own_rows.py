@@ -329,7 +329,7 @@ def find_matches(
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return, for each smaller max_tokens of an old run, what makes the keys of the plan's rows with that max_tokens.
+    """Return the RowKeys that the plan would have with each smaller max_tokens that an old run had.
 
     If an old answer with one of these keys ended by itself, it would be the same now. Empty for batch files, because
     their lines have sampling values of their own. check: the version of the check's function.

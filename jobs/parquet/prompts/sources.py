@@ -92,7 +92,7 @@ class RowSampling:
             is_number = has_number_type or has_digits(schema.field(column))
             may_be_text = is_text(inner) and name not in NOT_TEXT
             if not is_number and not may_be_text:
-                expected = f"a value for {name}: a number, as a rule"
+                expected = f"numbers, or another type that holds values of {name}"
                 if is_text(inner):
                     expected += (
                         " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
