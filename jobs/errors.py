@@ -17,7 +17,7 @@ FAULT_PREFIX = "tokenmill: "
 
 
 def fault_line(fault: Fault) -> str:
-    """Return the last line of a failed job's `exc_info`."""
+    """Return the last line of a failed job's `exc_info`, which names the fault."""
     return f"{FAULT_PREFIX}{fault}"
 
 
@@ -30,7 +30,7 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
+    """Base of errors whose docstring is the message. The names in its braces are the positional arguments, in order."""
 
     message: ClassVar[str] = "{0}"
     argument_names: ClassVar[tuple[str, ...]] = ()
@@ -43,6 +43,7 @@ class ToldError(Exception):
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
+            """Return a brace with a number in place of a name. What follows, such as `!r}`, is not matched."""
             name = match[1]
             return "{" + str(names.index(name))
 
@@ -54,7 +55,8 @@ class ToldError(Exception):
         """Return the argument of this name in the message. default: returned if the message has no such name."""
         if name not in self.argument_names:
             return default
-        return self.args[self.argument_names.index(name)]
+        place = self.argument_names.index(name)
+        return self.args[place]
 
     def __str__(self) -> str:
         try:
@@ -77,15 +79,18 @@ class JobsError(ToldError):
 
 
 class InvalidJob(JobsError):
-    """Raised when the arguments of a job are wrong: (text)."""
+    """Raised when the arguments of a job are wrong. Its one argument is the message."""
 
 
 class NotBuilt(InvalidJob):
-    """Raised when a job asks for something that Tokenmill does not do: (text)."""
+    """Raised when a job asks for something that Tokenmill does not do. Its one argument is the message."""
 
 
 class InvalidValue(InvalidJob):
-    """Raised when an argument has an impossible value: (text, the value for each {} in it, hidden in logs)."""
+    """Raised when an argument has an impossible value.
+
+    Its arguments are the message, then a value for each {} in the message. Logs hide these values.
+    """
 
     def __str__(self) -> str:
         text, *values = self.args
@@ -99,15 +104,18 @@ class InvalidValue(InvalidJob):
 
 
 def _filled(text: str, values: Sequence[object]) -> str:
-    """Put the values in the places of as many {}, the last of the text. All other braces stay, such as JSON's."""
+    """Put a value in the place of each {}. If there are more {} than values, the first ones stay.
+
+    All other braces stay too, such as JSON's.
+    """
     if not values:
         return text
-    left = list(values)
+    values_left = list(values)
     filled = ""
     for piece in text.rsplit("{}", len(values)):
         filled += piece
-        if left:
-            filled += str(left.pop(0))
+        if values_left:  # none is left after the last piece
+            filled += str(values_left.pop(0))
     return filled
 
 
@@ -146,7 +154,8 @@ class RequestFailed(JobsError):
     def log_text(self) -> str:
         """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
         index, reason = self.args
-        return self.message.format(index, str(reason).partition(": ")[0])
+        beginning, _, _ = str(reason).partition(": ")
+        return self.message.format(index, beginning)
 
 
 class DeadlinePassed(JobsError):
@@ -350,7 +359,7 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker looks at a run's prompts, or the worker that does so fails: (reason)."""
+    """Raised when no worker looks at a run's prompts, or the worker that does so fails. Its one argument is why."""
 
 
 class RunFailed(RunError):

@@ -47,7 +47,7 @@ class Request:
 
         now: the text that the chat template writes for the time.
         """
-        clock = now if self.messages is not None else ""
+        clock = now if self.messages is not None else ""  # a plain prompt has no template
         values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
         text = json.dumps(values, default=_hashed, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -214,7 +214,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. It decides when to claim the next job."""
+        """Return how many requests the task yields in all; None if unknown. By it a worker times its next claim."""
         return None
 
     @property
@@ -236,11 +236,12 @@ class OpenTask(abc.ABC):
         """
 
     def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        """Return a function that writes what another worker needs to go on, in any thread; None if nothing is new.
+        """Return a function that writes what another worker needs to go on; None if nothing is new.
 
+        The function may be called in any thread. If it raises, the function of the next call of `keep` writes all that
+        is not written yet.
         tokens: the tokens of requests that were sent and not delivered, by request index and sample index, together
-        with the tokens that they continue. If the function raises, the next call's function writes what this one would
-        have written, too.
+        with the tokens that they continue.
         """
         return None
 

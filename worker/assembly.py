@@ -86,8 +86,11 @@ def assemble(
     tally = Tally()
     clients = _clients(worker.connection, tally)
     redis_clock = RedisClock()
-    lent = settings.job_context(clients.pool, served, lambda: meter)
-    keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
+    shared_context = settings.job_context(clients.pool, served, meter=lambda: meter)
+    keeping = Keeping(
+        records_failures=not worker.disable_default_exception_handler,
+        result_ttl_s=worker.default_result_ttl,
+    )
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
     webhooks = Webhooks(webhook_pool, settings.allowed_webhook_hosts, log)
     parts = Parts(
@@ -98,24 +101,28 @@ def assemble(
             clients.io,
             worker.name,
             limits.lease_s,
-            settings.max_job_bytes,
-            served.names,
-            keeping,
-            redis_clock,
-            more_models=lambda: lent.adapters.names,
+            max_job_bytes=settings.max_job_bytes,
+            models=served.names,
+            keeping=keeping,
+            clock=redis_clock,
+            more_models=lambda: shared_context.adapters.names,
         ),
         ends_store=JobStore(
-            clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock
+            clients.pool,
+            worker.name,
+            limits.lease_s,
+            max_job_bytes=settings.max_job_bytes,
+            clock=redis_clock,
         ),
-        environment=JobEnvironment(lent, settings.function_grace_s, traces),
+        environment=JobEnvironment(shared_context, settings.function_grace_s, traces),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(
             len(queue_names),
-            settings.max_num_seqs,
-            settings.prefetch,
-            settings.function_threads,
-            MAX_OPENING,
+            slots=settings.max_num_seqs,
+            prefetch=settings.prefetch,
+            max_functions=settings.function_threads,
+            max_files=MAX_OPENING,
         ),
         budget=PayloadBudget(len(queue_names), settings.max_held_bytes),
         poll_rates=PollRates(queue_names, limits),
@@ -129,6 +136,7 @@ def assemble(
     )
 
     facts = _facts(worker.name, served, settings.model)
+    scheduler = None if limits.burst else worker.scheduler  # in burst mode it has run already
     io = IoLoop(
         parts,
         WorkerRecord(
@@ -138,9 +146,9 @@ def assemble(
             worker.beat,
             facts,
             redis_clock,
-            changing_facts=partial(_changing_facts, served, lent.adapters),
+            changing_facts=partial(_changing_facts, served, shared_context.adapters),
         ),
-        Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
+        Maintenance(parts, scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:
@@ -150,12 +158,12 @@ def assemble(
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
     """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
-    sent = partial(tally.sent, "worker")
-    sent_by_functions = partial(tally.sent, "functions")
+    count_ours = partial(tally.sent, "worker")
+    count_users = partial(tally.sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, sent=sent, answered=tally.answered),
-        pool=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
-        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
+        io=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours, answered=tally.answered),
+        pool=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=count_users),
     )
 
 
@@ -163,8 +171,10 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
     """Return the values of the worker's key that change as adapters come and go; none if it has no adapters."""
     if not adapters.is_live:
         return {}
-    names = adapters.names
-    return {"models": [*served.names, *names], "adapters": sorted(map(name_of, adapters.pinned))}
+    return {
+        "models": [*served.names, *adapters.names],
+        "adapters": sorted(map(name_of, adapters.pinned)),
+    }
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:

@@ -70,9 +70,9 @@ class BatchWorker(BaseWorker):
     _io: IoLoop | None = None
     _metrics: MetricsServer | None = None
     _traces: OtelTraces | None = None
-    _is_cold = False
-    _is_stopped_early = False
-    _has_lost_name = False
+    _is_cold = False  # a cold shutdown was asked for
+    _is_stopped_early = False  # a shutdown was asked for before the loops ran
+    _has_lost_name = False  # another worker was started under this worker's name
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -167,11 +167,11 @@ class BatchWorker(BaseWorker):
         return server
 
     def _load(self, settings: WorkerSettings) -> Engine:
-        """Import jobs' code and load the model, before any thread runs."""
+        """Import the code that jobs run, and load the model, before jobs have threads."""
         from engine import ConfigError
 
         try:
-            # This comes first, because a person can mend its errors at once.
+            # Users' functions come first, because a wrong name of a function can be mended at once.
             load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
@@ -220,25 +220,27 @@ class BatchWorker(BaseWorker):
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
-            self.register_death()  # otherwise RQ takes this worker's entry for another worker
+            self.register_death()  # otherwise RQ takes this worker's entry for another worker's
             self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists. If the server does not answer, the entry expires."""
-        # The entry of another worker stays.
-        steps = (
-            [self.unsubscribe] if self._has_lost_name else [self.register_death, self.unsubscribe]
-        )
-        for sign_off in steps:
+        steps = [self.unsubscribe]
+        if not self._has_lost_name:  # otherwise the entry is another worker's, and stays
+            steps = [self.register_death, self.unsubscribe]
+        for step in steps:
             try:
-                sign_off()
+                step()
             except RedisError as error:
                 self.log.error(
                     "Worker %s: could not sign off in Redis: %s", self.name, shown_error(error)
                 )
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
-        """Return the settings. Raises StartupError if the settings or RQ's options cannot be used."""
+        """Take this worker's name, and return the settings.
+
+        Raises StartupError if the settings, RQ's options or the name cannot be used.
+        """
         from worker.settings import WorkerSettings
 
         if not getattr(jobs, "__tokenmill__", False):
@@ -256,7 +258,7 @@ class BatchWorker(BaseWorker):
         if self.job_class is not Job:
             raise StartupError(
                 f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: scripts end "
-                "jobs as RQ's own class keeps them; serve functions that need it on a queue of RQ's own worker"
+                "jobs in the form of RQ's own class; serve functions that need this class by RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -274,8 +276,8 @@ class BatchWorker(BaseWorker):
     def _take_name(self) -> None:
         """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
 
-        What the killed worker held goes on at once, as nobody else will renew its leases.
-        Raises StartupError if a living worker has it.
+        It ends the killed worker's leases, so that its jobs go on at once. Raises StartupError if a living worker has
+        the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
         if namesake:
@@ -284,13 +286,13 @@ class BatchWorker(BaseWorker):
                 "that of a dead one on another machine is free after --worker-ttl and a minute"
             )
         if self.connection.exists(self.key):
-            num_left = end_leases_of(self.connection, self.name, self.queue_names())
+            num_jobs = end_leases_of(self.connection, self.name, self.queue_names())
             self.register_death()
-            if num_left:
+            if num_jobs:
                 self.log.info(
                     "Worker %s: the last worker of this name died with %d jobs, whose leases are ended",
                     self.name,
-                    num_left,
+                    num_jobs,
                 )
 
     def _serve(
@@ -307,19 +309,19 @@ class BatchWorker(BaseWorker):
         if settings.traces != "off":
             from worker.traces.otel import OtelTraces
 
-            begins = settings.traces == "all"
+            traces_all = settings.traces == "all"
             self._traces = OtelTraces(
-                self.name, settings.model_name, version("tokenmill"), begins=begins
+                self.name, settings.model_name, version("tokenmill"), begins=traces_all
             )
         limits = Limits(
-            burst,
-            max_jobs,
-            max_idle_s,
-            settings.lease_s or self.job_monitoring_interval + LEASE_MARGIN_S,
-            settings.max_worker_deaths,
-            settings.max_stuck_threads,
-            settings.drain_s,
-            settings.journal_s,
+            burst=burst,
+            max_jobs=max_jobs,
+            max_idle_s=max_idle_s,
+            lease_s=settings.lease_s or self.job_monitoring_interval + LEASE_MARGIN_S,
+            max_worker_deaths=settings.max_worker_deaths,
+            max_stuck_threads=settings.max_stuck_threads,
+            drain_s=settings.drain_s,
+            journal_s=settings.journal_s,
         )
         loop, io = assemble(self, engine, settings, limits, self._metrics, self._traces)
         self._io = io
@@ -336,7 +338,7 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one a second later starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM, and a cold one at a further signal a second later."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
@@ -425,8 +427,9 @@ class BatchWorker(BaseWorker):
                 pipe.hdel(self.key, "current_job")
             else:
                 pipe.hset(self.key, "current_job", job_id)
-            pipe.expire(self.key, self.worker_ttl + 60)
-            pipe.expire(self.executions_key, self.worker_ttl + 60)
+            kept_s = self.worker_ttl + 60  # as RQ keeps it
+            pipe.expire(self.key, kept_s)
+            pipe.expire(self.executions_key, kept_s)
             # The lists are written each time, because others remove this worker from them during a longer outage.
             worker_registration.register(self, pipe)
             pipe.execute()
@@ -438,7 +441,7 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        """Make the scheduler. In burst mode it enqueues due jobs once."""
+        """Make the scheduler, which `Maintenance` runs. In burst mode, enqueue the due jobs here, once."""
         level = logging_level or self.log.level
         scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
         self.scheduler = scheduler

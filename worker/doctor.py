@@ -17,10 +17,10 @@ from worker.start import load_functions
 def checks() -> list[Examination]:
     """Return the checks of a worker's machine, in their order."""
     return [
-        Examination("settings", _check_settings, 60),
+        Examination("settings", _check_settings, limit_s=60),
         Examination("installation", lambda: missing("worker")),
-        Examination("model", _check_model, 300),  # torch and transformers are imported
-        Examination("files", _check_files, 90),  # a network mount or a store may hang
+        Examination("model", _check_model, limit_s=300),  # torch and transformers are imported
+        Examination("files", _check_files, limit_s=90),  # a network mount or a store may hang
     ]
 
 
@@ -55,8 +55,9 @@ def _check_model() -> Iterator[Finding]:
 
 
 def _check_files() -> Iterator[Finding]:
-    """Return what is wrong with the data roots."""
-    return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))
+    """Yield a finding about each data root."""
+    roots_text = read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()
+    return check_places(split_roots(roots_text))
 
 
 #: A run needs at least this many free bytes on a disk.
@@ -74,6 +75,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
     """
     paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
     findings = [_try_to_write(path) for path in paths]
+    # A finding that says how to mend something is a problem.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:

@@ -26,7 +26,7 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble once while it lasts, and once when it is over. For any thread.
+    """Logs each kind of a trouble once while the trouble lasts, and once that it is over. For any thread.
 
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     """
@@ -44,14 +44,14 @@ class LastingTrouble:
         self._level = level
         self._clock = clock
         self._lock = threading.Lock()
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # None while there is no trouble
         self._last_at = 0.0
         self._num_times = 0
         self._kinds_logged = set[str]()
 
     @property
     def lasts(self) -> bool:
-        """Whether the trouble was met within OVER_S."""
+        """Whether the trouble was met within the last OVER_S seconds."""
         return self._began_at is not None and self._clock() - self._last_at < OVER_S
 
     def met(self, kind: str, message: str, *args: object) -> None:
@@ -99,17 +99,18 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
         raise SettingsError(
             f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
         )
-    writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
-    if writes_json:
+    writes_json = False
+    if not has_own_text and is_json(wanted, sys.stdout) and not _is_configured():
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
 
-    level = logging.getLogger("rq.worker").getEffectiveLevel()
-    setup_loghandlers(level, *formats, name="engine")  # the engine logs how it computes a model
+    effective_level = logging.getLogger("rq.worker").getEffectiveLevel()
+    # RQ adds no handler for the engine, which logs how it computes a model.
+    setup_loghandlers(effective_level, *formats, name="engine")
     return writes_json
 
 
 def _write_json(worker: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on. Returns False if structlog is missing."""
+    """Write JSON from now on. Without structlog it returns False, or raises SettingsError if JSON was asked for."""
     try:
         from jobs.common.json_log import JsonLine
     except ImportError as error:
@@ -129,7 +130,7 @@ def _is_configured() -> bool:
         return True
     for name in _LOGGERS:
         for handler in logging.getLogger(name).handlers:
-            if type(handler) is not ColorizingStreamHandler:
+            if type(handler) is not ColorizingStreamHandler:  # the class of RQ's handlers
                 return True
     return False
 

@@ -99,11 +99,11 @@ class WorkerSettings(BaseSettings):
     """Hosts that webhooks may call, split at ','. A name must resolve to public or to listed addresses."""
 
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
-    """The most bytes of a job's unpacked payload. It may hold one list or object for each 40 of these bytes. A job with
-    more is failed without being read."""
+    """The most bytes of a job's unpacked payload. A payload may hold one list or object for each 40 of these bytes. A
+    job with more is failed without being read."""
 
     max_held_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_HELD_BYTES), ge=1 << 10)
-    """The most bytes of hashes and unpacked payloads that the open jobs of a lane hold. Further jobs wait."""
+    """The most bytes of Redis hashes and unpacked payloads that a lane's open jobs may hold. Further jobs wait."""
 
     max_result_bytes: ByteSize = Field(default=ByteSize(MAX_RESULT_BYTES), ge=1 << 10)
     """The most bytes of a job's value as JSON. A job with a larger value fails."""
@@ -154,7 +154,7 @@ class WorkerSettings(BaseSettings):
     taken, so that several workers on a machine can have the same settings."""
 
     metrics_host: str = "127.0.0.1"
-    """The address on which they are served."""
+    """The address on which /metrics, /livez and /readyz are served."""
 
     traces: Literal["off", "producers", "all"] = "off"
     """The jobs that are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
@@ -163,7 +163,7 @@ class WorkerSettings(BaseSettings):
     """The form of the log: text, json, or auto, which is text on a terminal and JSON elsewhere."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; by default what torch finds, and fewer while other programs need processors."""
+    """CPU threads of the engine; by default what torch chooses, and fewer while other programs need processors."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -182,16 +182,16 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("data_roots")
     @classmethod
-    def _roots_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _roots_exist(cls, roots: tuple[str, ...]) -> tuple[str, ...]:
         """Refuse data roots that are not there."""
-        if not value:
+        if not roots:
             raise ValueError(
                 "names no folder: list at least one, or unset it for the working directory"
             )
-        for root in value:
+        for root in roots:
             if not is_stored(root) and not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
-        return value
+        return roots
 
     @field_validator("metrics_port", mode="before")
     @classmethod
@@ -220,9 +220,9 @@ class WorkerSettings(BaseSettings):
 
     @field_validator("allowed_functions")
     @classmethod
-    def _functions_of_users(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _functions_of_users(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """Refuse names that are no function of a module, or that lie in a package of ours."""
-        for name in value:
+        for name in names:
             if "." not in name.strip("."):
                 raise ValueError(f"{name!r} names no function in a module: write module.function")
             package = name.partition(".")[0]
@@ -231,7 +231,7 @@ class WorkerSettings(BaseSettings):
                     f"{name!r} would be looked up in the package {package!r}, which is Tokenmill's own here: "
                     "give the module of your function another name"
                 )
-        return value
+        return names
 
     @classmethod
     def load(cls) -> WorkerSettings:
@@ -251,7 +251,8 @@ class WorkerSettings(BaseSettings):
         """The model's name in responses and manifests: `served_name`, else the folder's name, else the hub id."""
         if self.served_name is not None:
             return self.served_name
-        return next(iter(_folder_names(self.model)), self.model)
+        folder_names = _folder_names(self.model)
+        return folder_names[0] if folder_names else self.model
 
     def served_model(
         self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0
@@ -320,12 +321,12 @@ class WorkerSettings(BaseSettings):
         """Return the engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
-        names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
+        engine_fields = {field.name for field in fields(EngineConfig)}
+        shared_names = engine_fields & set(WorkerSettings.model_fields)
+        values = {name: getattr(self, name) for name in shared_names}
         has_fixed_threads = self.torch_threads is not None or "OMP_NUM_THREADS" in os.environ
         adapts = not has_fixed_threads and not self.deterministic
-        return EngineConfig(
-            **{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts
-        )
+        return EngineConfig(**values, adapt_cpu_threads=adapts)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:
@@ -339,7 +340,7 @@ def _folder_names(model: str) -> tuple[str, ...]:
 def _root(part: str) -> str:
     """Return a root's real path, or a store's prefix in its usual form. Raises ValueError for a bad prefix."""
     path = os.path.expanduser(part)
-    if not is_stored(path.lower()):
+    if not is_stored(path.lower()):  # a store may be given in capitals, such as S3://
         return os.path.realpath(path)
     try:
         return run_path(path)
@@ -351,13 +352,17 @@ def _name_pattern(name: str) -> str:
     """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
     if "_" in name:
         return name
-    return rf"{name}(?==| must\b| out\b)|(?<=\bset ){name}|(?<=\banother ){name}"
+    followed = (
+        rf"{name}(?==| must\b| out\b)"  # as in "model=", "dtype must be" and "leave device out"
+    )
+    preceded = rf"(?<=\bset ){name}|(?<=\banother ){name}"  # as in "set seed" and "another model"
+    return f"{followed}|{preceded}"
 
 
-_NAMES = map(_name_pattern, WorkerSettings.model_fields)
+_ANY_NAME = "|".join(_name_pattern(name) for name in WorkerSettings.model_fields)
 
-#: Finds a setting's name in a message of the engine, but not a key of a checkpoint's file.
-_ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
+#: Finds a setting's name in a message of the engine, but not a key of a checkpoint's file, which follows a colon.
+_ENGINE_SETTING = re.compile(rf"(?<!: )\b({_ANY_NAME})\b")
 
 
 def with_variables(text: str) -> str:
@@ -377,11 +382,11 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError for each TOKENMILL_ variable that is not a setting; most are misspelt."""
+    """Raise SettingsError that lists the TOKENMILL_ variables that are not settings. Most are misspelt."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
-    unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
+    ours = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
     lines = []
-    for name in sorted(unknown):
+    for name in sorted(ours - set(known)):
         near = get_close_matches(name, known, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "docs/operator.md lists them; unset it"
         lines.append(f"{name} is no setting: {hint}")
@@ -410,8 +415,8 @@ def _explain(error: ValidationError) -> str:
 
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
-    return [
-        root
-        for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I)
-        if root
-    ]
+    any_store = "|".join(STORES)
+    before_no_slashes = r":(?!//)"
+    behind_no_store = rf"(?<!\b(?:{any_store})):"
+    roots = re.split(f"{before_no_slashes}|{behind_no_store}", text, flags=re.I)
+    return [root for root in roots if root]

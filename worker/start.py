@@ -43,8 +43,10 @@ class RedisErrorsInOneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Rewrite a record about an unusable Redis. Every record passes."""
+        # RQ's command logs the error itself in place of a text.
         if isinstance(record.msg, NOT_SERVED) and called_by_rq_command():
-            finding = not_served(click.get_current_context().params.get("url") or "", record.msg)
+            url = click.get_current_context().params.get("url") or ""
+            finding = not_served(url, record.msg)
             record.msg = f"{finding.text}: {finding.mend}"
             record.args = ()
             record.exc_info = None
@@ -61,8 +63,8 @@ def leave_out_working_directory() -> None:
     path_source = click.get_current_context().get_parameter_source("path")
     has_path_option = path_source not in (None, ParameterSource.DEFAULT)
     if "." in sys.path and not has_path_option:
-        last_place = len(sys.path) - 1 - sys.path[::-1].index(".")
-        del sys.path[last_place]
+        places = [place for place, folder in enumerate(sys.path) if folder == "."]
+        del sys.path[places[-1]]  # RQ's command adds it at the end
 
     # `python -m` puts the working directory first.
     is_run_as_module = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
@@ -84,7 +86,7 @@ def share_freed_memory() -> None:
     With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: 38 MiB for
     5 MiB in use after 4,000 shards. glibc has an arena for each thread, so the threads that read cannot use memory that
     planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within 3,000 shards. An engine on a
-    CPU sets these values again when it is loaded (engine/run/forward/memory.py).
+    CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
     without mallopt is left alone. Source: mallopt(3).
@@ -133,8 +135,9 @@ def load_functions(names: Iterable[str]) -> None:
 
 def _reason(name: str, error: Exception) -> Exception:
     """Return why a function cannot be imported. `error`, which is RQ's, hides which module is missing."""
+    module_name, _, _ = name.rpartition(".")
     try:
-        importlib.import_module(name.rpartition(".")[0] or name)
+        importlib.import_module(module_name or name)
     except Exception as reason:  # noqa: BLE001  # a module may raise what it likes
         return reason
     return error

@@ -76,6 +76,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
     pending: dict[int, _Pending] = {}
     try:
         while True:
+            # Fill the engine, until the stream ends and no delivery has led to further requests.
             while len(pending) < MAX_PENDING:
                 request = next(requests, None)
                 if request is not None:
@@ -85,7 +86,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 else:
                     break
             if not pending:
-                return
+                return  # all are delivered
 
             for completion in engine.step():
                 index = int(completion.request_id)
@@ -147,10 +148,10 @@ def _current_job() -> Job:
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     """Return what a job may use."""
-    lent = _lent(job.connection, attention_backend)
-    lent.adapters.refresh()
+    shared = _shared_context(job.connection, attention_backend)
+    shared.adapters.refresh()
     return replace(
-        lent,
+        shared,
         # These are new for each job, because an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
@@ -162,7 +163,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 
 
 @functools.cache
-def _lent(connection: Redis, attention_backend: str) -> JobContext:
+def _shared_context(connection: Redis, attention_backend: str) -> JobContext:
     """Return what all jobs of this process share."""
     settings = _settings()
     max_model_len = settings.max_model_len or _engine().max_model_len
@@ -180,6 +181,7 @@ def _meter() -> PromptMeter:
 
 @functools.cache
 def _settings() -> WorkerSettings:
+    """Read the settings, once in this process."""
     from worker.settings import WorkerSettings
 
     return WorkerSettings.load()
@@ -187,6 +189,7 @@ def _settings() -> WorkerSettings:
 
 @functools.cache
 def _identity() -> ModelIdentity:
+    """Read the model's identity from its files, once in this process."""
     from engine import model_identity
 
     return model_identity(_settings().engine_config())
@@ -194,6 +197,7 @@ def _identity() -> ModelIdentity:
 
 @functools.cache
 def _engine() -> Engine:
+    """Load the model, once in this process."""
     from engine import Engine
 
     return Engine(_settings().engine_config())

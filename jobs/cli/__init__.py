@@ -86,11 +86,11 @@ def submit(
     The FILEs are Parquet, CSV, JSONL or Arrow: files, folders or globs. Each of their rows becomes a row in the folder
     OUT. Prints the run's id. Submitting the same again resumes the run.
     """
-    arguments = run_arguments(options)
     if dry_run:
         survey_result = survey(connection, queue, options, max_rows=MAX_ROWS_READ)
         click.echo("\n".join(dry_run_lines(survey_result, price_per_hour)))
         return
+    arguments = run_arguments(options)
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
     if wait:
         wait_for_end(connection, run)
@@ -139,8 +139,9 @@ _COMMANDS = (
     dashboard,
     doctor,
     requeue_command,
+    restore_check,
     serve,
     keys,
 )
-for command in (*_COMMANDS, restore_check):
+for command in _COMMANDS:
     main.add_command(command)

@@ -130,16 +130,18 @@ def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
 def _list_errors(
     connection: redis.Redis, scored: client.Run, limit: int, cut: bool, as_json: bool
 ) -> None:
-    """Print the rows of a run that have an error, or only the reasons that Redis keeps. For the rest see `errors`."""
+    """Print the rows of a run that have an error, or only the reasons that Redis keeps. Arguments: see `errors`."""
     snapshot = None
     with suppress(UnknownRun):
         snapshot = scored.status()
-    if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-        raise click.ClickException(
-            f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
-        )
+    if snapshot is not None:
+        was_planned = snapshot.shards is not None
+        if snapshot.plan_error is not None and not was_planned:
+            raise click.ClickException(
+                f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
+            )
 
-    write = _errors_json if as_json else _errors_text
+    text_of_errors = _errors_json if as_json else _errors_text
     try:
         reader = reader_of(scored)
     except RunNotHere as error:
@@ -149,13 +151,13 @@ def _list_errors(
         if snapshot is not None:
             failed_checks = snapshot.failed_checks
             num_cut = snapshot.cut
-        click.echo(write(scored.id, reasons, [], failed_checks, num_cut))
+        click.echo(text_of_errors(scored.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
     reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
-    click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
+    click.echo(text_of_errors(scored.id, reasons, rows, failed_checks, num_cut))
 
 
 @click.command()
@@ -186,14 +188,21 @@ def tail(
     if prompts:
         columns = [*reader.prompt_columns, *columns]
 
+    prefix = reader.plan.spec.output_prefix
+
     def show(rows: Iterator[dict[str, Any]]) -> None:
+        """Print rows, one a line."""
         for row in rows:
-            click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
+            click.echo(to_json(row) if as_json else _row_text(row, prefix))
+
+    def show_shard(shard: int) -> None:
+        """Print all rows of a shard."""
+        show(reader.answers(shard, columns))
 
     shown = set(reader.shards())
-    show(_last(reader, columns, lines))
+    show(_last_rows(reader, columns, lines))
     if follow:
-        _follow(connection, reader, shown, lambda shard: show(reader.answers(shard, columns)))
+        _follow(connection, reader, shown, show_shard)
 
 
 def _follow(
@@ -207,7 +216,7 @@ def _follow(
                 if shard not in shown:
                     show(shard)
                     shown.add(shard)
-            if is_over:
+            if is_over:  # it was over before the last look for shards
                 return
             time.sleep(FOLLOW_EVERY_S)
     except KeyboardInterrupt:
@@ -221,15 +230,16 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
     return False
 
 
-def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
+def _last_rows(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
     """Yield the last `most` rows of a run, taken from its newest parts."""
     rows: list[dict[str, Any]] = []
-    written_at = reader.parts()
+    written_at = reader.parts()  # by shard
     newest_first = sorted(written_at, key=lambda shard: (written_at[shard], shard), reverse=True)
     for shard in newest_first:
-        if len(rows) >= most:
+        num_lacking = most - len(rows)
+        if num_lacking <= 0:
             break
-        last_of_shard = deque(reader.answers(shard, columns), maxlen=most - len(rows))
+        last_of_shard = deque(reader.answers(shard, columns), maxlen=num_lacking)
         rows = [*last_of_shard, *rows]
     yield from rows
 
@@ -263,7 +273,7 @@ def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
     """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
-    num_errors = reasons.rows - reasons.rows_with(CUT)
+    num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
         if not failed_checks and not num_cut:
@@ -290,13 +300,15 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     error = row.get(f"{prefix}error")
     if error is not None:
         return f"row {number}: error: {safe_name(error, MAX_TEXT_CHARS)}"
-    values = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
-    reason = values.pop(f"{prefix}finish_reason", None)
-    text = to_json(values)
-    present = [value for value in values.values() if value is not None]
-    if len(present) == 1 and isinstance(present[0], str):
-        [text] = present
-    ending = f" [{reason}]" if reason not in (None, "stop") else ""
+    answer = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
+    finish_reason = answer.pop(f"{prefix}finish_reason", None)
+    text = to_json(answer)
+    present_values = [value for value in answer.values() if value is not None]
+    if len(present_values) == 1 and isinstance(present_values[0], str):
+        text = present_values[0]  # a lone text is shown as it is
+    ending = ""
+    if finish_reason not in (None, "stop"):
+        ending = f" [{finish_reason}]"
     return f"row {number}{ending}: {safe_name(text, MAX_TEXT_CHARS)}"
 
 
@@ -330,9 +342,10 @@ def report(
         )
     scored = client.run(run, connection=connection)
     folder = scored.output
-    name = REPORT if out is None else MANIFEST
+    # Without --out this only shows whether the page is there. With --out, another page is made of the manifest.
+    file_name = REPORT if out is None else MANIFEST
     try:
-        text = _text_of(scored, name)
+        text = _text_of(scored, file_name)
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
@@ -406,6 +419,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
+    # Without any worker, `verify` waits for one and then says so.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
@@ -458,9 +472,8 @@ def verify(
                 "sample": sample,
                 "seed": seed,
             }
-            result = try_job(
-                connection, queue or finished.queue, "jobs.verify_rows", arguments, finished.model
-            )
+            asked_queue = queue or finished.queue
+            result = try_job(connection, asked_queue, "jobs.verify_rows", arguments, finished.model)
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)
@@ -477,7 +490,6 @@ def verify(
 
 def _comparison_text(result: dict[str, Any]) -> str:
     """Return what `verify` prints for people. result: what jobs.verify_rows has returned."""
-
     lines = [_COUNTS.format(**result)]
     for difference in result["differences"]:
         lines.append(f"row {difference['row']}, column {difference['column']}")

@@ -27,6 +27,7 @@ from jobs.common.workers import (
     RESTORED_TEXT,
     SUSPENDED,
     SUSPENDED_TEXT,
+    Worker,
     are_held,
     are_suspended,
     claimed_jobs,
@@ -66,7 +67,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # What workers have told may be old, as a full Redis does not take it. But a producer's user may ask nothing else.
+    # The workers' own numbers may be old, as a full Redis takes no new ones. But a producer's user may read only these.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -78,22 +79,13 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         if queue.name not in known_names and not any(queue.counts.values()):
             missing.append(queue.name)
             continue
-        waiting, *others = [f"{count} {place}" for place, count in queue.counts.items()]
-        places = ", ".join([waiting, f"{claimed.get(queue.name, 0)} claimed", *others])
-        click.echo(f"queue {safe_name(queue.name)}: {places}")
+        counts = [f"{count} {place}" for place, count in queue.counts.items()]
+        num_claimed = claimed.get(queue.name, 0)
+        counts.insert(1, f"{num_claimed} claimed")  # behind those that wait
+        click.echo(f"queue {safe_name(queue.name)}: {', '.join(counts)}")
     for worker in workers:
-        fields = worker.registered
-        if not fields:
-            continue
-        state = "silent" if worker.is_silent else fields.get("state", "?")
-        if state == SUSPENDED and not is_suspended:
-            state = "was suspended"
-        job = f", job {fields['current_job']}" if "current_job" in fields else ""
-        click.echo(
-            f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
-            f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
-            f"last seen {fields.get('last_heartbeat', '?')}"
-        )
+        if worker.registered:
+            click.echo(_worker_line(worker, is_suspended))
     if not queues and not known_names and not workers:
         click.echo(f"no queue; {NO_WORKER_TEXT}")
     if are_held(workers):
@@ -105,10 +97,26 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         raise click.ClickException(f"no queue is named {_names(missing)}{existing}")
 
 
+def _worker_line(worker: Worker, is_suspended: bool) -> str:
+    """Return a worker's line of `info`. is_suspended: whether `rq suspend` holds all workers now."""
+    fields = worker.registered
+    state = "silent" if worker.is_silent else fields.get("state", "?")
+    if state == SUSPENDED and not is_suspended:
+        state = "was suspended"
+    job = f", job {fields['current_job']}" if "current_job" in fields else ""
+    return (
+        f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
+        f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
+        f"last seen {fields.get('last_heartbeat', '?')}"
+    )
+
+
 @click.command()
 @click.argument("queue")
 @click.option(
-    "--stop", "who", help="Cancel all waiting jobs of this one: a name of the table, or - for none."
+    "--stop",
+    "who",
+    help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
@@ -132,21 +140,22 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         return
 
     producers = read_producers(connection, queue)
-    age_s = head_ages(connection, [queue], time.time()).get(queue)
+    ages_s = head_ages(connection, [queue], time.time())
+    age_s = ages_s.get(queue)
     since = ""
     if producers.num_waiting and age_s is not None:
         since = f", the first for {duration_text(age_s)}"
     click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
-        mend = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
+        stop_command = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
         if name.startswith(RUN):
-            mend = f"tokenmill cancel {name[len(RUN) :]}"
+            stop_command = f"tokenmill cancel {name[len(RUN) :]}"
         producer = "no producer named" if name == UNNAMED else name
-        num_jobs = str(producers.share(name))
+        num_jobs = str(producers.estimate(name))
         if producers.is_sample:
             num_jobs = f"about {num_jobs}"
-        rows.append((num_jobs, producer, safe_name(mend)))
+        rows.append((num_jobs, producer, safe_name(stop_command)))
     if producers.is_sample:
         click.echo(
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
@@ -159,12 +168,12 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
 
 
 def _check_producer(connection: redis.Redis, queue: str, who: str) -> None:
-    """Raise ClickException, with the names of those whose jobs wait on a queue, if `who` is not among them."""
-    waiting = list(read_producers(connection, queue).num_jobs)
-    if who not in waiting:
-        there = f": there are {_names(waiting)}" if waiting else ": none waits there"
+    """Raise ClickException if no job of the producer `who` waits on a queue. It names the producers whose jobs wait."""
+    producers = list(read_producers(connection, queue).num_jobs)
+    if who not in producers:
+        others = f"there are {_names(producers)}" if producers else "none waits there"
         raise click.ClickException(
-            f"no job of {safe_name(who)} waits on queue {safe_name(queue)}{there}"
+            f"no job of {safe_name(who)} waits on queue {safe_name(queue)}: {others}"
         )
 
 
@@ -235,10 +244,10 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs that ask for what is wrong stay too. Exits with 1 if a named job
+    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
     could not be requeued.
     """
-    if bool(job_ids) == is_all:
+    if bool(job_ids) == is_all:  # both or neither
         raise click.UsageError("name the jobs, or give --all")
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
@@ -252,7 +261,7 @@ def requeue_command(
     if wrong:
         problems.append(
             f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: with its id in place of --all, one is put back"
+            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
@@ -267,7 +276,7 @@ def requeue_command(
 
 
 def _names(names: list[str]) -> str:
-    """Return the first of some names or ids as a list for people, and say how many more there are."""
+    """Return the first MAX_SHOWN names or ids as a list for people, and say how many more there are."""
     shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
     if len(names) > MAX_SHOWN:
         return f"{shown} and {len(names) - MAX_SHOWN} more"
@@ -328,7 +337,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    """Yield all that `doctor` looks at for a role. url: Redis'."""
+    """Yield all that `doctor` looks at for a role. url: that of Redis."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
     if role not in CHECKS:

@@ -53,22 +53,22 @@ PROMPT_OPTIONS = (
 def assignments(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str] | None:
-    """Return the texts of a repeatable option NAME=TEXT, by their names."""
-    text_of: dict[str, str] = {}
+    """Return the texts of a repeatable option NAME=TEXT, by their names; None if it was not given."""
+    values: dict[str, str] = {}
     for text in texts:
-        name, is_there, value = text.partition("=")
-        if not is_there or not name:
+        name, equals_sign, value = text.partition("=")
+        if not equals_sign or not name:
             raise click.BadParameter(f"{brief(text)}, expected {parameter.metavar}")
-        if name in text_of:
+        if name in values:
             raise click.BadParameter(f"{brief(name)} is given twice")
-        text_of[name] = value
-    return text_of or None
+        values[name] = value
+    return values or None
 
 
 def column_list(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | None:
-    """Return the columns of a repeatable option whose values are separated by commas."""
+    """Return the columns of a repeatable option whose values are separated by commas; None if it was not given."""
     if not texts:
         return None
     try:
@@ -83,7 +83,7 @@ def column_list(
 def label_list(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> list[Any] | None:
-    """Return the labels in a JSON list, or in a text that separates them by commas."""
+    """Return the labels in a JSON list, or in a text that separates them by commas; None if it was not given."""
     if text is None:
         return None
     if text.lstrip().startswith("["):
@@ -103,7 +103,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
             f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
         )
 
-    # An option that was not given is None, or () if it may be repeated. An empty list was given as such.
+    # An option that was not given is None, or () if it may be repeated. An empty list is a value that was given.
     arguments: dict[str, Any] = {}
     for name, value in options.items():
         if value is not None and value != ():
@@ -117,11 +117,12 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
 
-    path = arguments.pop("template_file", None)
-    if path is not None:
+    template_path = arguments.pop("template_file", None)
+    if template_path is not None:
+        template = _read("--template-file", template_path)
         # Editors add a line break at the end of a file.
-        arguments["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")
-        if path.endswith(JINJA_SUFFIXES):
+        arguments["template"] = template.removesuffix("\n").removesuffix("\r")
+        if template_path.endswith(JINJA_SUFFIXES):
             arguments.setdefault("template_format", "jinja")
     prompts = arguments.pop("prompt", None)
     if prompts is not None:
@@ -166,7 +167,7 @@ def _option(flag: str, help: str, **settings: Any) -> Decorator:
 
 
 def _switch(name: str, help: str) -> Decorator:
-    """Return an option that is given as --name or --no-name; None if neither is given."""
+    """Return an option that is given as --name or --no-name. Its value is None if neither is given."""
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
@@ -393,7 +394,7 @@ _PROMPT = (
         **_NAMED,
     ),
     _option("--adapter", "LoRA adapter that answers, by its name in the workers' folder."),
-    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's one."),
+    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's adapter."),
     _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 
@@ -522,10 +523,10 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    """Return what adds all these options to a command, in this order."""
+    """Return a decorator that adds all these options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options):
+        for option in reversed(options):  # click shows options in the opposite order
             command = option(command)
         return command
 

@@ -55,13 +55,15 @@ def errors_printed() -> Iterator[None]:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
     columns = []
-    for head, *cells in zip(heads, *rows, strict=True):
-        column = [head, *cells]
+    for column in zip(heads, *rows, strict=True):
+        head = column[0]
         width = max(map(len, column))
         align = str.rjust if head in numbers else str.ljust
         columns.append([align(cell, width) for cell in column])
-    lines = zip(*columns, strict=True)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    lines = []
+    for cells in zip(*columns, strict=True):
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def print_troubles(connection: redis.Redis) -> None:
@@ -136,9 +138,9 @@ def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
-def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """Return a run's status in lines. num_gone: how many parts of a finished run are gone."""
-    state = "incomplete" if num_gone else snapshot.state
+def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
+    """Return a run's status in lines. num_gone_parts: how many parts of a finished run are gone."""
+    state = "incomplete" if num_gone_parts else snapshot.state
     lines = [f"run {snapshot.run}: {state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
@@ -150,18 +152,18 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         if snapshot.rows_escalated:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
         if snapshot.errors or snapshot.cut:
-            cut = " --cut" if snapshot.cut else ""
-            lines.append(f"why      `tokenmill errors {snapshot.run}{cut}` lists them by reason")
-        shards = (
+            option = " --cut" if snapshot.cut else ""
+            lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
+        begun = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
-        lines.append(f"shards   {shards}, {_rest(snapshot)}")
+        lines.append(f"shards   {begun}, {_not_begun_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
         if snapshot.left_s is not None:
             lines.append(f"left     {duration_text(snapshot.left_s)}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
-    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
+    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:
@@ -175,20 +177,21 @@ def deadline_text(snapshot: RunSnapshot) -> str:
     return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 
 
-def gone_text(num_gone: int, folder: str) -> list[str]:
+def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     """Return the line that says how many parts are gone; nothing if none is."""
-    if not num_gone:
+    if not num_gone_parts:
         return []
-    return [
-        f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
-    ]
+    remedy = f"submit into another folder with --reuse {folder}, which computes them"
+    return [f"but      {num_gone_parts} parts are gone: {remedy}"]
 
 
-def _rest(snapshot: RunSnapshot) -> str:
+def _not_begun_text(snapshot: RunSnapshot) -> str:
     """Say what became of the shards that are not done and not begun."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + num_failed + snapshot.gone} left for another submit"
+        # Nobody goes on with any of them.
+        num_left = snapshot.queued + num_failed + snapshot.gone
+        return f"{num_left} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {num_failed} failed{gone}"
 
@@ -222,7 +225,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Say so if the submit had nothing to do, because the run was finished before it."""
+    """Say that the submit had nothing to do, if the run was finished before it."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)

@@ -36,8 +36,9 @@ TIMEOUT_S = 3600
 #: The most rows that a dry run looks at. The worker holds the requests of all of them in memory.
 MAX_ROWS_READ = 1_000_000
 
-#: A run's time as shares of what the tried rows tell. In 22 of 23 runs it was between these: runs of the demo's model,
-#: of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine it varies less.
+#: A run's time lies between these multiples of the time that its tried rows suggest. So it was in 22 of 23 runs of the
+#: demo's model, of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine, a
+#: run's time varies less.
 RANGE = (0.7, 2.4)
 
 
@@ -71,11 +72,11 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
-    share = ""
+    basis = ""
     if result["rows_read"] != result["num_rows"]:
-        share = f", as {result['rows_read']:,} of them show"
+        basis = f", as {result['rows_read']:,} of them show"
     lines = [
-        f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}"
+        f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{basis}"
     ]
     for reason in _reasons(result):
         lines.append(f"         {reason}")
@@ -112,16 +113,15 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed{why}")
     if price_per_hour is not None:
-        low, high = (seconds * factor / 3600 * price_per_hour for factor in RANGE)
-        lines.append(
-            f"cost     {price_text(low)} to {price_text(high)} at {price_per_hour:g} an hour"
-        )
+        price = seconds / 3600 * price_per_hour
+        low, high = [price_text(price * factor) for factor in RANGE]
+        lines.append(f"cost     {low} to {high} at {price_per_hour:g} an hour")
     return lines
 
 
 def duration_range(seconds: float) -> str:
     """Return the likely range of a run's time. seconds: the time that its tried rows suggest."""
-    low, high = (duration_text(seconds * factor) for factor in RANGE)
+    low, high = [duration_text(seconds * factor) for factor in RANGE]
     return f"about {low}" if low == high else f"{low} to {high}"
 
 
@@ -132,9 +132,9 @@ def survey(
 
     options: the run's options. extent: those arguments of jobs.survey_parquet that say how much to look at.
     """
-    submission, arguments = Submission.split(
-        queue, run_arguments({"output": "/dev/null", **options})
-    )
+    # A run must name an output, and a survey writes none.
+    all_arguments = run_arguments({"output": "/dev/null", **options})
+    submission, arguments = Submission.split(queue, all_arguments)
     survey_arguments = {
         **RunSpec.from_arguments(**arguments).to_json(),
         **extent,
@@ -192,13 +192,13 @@ def _await_end(connection: redis.Redis, queue: str, job_id: str) -> JobStatus | 
         moment = time.monotonic()
         if moment >= next_look_at:
             next_look_at = moment + WORKERS_EVERY_S
-            listened: set[str] = set()
+            served_queues: set[str] = set()
             for worker in read_workers(connection):
-                listened.update(worker.queues)
-            if queue in listened:
+                served_queues.update(worker.queues)
+            if queue in served_queues:
                 last_heard_at = moment
             elif moment - last_heard_at > PATIENCE_S:
-                raise TrialFailed(no_worker_text(queue, sorted(listened)))
+                raise TrialFailed(no_worker_text(queue, sorted(served_queues)))
         time.sleep(POLL_S)
 
 
@@ -230,7 +230,8 @@ def _show(row: dict[str, Any]) -> None:
 def _text(value: Any) -> str:
     """Return a text, or JSON of any other value, safe for a terminal and cut if it is long. Its lines are indented."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
+    shown_text = text[:MAX_SHOWN_CHARS]
+    lines = [safe_name(line, MAX_SHOWN_CHARS) for line in shown_text.split("\n")]
     if len(text) > MAX_SHOWN_CHARS:
         lines[-1] += " ..."
     return "\n    ".join(lines)

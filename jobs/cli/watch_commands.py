@@ -108,7 +108,9 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
         return
     if watch:
-        raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+        raise click.UsageError(
+            "--watch shows all runs: to follow one run, repeat its `tokenmill submit` with --wait"
+        )
     print_troubles(connection)
     run, output = named_run(connection, run)
     try:
@@ -122,11 +124,12 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
         click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
-    output = output or output_here(snapshot.output, snapshot.run)
-    num_gone = 0
+    if output is None:
+        output = output_here(snapshot.output, snapshot.run)
+    num_gone_parts = 0
     if output is not None and snapshot.finished:
-        num_gone = output.num_gone
-    click.echo(status_text(snapshot, num_gone))
+        num_gone_parts = output.num_gone_parts
+    click.echo(status_text(snapshot, num_gone_parts))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     print_failures(connection, snapshot)
@@ -157,7 +160,7 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *gone_text(output.num_gone, output.folder),
+        *gone_text(output.num_gone_parts, output.folder),
     ]
     if output.state == "forgotten":
         lines.append("this Redis does not know it any more: submit it again")
@@ -203,21 +206,23 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
     if not runs:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
-    rows = [
-        (
-            run.run,
-            run.state,
-            "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
-            str(run.errors),
-            "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
-            rate(run.rows_per_s),
-            rate(run.tokens_per_s),
-            "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
-            _cut_path(run.output),
-        )
-        for run in runs
-    ]
+    rows = [_run_row(run, now) for run in runs]
     return table(heads, rows, _RUN_NUMBERS)
+
+
+def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
+    """Return a run's cells of the table. "-" stands for nothing."""
+    return (
+        run.run,
+        run.state,
+        "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
+        str(run.errors),
+        "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
+        rate(run.rows_per_s),
+        rate(run.tokens_per_s),
+        "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
+        _cut_path(run.output),
+    )
 
 
 def workers_table(samples: Sequence[WorkerSample]) -> str:

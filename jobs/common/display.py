@@ -43,8 +43,10 @@ def printable(text: str | bytes, allowed: str = "") -> str:
         return text
     shown = ""
     for character in text:
-        is_shown = character.isprintable() or character in allowed
-        shown += character if is_shown else character.encode("unicode_escape").decode()
+        if character.isprintable() or character in allowed:
+            shown += character
+        else:
+            shown += character.encode("unicode_escape").decode()
     return shown
 
 
@@ -58,7 +60,7 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Return a text that somebody chose in a form for messages: printable, and cut after `most` characters."""
+    """Make a text that somebody chose fit for messages: printable, and cut after `most` characters."""
     cut = name[:most]
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
 
@@ -76,13 +78,14 @@ def bytes_text(num_bytes: float) -> str:
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = max(0, round(seconds))
-    for unit, size, smaller, part in (
+    for unit, unit_s, smaller_unit, smaller_s in (
         ("d", 86400, "h", 3600),
         ("h", 3600, "min", 60),
         ("min", 60, "s", 1),
     ):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
+        num_units, rest_s = divmod(whole, unit_s)
+        if num_units > 0:
+            return f"{num_units} {unit} {rest_s // smaller_s} {smaller_unit}"
     return f"{whole} s"
 
 
@@ -90,7 +93,7 @@ def price_text(price: float) -> str:
     """Return an amount of any currency: with two decimals, or with three significant digits below 1."""
     if price >= 1 or price <= 0:
         return f"{price:,.2f}"
-    num_decimals = 2 - math.floor(math.log10(price))
+    num_decimals = 2 - math.floor(math.log10(price))  # 3 from 0.1 on, 4 from 0.01 on
     return f"{price:.{num_decimals}f}"
 
 
@@ -108,14 +111,14 @@ def to_json(value: Any, indent: int | None = None) -> str:
         return json.dumps(
             value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent
         )
-    except ValueError:
+    except ValueError:  # an infinite number
         return json.dumps(
             _finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent
         )
 
 
 def _written(value: Any) -> Any:
-    """Return a value that JSON can write in place of one that it cannot."""
+    """Return what JSON writes in place of a value that it cannot write."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):

@@ -33,8 +33,11 @@ class RedisHealth:
 
 def redis_health(info: Mapping[str, Any]) -> RedisHealth:
     """Read memory and disk from the reply to INFO."""
+    limit_bytes = info.get("maxmemory", 0)
+    if not limit_bytes:  # no limit is set
+        limit_bytes = info.get("total_system_memory", 0)
     return RedisHealth(
         used_bytes=info.get("used_memory", 0),
-        limit_bytes=info.get("maxmemory") or info.get("total_system_memory", 0),
+        limit_bytes=limit_bytes,
         failed_writes=tuple(name for name in WRITES if info.get(name, "ok") != "ok"),
     )

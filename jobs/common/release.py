@@ -25,8 +25,8 @@ def release_text(version: str, of_commit: str) -> str:
 def _installed_commit() -> str:
     """Return the commit that pip noted when it installed from a repository (PEP 610)."""
     with suppress(PackageNotFoundError, OSError, ValueError, AttributeError):
-        written = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
-        return str(written.get("vcs_info", {}).get("commit_id", ""))
+        note = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        return str(note.get("vcs_info", {}).get("commit_id", ""))
     return ""
 
 

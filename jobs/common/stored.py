@@ -18,11 +18,12 @@ def text(raw: bytes) -> str:
 def unpacked(packed: bytes, most: int) -> bytes | None:
     """Return unpacked bytes; None if they are more than `most`. Never unpacks more than `most` bytes."""
     inflater = zlib.decompressobj()
-    content = packed
+    content = packed  # bytes that are not packed stay as they are, because RQ takes them so
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
-        # Bytes that are not packed stay as they are, because RQ takes them so.
-        if inflater.eof or len(inflated) > most:
+        is_whole = inflater.eof
+        is_too_long = len(inflated) > most
+        if is_whole or is_too_long:
             content = inflated
     return content if len(content) <= most else None
 

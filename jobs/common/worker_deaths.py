@@ -33,17 +33,20 @@ class WorkerDeath:
     job_ids: tuple[str, ...] = ()
 
 
-def record_deaths(client: Redis, jobs_of: Mapping[str, Sequence[str]]) -> None:
-    """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
-    if not jobs_of:
+def record_deaths(client: Redis, ids_by_worker: Mapping[str, Sequence[str]]) -> None:
+    """Record that workers have died. ids_by_worker: the ids of the jobs that each of them had begun."""
+    if not ids_by_worker:
         return
     moment = time.time()
     entries = []
-    for worker, job_ids in jobs_of.items():
-        jobs = list(job_ids[:MAX_JOBS])
-        entries.append(
-            json.dumps({"worker": worker, "at": moment, "num_jobs": len(job_ids), "jobs": jobs})
-        )
+    for worker, job_ids in ids_by_worker.items():
+        death = {
+            "worker": worker,
+            "at": moment,
+            "num_jobs": len(job_ids),
+            "jobs": list(job_ids[:MAX_JOBS]),
+        }
+        entries.append(json.dumps(death))
     with client.pipeline(transaction=False) as pipe:
         pipe.lpush(DEATHS_KEY, *entries)
         pipe.ltrim(DEATHS_KEY, 0, MAX_DEATHS - 1)

@@ -52,9 +52,9 @@ MAX_ENTRIES = 1000
 
 def _number(value: object) -> float | None:
     """Read a number from 0 to 2**53, such as seconds or a share. Return None for anything else."""
-    if type(value) not in (int, float) or not 0 <= value < 1 << 53:  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)  # type: ignore[arg-type]
+    return float(value) if 0 <= value < 1 << 53 else None
 
 
 def _text(value: object) -> str | None:
@@ -65,7 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    """Read a list. Return those of its texts that are fit to be shown, or None if it is no list, or a very long one."""
+    """Read a list, and return its texts that are fit to be shown. Return None for a very long list, or no list."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -162,7 +162,7 @@ class WorkerSample(Point):
     silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
-    models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
+    models: all names by which jobs may ask for its model or for an adapter. adapters: the adapters' names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
     model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
@@ -199,7 +199,7 @@ class WorkerSample(Point):
 
     @property
     def up_s(self) -> float:
-        """The seconds since it started, by its own clock up to its last sample."""
+        """The seconds since it started: by its own clock until its last sample, and since then by Redis' clock."""
         return max(0.0, self.at - self.started_at) + self.silent_s
 
     @property
@@ -262,6 +262,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
 
     workers = []
     for name in names:
+        # The replies come in the order of the commands above.
         registration = next(replies)
         record = next(replies)
         left_ms = next(replies)
@@ -271,10 +272,11 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         if isinstance(registration, list):
             fields_and_values = zip(_FIELDS, registration, strict=True)
             registered = {key: value for key, value in fields_and_values if value}
-        sample = _later(
-            _sample(name, record, left_ms), _sample(name, loading_record, loading_left_ms)
-        )
-        if registered or (sample is not None and sample.silent_s <= LISTED_S):
+        loaded_sample = _sample(name, record, left_ms)
+        loading_sample = _sample(name, loading_record, loading_left_ms)
+        sample = _later(loaded_sample, loading_sample)
+        is_sample_recent = sample is not None and sample.silent_s <= LISTED_S
+        if registered or is_sample_recent:
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
             workers.append(Worker(name, queues, shown, sample))
@@ -287,14 +289,15 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     if not record:
         return None
     silent_s = 0.0
-    if left_ms >= 0:
+    if left_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
+    # A record calls "updated_at" what a WorkerSample calls "at".
     record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
 def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return what a worker has told later: as it served, perhaps before it was killed, or as it began to load."""
+    """Return the later of a worker's two samples. A killed worker's sample stays while its successor loads a model."""
     if sample is None or loading is None:
         return sample or loading
     return loading if loading.silent_s < sample.silent_s else sample
@@ -321,7 +324,9 @@ def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
     pin: see PinnedModel.pin.
     """
-    fingerprint, _, length = pin.partition("\n")[0].rpartition("/")
+    # The first line is `<fingerprint>/<length>`. Further lines name adapters.
+    model_line, _, _ = pin.partition("\n")
+    fingerprint, _, length = model_line.rpartition("/")
     for worker in workers:
         sample = worker.sample
         if sample is None or worker.is_silent or queue not in worker.queues:
@@ -338,7 +343,7 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def are_suspended(workers: Iterable[Worker]) -> bool:
-    """Whether `rq suspend` holds all workers. One that finishes what it holds tells so only when it is idle."""
+    """Whether `rq suspend` holds all workers. A worker shows this state only once it has finished what it holds."""
     return _is_any(SUSPENDED, workers)
 
 
@@ -353,8 +358,10 @@ def _is_any(state: str, workers: Iterable[Worker]) -> bool:
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
     """Return how many jobs of each queue are taken and not begun, as the latest sample says."""
     samples = [worker.sample for worker in workers if worker.sample is not None]
+    oldest_first = sorted(samples, key=lambda sample: -sample.silent_s)
     claimed: dict[str, int] = {}
-    for sample in sorted(samples, key=lambda sample: -sample.silent_s):
+    for sample in oldest_first:
+        # A later sample replaces what an earlier one says of a queue.
         claimed.update(sample.claimed)
     return claimed
 

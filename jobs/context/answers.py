@@ -4,7 +4,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +16,8 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     If a row has several completions, fields about a completion are tuples with a value for each.
-    tool_calls: JSON. columns: further columns by name; an Arrow array holds one value. attempts, check_error: see
-    PromptAnswer. reused: the earlier run's row that the answer was taken from.
+    tool_calls: JSON. columns: further columns by name; a value may be an Arrow array of length 1. attempts and
+    check_error: see PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -51,6 +51,7 @@ class Answer:
     def all_finish_reasons(self) -> list[str]:
         """Return why each completion ended. With several prompts, these are the completions of all prompts."""
         reasons = []
+        # With several prompts, each prompt has its own column of reasons.
         for name, value in self.columns.items():
             if name.endswith("finish_reason") and value is not None:
                 reasons.append(value)
@@ -70,20 +71,24 @@ def failed_answer(
     reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
 ) -> Answer:
     """Return the answer of a row that failed. n: how many completions the row asked for."""
-    is_single = n == 1
-    return Answer(
-        completion=None if is_single else (None,) * n,
-        finish_reason="error" if is_single else ("error",) * n,
+    answer = Answer(
+        completion=None,
+        finish_reason="error",
         prompt_tokens=prompt_tokens,
-        completion_tokens=0 if is_single else (0,) * n,
+        completion_tokens=0,
         cached_tokens=cached_tokens,
         error=reason,
     )
+    if n == 1:
+        return answer
+    return replace(
+        answer, completion=(None,) * n, finish_reason=("error",) * n, completion_tokens=(0,) * n
+    )
 
 
-#: The most bytes of a worker's answers.
+#: The most bytes of the answers that a worker remembers.
 DEFAULT_BYTES = 16 << 20
-#: The bytes of an answer without its text: key, object, numbers, and its places in two tables.
+#: The bytes of an answer without its text: its key, object and numbers, and its entry in the memory.
 ENTRY_BYTES = 400
 #: The bytes of a label and its probability. The label's text belongs to the run.
 PAIR_BYTES = 96
@@ -102,6 +107,7 @@ class AnswerMemo:
         self._lock = threading.Lock()
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self.num_bytes = 0
+        #: The keys of the answers that are being computed.
         self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Any:
@@ -138,7 +144,7 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    """Return the bytes of an answer, as estimated."""
+    """Return about how many bytes an answer takes."""
     columns = [
         answer.completion,
         answer.reasoning,

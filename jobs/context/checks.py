@@ -16,11 +16,12 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
-#: Kinds of checks that producers cannot ask for. AGREE_ON returns the part of a text that is compared. TOOL runs a
-#: tool.
+#: Kinds of checks that producers cannot ask for. AGREE_ON hashes the part of a text that is compared with other texts.
+#: TOOL carries out a call of a tool.
 AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
+#: The most characters of a check's schema, pattern or function.
 MAX_CHARS = 1 << 20
 #: The most characters of a repair template. Each prompt that is tried again holds the template's text.
 MAX_REPAIR_CHARS = 1 << 16
@@ -39,7 +40,8 @@ class RepairOptions:
 
     check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
     max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
-    with "length" is continued. repair_template: the text that asks for another answer; None for a usual one.
+    with "length" is continued. repair_template: the text that asks for another answer; None for CHAT_REPAIR or
+    PROMPT_REPAIR.
     """
 
     check: Mapping[str, Any] | None = None
@@ -59,7 +61,7 @@ class RepairOptions:
 
     @property
     def function(self) -> str | None:
-        """Return the dotted name of the check's function; None if it has no function."""
+        """Return the dotted name of the check's function or tool; None if it has neither."""
         check = self.check or {}
         return check.get("function") or check.get(TOOL)
 
@@ -74,7 +76,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments. Returns the arguments that are not about checks, and the checks. Raises InvalidJob."""
+    """Split keyword arguments into those that are not RepairOptions, and the RepairOptions. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
     for name, parse in PARSERS.items():
@@ -84,8 +86,9 @@ def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Rep
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
-    """Return a check in one form. Raises InvalidJob."""
-    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
+    """Return a check that is valid, with its schema as an object. Raises InvalidJob."""
+    is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
+    if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
         raise unlike(name, value, kinds)
     [(kind, rule)] = value.items()
@@ -147,7 +150,10 @@ _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers, for each thread in a child process of its own. Thread-safe. limit_s: seconds of a check."""
+    """Checks answers, for each thread in a child process of its own. Thread-safe.
+
+    limit_s: the most seconds of a check.
+    """
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
         self._allowed = frozenset(allowed)
@@ -158,13 +164,17 @@ class Checks:
         """Raise InvalidJob for a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
-            role = "tool" if TOOL in (options.check or {}) else "function of check"
+            is_tool = options.check is not None and TOOL in options.check
+            role = "tool" if is_tool else "function of check"
             raise InvalidJob(
-                f"{role}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
+                f"{role}: {name} is not allowed on this worker: add it to TOKENMILL_ALLOWED_FUNCTIONS"
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Raise InvalidJob for a check that can never work. This may take as long as an import."""
+        """Raise InvalidJob for a check that can never work. Returns the child's reply. May take as long as an import.
+
+        question: what else the child is asked, such as the function's version.
+        """
         self.admit(options)
         try:
             return {} if options.check is None else self._ask(options, **question)
@@ -188,10 +198,10 @@ class Checks:
         try:
             reply = self._ask(options, row=row, text=text)
         except ChildFailed as error:
-            kind = next(iter(options.check or {}))
-            if kind == AGREE_ON:
+            check = options.check or {}
+            if AGREE_ON in check:
                 return None
-            if kind == TOOL:
+            if TOOL in check:
                 return json.dumps({"error": f"it {error}"})
             return f"the check {error}"
         reason: str | None = reply["reason"]
@@ -199,8 +209,8 @@ class Checks:
 
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
-        reply = {"is_stale": True}
-        while "is_stale" in reply:  # the child imported the function before its file changed
+        reply = self._pool.call(lambda child: self._reply(child, options, question))
+        while "is_stale" in reply:  # that child imported the function before its file changed
             reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])
@@ -209,20 +219,24 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, question: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return one child's reply to a question. The check is compiled first, with a time limit of its own."""
-        check = {"check": options.check_text}
+        """Return one child's reply to a question. The check is compiled first, with a time limit of its own.
+
+        A child whose reply is stale is closed.
+        """
+        about_check = {"check": options.check_text}
         reply: dict[str, Any] = {}
         has_compiled = child.notes.get(options.check_text)
         if not has_compiled:
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, check, Limits(limit_s))
+                reply, _ = child.ask(_TASK, about_check, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
+            # The child puts the check in its own memory too. So both forget the same checks.
             child.notes.put(options.check_text, True)
             if question:
-                reply, _ = child.ask(_TASK, {**check, **question}, Limits(self._limit_s))
+                reply, _ = child.ask(_TASK, {**about_check, **question}, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply

@@ -28,6 +28,7 @@ def own_files(module: str, path: Path) -> list[Path]:
     if package is None and root.name in _INSTALLED:
         return [path]
     counted: set[Path] = set()
+    # The import of a module also runs the __init__ of each package around it.
     waiting = [path, *_files_of(root, module.split("."), package)]
     while waiting and len(counted) < MAX_FILES:
         file = waiting.pop()
@@ -53,7 +54,7 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
+    """Yield each name that a file imports, split at its dots. `from a import b` gives a.b, as b may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -62,14 +63,17 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".") for alias in node.names)
+            for alias in node.names:
+                yield alias.name.split(".")
         elif isinstance(node, ast.ImportFrom):
             parts: list[str] = []
             if node.level > 0:  # each dot after the first one goes up one package
-                parts += package[: len(package) - (node.level - 1)]
+                num_packages = len(package) - (node.level - 1)
+                parts += package[:num_packages]
             if node.module:
                 parts += node.module.split(".")
-            yield from ([*parts, alias.name] for alias in node.names)
+            for alias in node.names:
+                yield [*parts, alias.name]
 
 
 def _files_of(root: Path, parts: list[str], package: str | None) -> Iterator[Path]:

@@ -38,7 +38,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list of `least` to `most` values. kind_of_list: names the list in the error for another type."""
+    """Return a list of `least` to `most` values. kind_of_list: what was expected, in the error."""
     if not isinstance(value, list | tuple):
         raise unlike(name, value, kind_of_list)
     if not least <= len(value) <= most:
@@ -66,7 +66,10 @@ def share(name: str, value: Any) -> float:
 
 
 def check_shard(count: int, what: str, rows: int, most: int) -> None:
-    """Raise InvalidJob if a shard's rows, each with `count` of something, hold more than `most` together."""
+    """Raise InvalidJob if a shard would hold more than `most` values.
+
+    count: how many values each row has. what: the values' name. rows: how many rows a shard has.
+    """
     check_limit(
         count * rows,
         most,

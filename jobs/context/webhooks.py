@@ -54,18 +54,20 @@ def call_webhook(
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    own_headers = {
+    user_headers = {
         name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
     }
     target = parts.path or "/"
     if parts.query:
         target += f"?{parts.query}"
 
-    until = time.monotonic() + DEADLINE_S
-    sock = _connected(_allowed_addresses(parts, hosts, resolve))
+    deadline = time.monotonic() + DEADLINE_S
+    addresses = _allowed_addresses(parts, hosts, resolve)
+    sock = _connected(addresses)
     sock.settimeout(DEADLINE_S)  # for one read; the timer ends the whole call
     copy = sock.dup()  # TLS takes over `sock`, and the copy shuts down the same connection
-    timer = threading.Timer(until - time.monotonic(), _shut_down, [copy])
+    seconds_left = deadline - time.monotonic()
+    timer = threading.Timer(seconds_left, _shut_down, [copy])
     timer.start()
     try:
         connection = HTTPConnection(str(parts.hostname), parts.port)
@@ -73,21 +75,22 @@ def call_webhook(
             sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
             connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
         connection.sock = sock
-        connection.request(method, target, body, {**own_headers, "Connection": "close"})
+        connection.request(method, target, body, {**user_headers, "Connection": "close"})
         status = connection.getresponse().status
     except (OSError, HTTPException):
-        if time.monotonic() < until:
-            raise
+        if time.monotonic() < deadline:
+            raise  # else the timer has caused the error, and TimeoutError is raised below
     finally:
         timer.cancel()
         copy.close()
         sock.close()
-    if time.monotonic() >= until:
+    if time.monotonic() >= deadline:
         raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
     return status
 
 
 def _shut_down(sock: socket.socket) -> None:
+    """End a connection, so that a read from it raises an error."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -95,7 +98,7 @@ def _shut_down(sock: socket.socket) -> None:
 def _parsed(url: Any) -> SplitResult:
     """Return the parts of a URL of http or https. Raises InvalidJob."""
     if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        with suppress(ValueError):
+        with suppress(ValueError):  # what urlsplit and its port raise
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 if "@" in parts.netloc:  # HTTPConnection takes no user and password
@@ -110,7 +113,8 @@ def _allowed_addresses(
     parts: SplitResult, hosts: Collection[str], resolve: Callable[..., Any]
 ) -> list[tuple[str, int]]:
     """Look the host up, and return each address that may be called, with its port. Raises InvalidJob."""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    usual_port = 443 if parts.scheme == "https" else 80
+    port = parts.port or usual_port
     addresses = []
     for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
         addresses.append(str(socket_address[0]))
@@ -127,21 +131,22 @@ def _may_call(address: str, hosts: Collection[str]) -> bool:
     """Whether an address is public, or one that the operator allows."""
     without_zone, _, _ = address.partition("%")
     ip = ip_address(without_zone)
-    ip = getattr(ip, "ipv4_mapped", None) or ip
+    ip = getattr(ip, "ipv4_mapped", None) or ip  # an IPv6 address may stand for an IPv4 address
     is_public = ip.is_global and not ip.is_multicast
     return is_public or str(ip) in hosts
 
 
 def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
-    """Connect to the first address that answers. Each may take an equal share of the time. Raises OSError."""
-    *earlier, last = addresses
+    """Connect to the first address that answers. Each address may take an equal share of the time. Raises OSError."""
+    *earlier_addresses, last_address = addresses
     share_s = DEADLINE_S / len(addresses)
-    for address in earlier:
-        with suppress(OSError):
+    for address in earlier_addresses:
+        with suppress(OSError):  # the next address is tried
             return socket.create_connection(address, share_s)
-    return socket.create_connection(last, share_s)
+    return socket.create_connection(last_address, share_s)
 
 
 @cache
 def _tls() -> ssl.SSLContext:
+    """Return the settings of TLS for all hosts. Made once, because reading the authorities' certificates takes long."""
     return ssl.create_default_context()

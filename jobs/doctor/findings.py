@@ -34,12 +34,14 @@ fault = partial(Finding, Level.FAULT)
 
 def fault_of(subject: str, error: str) -> Finding:
     """Turn one of our errors into a fault. Its text is such as "problem (why): remedy" or "problem; remedy"."""
-    problem, *remedy = re.split(r"(?<=\)): |; ", error, maxsplit=1)
-    return fault(subject, problem, "".join(remedy))
+    separator = re.search(r"(?<=\)): |; ", error)
+    if separator is None:
+        return fault(subject, error, "")
+    return fault(subject, error[: separator.start()], error[separator.end() :])
 
 
 class Examination(NamedTuple):
-    """Some checks. check: yields findings. limit_s: the seconds that it may take."""
+    """Some checks. check: makes the checks, and yields findings. limit_s: the seconds that this may take."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -47,7 +49,7 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry out examinations one after the other. One that takes too long, or raises, is reported as a fault."""
+    """Carry out examinations in turn. An examination that takes too long, or raises, is reported as a fault."""
     for examination in examinations:
         findings: list[Finding] = []
         # A system call that hangs, for example on a network mount, cannot be ended. Its thread is left behind.
@@ -55,7 +57,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
         thread.start()
         thread.join(examination.limit_s)
         if thread.is_alive():
-            yield from list(findings)
+            yield from list(findings)  # a copy, because the thread may still add to them
             problem = f"no answer within {examination.limit_s:g} s"
             yield fault(examination.subject, problem, "find out what it waits for")
         else:
@@ -102,16 +104,17 @@ OPTIONAL = frozenset(
 def missing(extra: str) -> Iterator[Finding]:
     """Name the packages of an extra that are not installed."""
     for line in requires("tokenmill") or ():
+        # A line is such as `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
-        if "[hiredis]" in requirement:
+        if "[hiredis]" in requirement:  # redis itself is no extra
             name = "hiredis"
         try:
             version(name)
         except PackageNotFoundError:
-            finding = warning if name in OPTIONAL else fault
-            yield finding(
+            new_finding = warning if name in OPTIONAL else fault
+            yield new_finding(
                 "installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'"
             )

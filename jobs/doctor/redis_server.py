@@ -33,7 +33,7 @@ NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: the settings that this user may read. ahead_s: how far its clock is ahead."""
+    """A server that answers. config: the settings that this user may read. ahead_s: its clock's lead over ours."""
 
     client: Redis
     user: str
@@ -46,8 +46,8 @@ class Server:
 
 def reach(url: str) -> Server:
     """Return the server of a URL. Raises RedisError."""
-    wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
-    client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
+    timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
     took_s = []
     for _ in range(5):
         sent_at = time.time()
@@ -57,6 +57,7 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
+    # From the last look. A server that does not tell its time counts as exact.
     server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
     user, address = _user_and_address(url)
     return Server(
@@ -73,6 +74,7 @@ def reach(url: str) -> Server:
 def not_served(url: str, error: RedisError) -> Finding:
     """Return the fault for a server that does not serve us."""
     user, address = _user_and_address(url)
+    # What is found unless one of the cases below says more.
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
@@ -125,9 +127,10 @@ _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET di
 
 def check_server(server: Server) -> Iterator[Finding]:
     """Check a server's version, speed, durability, memory and clock."""
-    text = server.info["redis_version"]
-    answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {text}"
-    if tuple(map(int, re.findall(r"\d+", text)[:2])) < (6, 2):
+    version = server.info["redis_version"]
+    answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
+    version_numbers = [int(digits) for digits in re.findall(r"\d+", version)]
+    if version_numbers[:2] < [6, 2]:
         yield fault("redis", answers, "install Redis 6.2 or later")
     elif server.latency_s > SLOW_S:
         mend = "move workers nearer to Redis, or see what else it serves (redis-cli --latency, SLOWLOG GET)"
@@ -209,10 +212,10 @@ def _durability(server: Server) -> Iterator[Finding]:
 
     # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
-    written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
+    writes = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
     with suppress(ResponseError):
         # This user may not ask, or this is Redis 6.2, which replays without a user.
-        replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
+        replies = [client.execute_command("ACL", "DRYRUN", "default", *write) for write in writes]
         are_allowed = all(reply in (b"OK", "OK") for reply in replies)
         if server.info.get("aof_enabled") and not are_allowed:
             problem = (
@@ -275,14 +278,15 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
     commands = commands_of(role)
-    keys = list(map(prefixed, KEYS[role].split()))
-    writes = {key: ("set", key.replace("*", "a"), "1") for key in keys}
+    key_patterns = list(map(prefixed, KEYS[role].split()))
+    # For each pattern, a command that needs the right to such a key.
+    writes = {pattern: ("set", pattern.replace("*", "a"), "1") for pattern in key_patterns}
     rules: dict[str, None] = {}  # in the order in which they were found to be missing
     for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
         if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
-            for key, write in writes.items():
+            for pattern, write in writes.items():
                 if write == words:
-                    rules[f"~{key}"] = None
+                    rules[f"~{pattern}"] = None
         elif " channel" in refusal:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:

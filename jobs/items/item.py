@@ -77,11 +77,11 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
 
     Each round asks the requests of all items that are not done. The next round begins when all completions are here.
     """
-    answers: dict[int, T] = {}
-    steps: dict[int, Step] = {}
+    answers: dict[int, T] = {}  # by item
+    steps: dict[int, Step] = {}  # by item; only of items that have not returned
 
     def advance(number: int, reply: Any) -> None:
-        """Give an item a reply, and note its next step or its answer."""
+        """Give an item a reply. Put its next step into `steps`, or its answer into `answers`."""
         try:
             steps[number] = items[number].send(reply)
         except StopIteration as end:
@@ -97,7 +97,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
             while isinstance(step, Check):
                 reason = yield step
                 advance(number, reason)
-                step = steps.get(number)
+                step = steps.get(number)  # None once the item has returned
 
         requests: list[Request] = []
         num_requests: dict[int, int] = {}  # by item
@@ -107,7 +107,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
             num_requests[number] = len(step)
             requests += step
             step.clear()
-        if not num_requests:
+        if not num_requests:  # all items have returned after their checks
             break
         replies = yield requests
 

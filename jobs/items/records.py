@@ -67,8 +67,8 @@ class Progress:
     """How far an item is: what it was given, and what the engine has for the requests of its present step.
 
     replies: what it was given for the steps before, in order.
-    received: completions of the present step, by the place of their request in it.
-    tokens: the tokens of requests that are not answered yet, by the same places.
+    received: completions of the present step, by the number of their request in the step.
+    tokens: the tokens of requests that are not answered yet, by the same numbers.
     num_tokens: how many tokens were generated for all completions.
     """
 
@@ -79,11 +79,11 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return numbers by which records are compared. A record that is further has greater numbers."""
-        num_tokens = 0
-        for samples in self.tokens.values():
-            num_tokens += sum(map(len, samples.values()))
-        return len(self.replies), len(self.received), num_tokens
+        """Return numbers by which records are compared. A record with more progress has greater ones."""
+        num_unanswered_tokens = 0
+        for tokens_by_sample in self.tokens.values():
+            num_unanswered_tokens += sum(map(len, tokens_by_sample.values()))
+        return len(self.replies), len(self.received), num_unanswered_tokens
 
     @property
     def can_be_written(self) -> bool:
@@ -98,12 +98,12 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.length)
+        return any(self.length)  # each of these is work
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
-        received = [[place, _samples_json(samples)] for place, samples in self.received.items()]
-        tokens = [[place, _tokens_json(samples)] for place, samples in self.tokens.items()]
+        received = [[number, _samples_json(samples)] for number, samples in self.received.items()]
+        tokens = [[number, _tokens_json(samples)] for number, samples in self.tokens.items()]
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
             "received": received,
@@ -116,8 +116,8 @@ class Progress:
         """Read what `to_json` returned. Raises ValueError, TypeError or KeyError for anything else."""
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
-            received={int(place): _samples(samples) for place, samples in value["received"]},
-            tokens={int(place): _tokens(samples) for place, samples in value["tokens"]},
+            received={int(number): _samples(samples) for number, samples in value["received"]},
+            tokens={int(number): _tokens(samples) for number, samples in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 
@@ -177,12 +177,12 @@ def _completion_json(completion: Any) -> dict[str, Any]:
 
 def _completion(values: Mapping[str, Any]) -> PlainCompletion:
     """Read what `_completion_json` returned."""
-    known = dict(values)
-    known["token_ids"] = _unpacked(known.get("token_ids", ""))
+    fields_of_completion = dict(values)
+    fields_of_completion["token_ids"] = _unpacked(values.get("token_ids", ""))
     for name in ("logprobs", "prompt_logprobs"):
-        if name in known:
-            known[name] = _logprobs(known[name])
-    return PlainCompletion(**known)
+        if name in values:
+            fields_of_completion[name] = _logprobs(values[name])
+    return PlainCompletion(**fields_of_completion)
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
@@ -192,13 +192,13 @@ def _logprobs_json(rows: Any) -> list[Any]:
 
 def _row_json(row: Mapping[int, Any]) -> list[Any]:
     """Return the log probabilities at one position as JSON."""
-    return [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
+    return [[token_id, *_logprob_json(logprob)] for token_id, logprob in row.items()]
 
 
-def _logprob_json(entry: Any) -> list[Any]:
-    """Return the log probability of one token as JSON."""
-    partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
-    return [entry.logprob, entry.rank, entry.decoded_token, partial_hex]
+def _logprob_json(logprob: Any) -> list[Any]:
+    """Return the log probability of one token as the list of its fields."""
+    partial_hex = None if logprob.partial_bytes is None else logprob.partial_bytes.hex()
+    return [logprob.logprob, logprob.rank, logprob.decoded_token, partial_hex]
 
 
 def _logprobs(rows: Any) -> list[Any]:
@@ -208,7 +208,7 @@ def _logprobs(rows: Any) -> list[Any]:
 
 def _row(value: Any) -> dict[int, PlainLogprob]:
     """Read what `_row_json` returned."""
-    return {token_id: _logprob(*entry) for token_id, *entry in value}
+    return {token_id: _logprob(*fields_of_token) for token_id, *fields_of_token in value}
 
 
 def _logprob(

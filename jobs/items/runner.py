@@ -1,4 +1,7 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+
+A place is the number of a prompt or row among all that the job answers.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +24,7 @@ class Counts:
     """Counts what a runner has done.
 
     done: places that are answered. open: places whose items are under way. resumed: places that another execution had
-    begun. resumed_tokens: the tokens that it had generated.
+    begun. resumed_tokens: tokens that another execution had generated.
     """
 
     done: int = 0
@@ -40,8 +43,9 @@ class ItemRunner(Generic[T]):
     then, the item is computed here too, so that no job waits for another.
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
-    keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
-    expired: returns None while items may be begun. After the deadline it returns the answer of those that are not.
+    keeps_replies: whether `answered` also holds the replies that each item was given. A journal that holds no answers
+    needs them. expired: returns None while items may be begun. After the deadline it returns the answer of items that
+    are not begun. answered: the answers that became known here, in that order.
     """
 
     def __init__(
@@ -64,13 +68,20 @@ class ItemRunner(Generic[T]):
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
+        # By the request's index; None once the request was delivered.
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._following: deque[tuple[Sent[T], Request]] = deque()
+        # Items under way, by their first place.
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
-        self._unsent = deque(entry for entry in entries if not self._take_known(entry))
+        # Items that are not begun.
+        self._unsent: deque[Entry[T]] = deque()
+        for entry in entries:
+            if not self._take_known(entry):
+                self._unsent.append(entry)
 
+        # The opening item, while it is under way.
         self._opening: Entry[Any] | None = None
         opening = ask.opening() if self._unsent else None
         if opening is not None:
@@ -101,16 +112,17 @@ class ItemRunner(Generic[T]):
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests; see OpenTask."""
-        postponed: deque[Entry[T]] = deque()
+        postponed: deque[Entry[T]] = deque()  # items that other jobs compute too
         while True:
             if self._following:
                 sent, request = self._following.popleft()
                 yield self._send(sent, request)
             elif self._opening is not None:
+                # The opening item ends before others begin. Then the worker asks for another stream.
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._take_known(entry) or self._let_expire(entry):
+                if self._is_answered_unasked(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -118,7 +130,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._take_known(entry) and not self._let_expire(entry):
+                if not self._is_answered_unasked(entry):
                     self._begin(entry)
             else:
                 return
@@ -130,7 +142,7 @@ class ItemRunner(Generic[T]):
         """
         sent = self._sent[index]
         if sent is not None and sent.entry.item is not None:
-            sent.entry.item.receive(sent.step, sent.place, samples)
+            sent.entry.item.receive(sent.step, sent.number, samples)
 
     def deliver(self, index: int, samples: Samples) -> None:
         """Take all completions of request `index`, in any order of indices."""
@@ -142,10 +154,10 @@ class ItemRunner(Generic[T]):
         assert item is not None
         self._count(sent, samples)
 
-        item.receive(sent.step, sent.place, samples)
+        item.receive(sent.step, sent.number, samples)  # changes nothing if `inspect` has done it
         entry.num_awaited -= 1
         if entry.num_awaited > 0:
-            entry.received = {**entry.received, sent.place: samples}
+            entry.add_received(sent.number, samples)
         else:
             self._go_on(entry)
 
@@ -168,31 +180,34 @@ class ItemRunner(Generic[T]):
             entry.num_tokens = progress.num_tokens
             self.counts.resumed += len(entry.places)
             self.counts.resumed_tokens += progress.num_tokens
-            self._claim(entry)
+            self._claim(entry)  # if another job has the claim, both compute the item
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
         """Return the progress of the items under way, by their first places.
 
-        tokens_of: the tokens of requests that were sent and not delivered, with the tokens that these requests
-        continue.
+        tokens_of: the tokens of requests that were sent and not delivered. Those of `Request.continued` come first.
         """
-        tokens: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
-        for index, samples in tokens_of.items():
+        # new_tokens_of[first_place][number]: the new tokens of a request, by its number in the item's present step.
+        new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
+        for index, tokens_by_sample in tokens_of.items():
             sent = self._sent[index]
-            if sent is not None and sent.entry.places:
-                new_tokens = {
-                    number: token_ids[sent.num_continued :] for number, token_ids in samples.items()
-                }
-                tokens[sent.entry.first_place][sent.place] = new_tokens
+            if sent is None or sent.entry.is_opening:
+                continue
+            new_tokens = {
+                sample: token_ids[sent.num_continued :]
+                for sample, token_ids in tokens_by_sample.items()
+            }
+            new_tokens_of[sent.entry.first_place][sent.number] = new_tokens
 
         progress_of: dict[int, Progress] = {}
-        for place, entry in self._open.items():
+        for first_place, entry in self._open.items():
+            new_tokens_by_number = new_tokens_of.get(first_place, {})
             progress = Progress(
-                entry.replies, entry.received, tokens.get(place, {}), entry.num_tokens
+                entry.replies, entry.received, new_tokens_by_number, entry.num_tokens
             )
             if progress.can_be_written:
-                progress_of[place] = progress
+                progress_of[first_place] = progress
         return progress_of
 
     def answers(self) -> list[T]:
@@ -202,7 +217,7 @@ class ItemRunner(Generic[T]):
         return answers
 
     def close(self) -> None:
-        """Leave the items without an answer to other jobs. May be called more than once."""
+        """Give up the items that have no answer, so that other jobs compute them. May be called more than once."""
         for memo_key in list(self._claimed_keys):
             self._release(memo_key)
 
@@ -214,11 +229,12 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         entry.item = ItemUnderWay(make(), self._checks)
-        if entry.places:
+        if not entry.is_opening:
             self.counts.open += len(entry.places)
             self._open[entry.first_place] = entry
         entry.item.begin(list(entry.resumed.replies))
         if len(entry.item.replies) != len(entry.resumed.replies):
+            # The replay led to another step, so the rest of the progress is not about this step.
             entry.resumed = NOTHING
         self._go_on(entry)
 
@@ -237,43 +253,48 @@ class ItemRunner(Generic[T]):
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
-        for place, request in enumerate(requests):
-            sent = Sent(entry, step, place, len(request.continued))
-            if place in resumed.received:
-                samples = resumed.received[place]
-                entry.received = {**entry.received, place: samples}
+        for number, request in enumerate(requests):
+            if number in resumed.received:
+                samples = resumed.received[number]
+                entry.add_received(number, samples)
                 entry.num_awaited -= 1
-                item.receive(step, place, samples)
+                item.receive(step, number, samples)
                 continue
-            if place in resumed.tokens:
-                request = replace(request, resumed=resumed.tokens[place])
+            if number in resumed.tokens:
+                request = replace(request, resumed=resumed.tokens[number])
+            sent = Sent(entry, step, number, len(request.continued))
             self._following.append((sent, request))
-        requests.clear()
+        requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
-        """Note that a request is sent; return it as it is sent."""
+        """Note that a request is sent; return it in the form in which it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 
     def _count(self, sent: Sent[T], samples: Samples) -> None:
         """Count the tokens of a request's completions."""
-        if not sent.entry.places:
+        if sent.entry.is_opening:
             return
         counts = self.counts
         counts.prompt_tokens += samples[0].num_prompt_tokens
         for sample in samples:
-            counts.generated_tokens += len(sample.token_ids) - sample.num_continued
-            counts.resumed_tokens += max(0, sample.num_continued - sent.num_continued)
-            sent.entry.num_tokens += max(0, len(sample.token_ids) - sent.num_continued)
+            # A sample's tokens: those of the answer that the request continues, then those of another execution, then
+            # those that were generated now. A failed sample may lack all of them.
+            num_generated = len(sample.token_ids) - sample.num_continued
+            num_resumed = max(0, sample.num_continued - sent.num_continued)
+            num_for_request = max(0, len(sample.token_ids) - sent.num_continued)
+            counts.generated_tokens += num_generated
+            counts.resumed_tokens += num_resumed
+            sent.entry.num_tokens += num_for_request
 
     def _end(self, entry: Entry[T]) -> None:
         """Take the answer of an item that has returned, and remember it for other jobs."""
         item = entry.item
         entry.item = None
         assert item is not None
-        if not entry.places:
+        if entry.is_opening:
             self._opening = None
             return
 
@@ -303,7 +324,11 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            make().close()
+            make().close()  # making the item lets go of its prompt
+
+    def _is_answered_unasked(self, entry: Entry[T]) -> bool:
+        """Answer an item that need not be begun; return whether it is such an item."""
+        return self._take_known(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:
         """Answer an item without beginning it, if the deadline has passed. Return whether the deadline has passed.
@@ -327,11 +352,12 @@ class ItemRunner(Generic[T]):
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:
-        """Claim an item for this job; return False if another job works on it."""
-        if entry.memo_key is not None:
-            if not self._memo.begin(entry.memo_key):
-                return False
-            self._claimed_keys.add(entry.memo_key)
+        """Tell the memo that this job works on an item; return False if another job does already."""
+        if entry.memo_key is None:
+            return True
+        if not self._memo.begin(entry.memo_key):
+            return False
+        self._claimed_keys.add(entry.memo_key)
         return True
 
     def _release(self, memo_key: bytes) -> None:
@@ -376,6 +402,6 @@ class ItemsTask(OpenTask):
         self.runner.deliver(index, completions)
 
     def close(self) -> None:
-        """Leave the items without an answer to other jobs."""
+        """Have the runner give up the items that have no answer."""
         if self.runner is not None:
             self.runner.close()

@@ -18,6 +18,7 @@ class ItemUnderWay(Generic[T]):
     `receive` may be called in any thread, and runs the item's checks there. All other methods belong to the thread that
     sends requests and delivers completions.
 
+    replies: what the item was given so far. num_steps: the number of its present step, from 1. Checks are no steps.
     is_done: whether the item has returned. answer: what it has returned.
     """
 
@@ -25,6 +26,7 @@ class ItemUnderWay(Generic[T]):
         self._item = item
         self._checks = checks
         self._lock = threading.Lock()
+        # Of the present step: its requests until they are taken, how many they are, and completions by request.
         self._requests: list[Request] = []
         self._num_awaited = 0
         self._received: dict[int, Samples] = {}
@@ -52,21 +54,21 @@ class ItemUnderWay(Generic[T]):
         self._requests = []
         return requests
 
-    def receive(self, step: int, place: int, samples: Samples) -> None:
-        """Take the completions of a request. step: the number of its step. place: its place in the step.
+    def receive(self, step: int, number: int, samples: Samples) -> None:
+        """Take the completions of a request. step: the number of its step. number: its number in the step, from 0.
 
         Once the completions of the whole step are here, the item goes on to its next requests or its answer. A request
         that is received again changes nothing. Raises the errors of the item and of its checks.
         """
         with self._lock:
-            if step != self.num_steps or self.is_done or place in self._received:
+            if step != self.num_steps or self.is_done or number in self._received:
                 return
             if len(samples) > 1:
                 samples = sorted(samples, key=lambda sample: sample.index)
-            self._received[place] = samples
+            self._received[number] = samples
             if len(self._received) < self._num_awaited:
                 return
-            reply = [self._received[number] for number in range(self._num_awaited)]
+            reply = [self._received[request] for request in range(self._num_awaited)]
             self.replies.append(reply)
             self._make_checks(self._next(reply))
 
@@ -85,8 +87,8 @@ class ItemUnderWay(Generic[T]):
         """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
         self._received = {}
         try:
-            give = self._item.throw if isinstance(reply, JobsError) else self._item.send
-            step = give(reply)
+            is_error = isinstance(reply, JobsError)
+            step = self._item.throw(reply) if is_error else self._item.send(reply)
         except StopIteration as end:
             self.answer = end.value
             self.is_done = True
@@ -105,11 +107,12 @@ class Entry(Generic[T]):
 
     places: the places of its prompts or rows within the runner. The first one names the item in a journal.
     make: begins the item. It is called once, when the item's turn comes.
-    memo_key: names the answer in the memo; None for an item whose answer is its own.
-    num_awaited: requests of the present step that are not delivered yet.
-    resumed: the progress at which another execution left the item; None once the item has come that far.
+    memo_key: names the answer in the memo; None for an item whose answer no other job may use.
+    item: the item once it is begun, until it has returned.
+    num_awaited: how many requests of the present step are not delivered yet.
+    resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
     replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
-    Progress. It is replaced and never changed, because a journal may be reading it.
+    Progress. num_tokens: the tokens that were generated for the item, by any execution.
     """
 
     places: list[int]
@@ -124,16 +127,28 @@ class Entry(Generic[T]):
 
     @property
     def first_place(self) -> int:
-        """The place that names the item in a journal. Only the opening item has no place."""
+        """The place that names the item in a journal. The opening item has none."""
         return self.places[0]
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether this is the opening item, which answers no place."""
+        return not self.places
+
+    def add_received(self, number: int, samples: Samples) -> None:
+        """Note the completions of a request of the present step. A journal may be reading the old mapping."""
+        self.received = {**self.received, number: samples}
 
 
 class Sent(NamedTuple, Generic[T]):
-    """A request that was sent: its item, its step, its place in the step, and how many tokens it continues."""
+    """A request that was sent, or waits to be sent. step: the number of its step. number: its number in the step.
+
+    num_continued: the tokens of an earlier answer that the request continues.
+    """
 
     entry: Entry[T]
     step: int
-    place: int
+    number: int
     num_continued: int
 
 

@@ -77,7 +77,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt of a list that cannot be asked. The other prompts go on."""
+    """Stands for a prompt that cannot be asked. The other prompts of its list go on."""
 
     reason: str
 
@@ -111,7 +111,7 @@ def checked_text(text: Any, name: str) -> str:
 
 
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
-    """Return one entry for each prompt of a string, of token ids, or of a list of either.
+    """Return the prompts of an argument: a string, a list of token ids, or a list of such prompts.
 
     An entry of a list that cannot be a prompt is Unusable. Raises InvalidJob if all entries are unusable, or if there
     are more than MAX_PROMPTS.
@@ -162,6 +162,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
             )
     values = {}
     for name, value in sampling.items():
+        # Null is as if the value were left out. The engine refuses unknown names, null or not.
         if value is not None or name not in SAMPLING_NAMES:
             values[name] = value
     return without_neutral(values)
@@ -204,8 +205,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
         (False,),
     ),
-    **dict.fromkeys(("audio", "guided_decoding", "prediction"), ()),
-    **dict.fromkeys(("stream_options", "web_search_options"), ()),
+    **dict.fromkeys(
+        ("audio", "guided_decoding", "prediction", "stream_options", "web_search_options"), ()
+    ),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("none",),
     "functions": ([],),
@@ -223,9 +225,11 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values under our names, without values that change nothing. Raises InvalidJob if one is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in NEUTRAL and name not in FOR_OPERATORS:
+        if name in FOR_OPERATORS:
+            continue
+        if name not in NEUTRAL:
             used[name] = value
-        elif name in NEUTRAL and value is not None and not is_neutral(name, value, values):
+        elif value is not None and not is_neutral(name, value, values):
             neutral_values = " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
             # The message is a format, in which braces are doubled.
             neutral_values = neutral_values.replace("{", "{{").replace("}", "}}")
@@ -236,13 +240,14 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     if used.get("parallel_tool_calls") is True:
         # The default is left out, so that equal requests look alike.
         del used["parallel_tool_calls"]
-    newer = used.pop("max_completion_tokens", None)
-    if newer is not None:
-        if used.get("max_tokens") not in (None, newer):
+    # OpenAI's newer name for max_tokens.
+    max_completion_tokens = used.pop("max_completion_tokens", None)
+    if max_completion_tokens is not None:
+        if used.get("max_tokens") not in (None, max_completion_tokens):
             raise InvalidJob(
                 "max_tokens and max_completion_tokens are one value, and differ: send one of them"
             )
-        used["max_tokens"] = newer
+        used["max_tokens"] = max_completion_tokens
     return with_structured_outputs(used)
 
 
@@ -263,8 +268,8 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
 
     The values of `response_format` and `allow_whitespace` are moved into it.
     """
-    forms = ("response_format", WHITESPACE, "structured_outputs")
-    remaining = {name: value for name, value in values.items() if name not in forms}
+    form_names = ("response_format", WHITESPACE, "structured_outputs")
+    remaining = {name: value for name, value in values.items() if name not in form_names}
     form = values.get("structured_outputs")
     from_format = _form_of(values.get("response_format"))
     if form is not None and from_format is not None:
@@ -289,19 +294,16 @@ def _form_of(response_format: Any) -> dict[str, Any] | None:
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
         return None
-    if kind == "json_schema":
-        described = response_format.get("json_schema")
-        if not isinstance(described, dict):
-            raise unlike(
-                "json_schema of response_format", described, '{"name": ..., "schema": ...}'
-            )
-        schema = described.get("schema")
-        if schema is not None:
-            return {"json": schema}
-    elif kind != "json_object":
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
         raise unlike(
             "response_format",
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
-    return {"json_object": True}
+    described = response_format.get("json_schema")
+    if not isinstance(described, dict):
+        raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
+    schema = described.get("schema")
+    return {"json_object": True} if schema is None else {"json": schema}

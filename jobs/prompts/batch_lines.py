@@ -37,21 +37,23 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 
 #: The error code of a line that was not answered. The fault is in the line, or else its shard would be tried again.
 ERROR_CODE = "invalid_request"
-#: The beginning and the code of the error of a line for another endpoint than the batch's.
+#: For a line whose endpoint is not the batch's: the beginning of its error, and the error's code.
 MISMATCHED, MISMATCHED_CODE = "mismatched endpoint", "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
 
 
 def custom_id(line: Any) -> str | None:
-    """Return the custom_id of a line; None if the line has none."""
-    value = line.get("custom_id") if isinstance(line, dict) else None
-    return value if isinstance(value, str) and value else None
+    """Return the custom_id of a line; None if it is missing, empty or no text."""
+    if not isinstance(line, dict):
+        return None
+    name = line.get("custom_id")
+    return name if name and isinstance(name, str) else None
 
 
 @dataclass
 class Drops:
-    """Leaves arguments out of a line, and collects their names. is_sampling_value: whether the engine knows a name."""
+    """Collects the names of arguments that a line loses. is_sampling_value: whether the engine knows a name."""
 
     is_sampling_value: Callable[[str], bool]
     left_out: list[str] = field(default_factory=list)
@@ -96,7 +98,8 @@ def line_task(
     make_task, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
-    if make_task is not embed_task and body.get("seed") is None:
+    has_seed = make_task is not embed_task  # for an embedding, nothing is drawn at random
+    if has_seed and body.get("seed") is None:
         body = {**body, "seed": seed}
     return make_task(**body)
 
@@ -126,7 +129,7 @@ _KNOWN: Mapping[str, set[str]] = {
 def without_unsupported(
     url: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a line's body without arguments that are not served, and the names of these.
+    """Return a line's body without arguments that are not served, and the names of the arguments left out.
 
     A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
     """
@@ -139,9 +142,9 @@ def without_unsupported(
             left_out.append(name)
     messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
-        keys: dict[str, None] = {}
-        supported["messages"] = [_without_keys(message, keys) for message in messages]
-        left_out += [f"messages[].{key}" for key in keys]
+        keys_left_out: dict[str, None] = {}  # a set that keeps the order
+        supported["messages"] = [_without_keys(message, keys_left_out) for message in messages]
+        left_out += [f"messages[].{key}" for key in keys_left_out]
     return supported, left_out
 
 
@@ -156,7 +159,7 @@ def _is_supported(
         return openai_responses.is_served(name, value)
     if name in FOR_OPERATORS or name in _KNOWN[url]:
         return True
-    if url == EMBEDDINGS or name in CHAT_ONLY:
+    if url == EMBEDDINGS or name in CHAT_ONLY:  # no argument of this endpoint
         return False
     return is_sampling_value(name)
 
@@ -169,7 +172,7 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
     for key, value in message.items():
         if key in MESSAGE_KEYS:
             supported[key] = value
-        elif value is not None and value != []:
+        elif value is not None and value != []:  # an empty value asks for nothing
             left_out[key] = None
     return supported
 
@@ -181,17 +184,17 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     """
     if line["url"] != RESPONSES:
         return lambda answer: answer
-    body = {name: value for name, value in line["body"].items() if name != "input"}
+    body_without_prompt = {name: value for name, value in line["body"].items() if name != "input"}
 
     def response(answer: dict[str, Any]) -> dict[str, Any]:
-        _, _, name = answer["id"].partition("-")
-        return response_object(answer, body, name, answer["created"])
+        _, _, job_id = answer["id"].partition("-")  # "chatcmpl-" and the job's id
+        return response_object(answer, body_without_prompt, job_id, answer["created"])
 
     return response
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, as its answer says it. The number of the request is left out."""
+    """Return why a line failed, for its answer. The number of the request is left out."""
     if isinstance(error, ModelNotServed):
         name = str(error.argument("model"))
         return (
@@ -204,7 +207,11 @@ def failure_text(error: JobsError) -> str:
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
-    """Return a line of the output, or of the errors. row: counted from 0. name: the custom_id. body: JSON."""
+    """Return a line of the output, or of the errors.
+
+    row: the line's number in the run, from 0. name: its custom_id. body: its response's body as JSON; None if there is
+    an error.
+    """
     response = None
     if error is None:
         assert body is not None

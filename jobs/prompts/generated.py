@@ -47,7 +47,7 @@ class PromptAnswer:
 
     @property
     def failed_sample(self) -> Completion | None:
-        """Return the first sample that failed; None if all are good. With a failed sample the prompt has no answer."""
+        """Return the first sample that failed; None if all are good. If one has failed, the prompt has no answer."""
         for sample in self.samples:
             if sample.finish_reason == "error":
                 return sample
@@ -108,7 +108,7 @@ def generated(
 
 
 def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Ask once, and return the answer."""
+    """Ask once, and return the answer. item: the item that asks."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
@@ -119,13 +119,13 @@ def _tried(
     """Ask until an answer is accepted; see RepairOptions."""
     tally = _Tally()
     first = replace(request, sampling=_later_sampling(request))
+    # `request` is the prompt of the present answer. `turn` is what is sent: `request`, or its continuation.
     turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [turn]  # one request with one sample
         if problem is not None and not turn.continued and _is_refused(completion):
-            # The earlier answers leave no room in the model's length: ask without them, in this attempt.
-            del completion
+            # The earlier answers leave no room in the model's length: ask without them. The refusal is no attempt.
             request = _without_answers(first, repairs, problem, attempt, control_tokens)
             turn = request
             [[completion]] = yield [turn]
@@ -133,12 +133,13 @@ def _tried(
         tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
             if turn.continued and tally.answer is not None and repairs.check is not None:
+                # The cut answer stays the answer, and was not checked before.
                 problem = yield Check(repairs, tally.answer.text, row)
             break
 
-        has_attempts = attempt < repairs.max_attempts
+        has_attempts_left = attempt < repairs.max_attempts
         was_cut = completion.finish_reason == "length"
-        if repairs.continue_on_length and was_cut and has_attempts:
+        if repairs.continue_on_length and was_cut and has_attempts_left:
             turn = replace(
                 request, continued=completion.token_ids, sampling=_later_sampling(request)
             )
@@ -147,7 +148,7 @@ def _tried(
         if repairs.check is None:
             break
         problem = yield Check(repairs, completion.text, row)
-        if problem is None or not has_attempts:
+        if problem is None or not has_attempts_left:
             break
         if _had_no_room(completion, request):
             request = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
@@ -164,7 +165,7 @@ class _Tally:
     def __init__(self) -> None:
         self.answer: Completion | None = None
         self.num_generated = 0
-        self._first: Completion | None = None
+        self._first: Completion | None = None  # it alone has the prompt's values; see _FIRST_ONLY
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -176,6 +177,7 @@ class _Tally:
         self._num_attempts += 1
         if self._first is None:
             self._first = completion
+        # The continued tokens were computed as a part of this attempt's prompt.
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
@@ -185,6 +187,7 @@ class _Tally:
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
             return
 
+        # A completion's tokens begin with the continued ones, which are counted already.
         self.num_generated += len(completion.token_ids) - len(continued)
         if not continued:
             self._logprobs = []
@@ -195,11 +198,12 @@ class _Tally:
         """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
+        has_logprobs = answer.logprobs is not None
         return PlainCompletion.of(
             answer,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
-            logprobs=None if answer.logprobs is None else self._logprobs,
+            logprobs=self._logprobs if has_logprobs else None,
             prompt_logprobs=self._first.prompt_logprobs,
             prompt_text=self._first.prompt_text,
             prompt_tokens=self._first.prompt_tokens,
@@ -231,7 +235,7 @@ def _repaired(
     control_tokens: Collection[str],
     answer: str = "",
 ) -> Request:
-    """Return a request for another answer, which follows the answer that is not valid."""
+    """Return a request that repeats the answer that is not valid, and asks for another one."""
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)
@@ -254,10 +258,11 @@ def _without_answers(
     *earlier, last = request.messages
     if last["role"] != "user":
         return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
-    parts = last["content"]
-    is_text = isinstance(parts, str)
-    content = f"{parts}\n\n{text}" if is_text else [*parts, {"type": "text", "text": text}]
-    return replace(request, messages=[*earlier, {**last, "content": content}])
+    if isinstance(last["content"], str):
+        extended = {**last, "content": f"{last['content']}\n\n{text}"}
+    else:
+        extended = {**last, "content": [*last["content"], {"type": "text", "text": text}]}
+    return replace(request, messages=[*earlier, extended])
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
@@ -310,7 +315,7 @@ def check_repairs(
         raise InvalidValue(
             f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
         )
-    for is_there, problem in (
+    for is_refused, problem in (
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
@@ -319,7 +324,7 @@ def check_repairs(
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
     ):
-        if is_there:
+        if is_refused:
             raise InvalidJob(problem)
 
 

@@ -69,6 +69,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             undefined=jinja2.StrictUndefined,
+            # With `pass_context`, Jinja calls this only while it renders, and not for constants while it compiles.
             finalize=jinja2.pass_context(lambda context, value: _written(value)),
             optimized=False,  # so that a mistake fails its row, and not the run
             keep_trailing_newline=True,
@@ -90,12 +91,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Return a template, and the names that the template takes from outside. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
-            for node in tree.find_all(_UNSERVED):  # the first one is refused
-                kind = type(node).__name__.lower()
+            unserved = next(tree.find_all(_UNSERVED), None)
+            if unserved is not None:
+                kind = type(unserved).__name__.lower()
                 raise TemplateProblem(
-                    f"the template, line {node.lineno}: {kind} reads other templates, and there are none"
+                    f"the template, line {unserved.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
+            # With an optimizer, a mistake in a constant would fail the run; see `optimized`.
             tracker.optimizer = None
             tracker.visit(tree)
             return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
@@ -120,8 +123,11 @@ def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """Render templates with the same values. Raises TemplateProblem."""
+    rendered = []
     try:
-        rendered = [_compiled(text)[0].render(values) for text in texts]
+        for text in texts:
+            template, _ = _compiled(text)
+            rendered.append(template.render(values))
     except TemplateProblem:
         raise
     except MemoryError:
@@ -130,10 +136,10 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
         ) from None
     except Exception as error:  # noqa: BLE001  # a template is a program, and its errors belong to the row
         raise TemplateProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
-    chars = sum(map(len, rendered))
-    if chars > MAX_PROMPT_BYTES:
+    num_chars = sum(map(len, rendered))
+    if num_chars > MAX_PROMPT_BYTES:  # a character takes at least a byte
         raise TemplateProblem(
-            f"the prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
+            f"the prompt has {num_chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
         )
     return rendered
 

@@ -103,14 +103,15 @@ def _part(part: object, number: int) -> dict[str, Any]:
 def _picture(part: dict[str, Any], number: int) -> Picture:
     """Return the picture of an image_url. `detail` changes nothing, because a picture is read in its own size."""
     image_url = part.get("image_url")
-    picture = image_url if isinstance(image_url, dict) else {"url": image_url}
-    url = picture.get("url")
-    is_known = part.keys() == {"type", "image_url"} and picture.keys() <= {"url", "detail"}
-    if not is_known or not isinstance(url, str):
+    if not isinstance(image_url, dict):  # some clients send the URL itself
+        image_url = {"url": image_url}
+    url = image_url.get("url")
+    has_known_keys = part.keys() == {"type", "image_url"} and image_url.keys() <= {"url", "detail"}
+    if not has_known_keys or not isinstance(url, str):
         raise InvalidJob(
             f"a picture of message {number} must be {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
         )
-    detail = picture.get("detail")
+    detail = image_url.get("detail")
     if detail not in (None, "auto", "high"):
         raise unlike(f"detail of a picture of message {number}", detail, "'auto' or 'high'")
     return picture_of(url, f"a picture of message {number}")
@@ -140,10 +141,10 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the bytes of a message's text, or of the texts in its parts, or of its calls of tools."""
+    """Return the bytes of a field of a message: a text, the texts of a list of parts, or a list of calls of tools."""
     if isinstance(value, str):
         return len(value.encode())
-    are_parts = bool(value) and "function" not in value[0]
+    are_parts = bool(value) and "function" not in value[0]  # each call has a function
     if are_parts:
         return sum(len(part.get("text", "").encode()) for part in value)
     try:

@@ -114,7 +114,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. Calls that follow each other become one message."""
+    """Add an item of the input to the messages. Calls that follow each other become one message.
+
+    number: the item's place in the input, for errors.
+    """
     kind = item.get("type", "message")
     if kind == "message":
         messages.append(
@@ -142,9 +145,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: i
 
 
 def _content(content: Any, number: int) -> Any:
-    """Return the content of the message that an item of the input becomes. Raises InvalidValue.
+    """Return an item's content as a chat's message has it. Raises InvalidValue.
 
-    content, number: the item's.
+    number: the item's place in the input, for errors.
     """
     if not isinstance(content, list):
         return content
@@ -165,7 +168,7 @@ def _content(content: Any, number: int) -> Any:
 
 
 def _format(text: Any) -> dict[str, Any] | None:
-    """Return a chat's response_format for `text.format`."""
+    """Return a chat's response_format for a body's `text`; None if any text is allowed. Raises InvalidJob."""
     if text is None:
         return None
     if not isinstance(text, dict):

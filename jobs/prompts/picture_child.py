@@ -11,7 +11,7 @@ from sandbox.child import Body, Worker
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-Image.init()  # imports all formats' readers, within no task's limits
+Image.init()  # imports the readers of all formats now, outside the limits of a task
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
 # Readers complain about odd files on stderr. The worker's log does not need that.
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -24,7 +24,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """
     try:
         decoded = _decoded(worker.body, worker.question["most"])
-    except MemoryError:
+    except MemoryError:  # the limit of the task is to blame, and not the file
         raise
     except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
         decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
@@ -34,17 +34,17 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
         yield {"width": decoded.width, "height": decoded.height}, decoded.tobytes()
 
 
-def _decoded(file: bytearray, most: int) -> Image.Image | str:
-    """Return a picture as RGB, or its problem."""
+def _decoded(file: bytearray, max_pixels: int) -> Image.Image | str:
+    """Return a picture as RGB, or a text with its problem."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
         return f"is no picture of the formats {', '.join(_FORMATS)}"
-    if picture.width * picture.height > most:
-        return f"has {picture.width} x {picture.height} pixels, more than the {most} that its prompt has left"
+    if picture.width * picture.height > max_pixels:
+        return f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} that its prompt has left"
     picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I;16"):
-        # Pillow would make all but the darkest of 65,536 greys white.
+        # Pillow would make all but the darkest of 65,536 greys white. 65,535 / 257 is 255.
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode in ("I", "F"):
         return "has pixels of 32 bits, and does not say which is white: write it in 8 or 16 bits"

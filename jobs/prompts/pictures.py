@@ -39,12 +39,12 @@ def picture_of(url: str, name: str) -> Picture:
             return b64decode(url[data.end() :], validate=True)
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
-    is_data = url[:5].lower() == "data:"
-    if is_url(url) and not is_data:  # the URL is not shown, because it may hold keys
+    is_unknown_data = url[:5].lower() == "data:"
+    if is_url(url) and not is_unknown_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"
         )
-    if is_data or not 0 < len(url) <= MAX_PATH_CHARS:
+    if is_unknown_data or not 0 < len(url) <= MAX_PATH_CHARS:
         expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
         raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
     return url
@@ -65,7 +65,7 @@ def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
 def pictures_in(value: Parts) -> list[Any]:
     """Return the pictures of messages or parts, in order."""
     pictures: list[Any] = []
-    with_pictures(value, pictures.append)
+    with_pictures(value, pictures.append)  # called with each picture; the copy is not needed
     return pictures
 
 
@@ -128,7 +128,7 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     """
     pictures = pictures_in(messages)
 
-    def read(context: JobContext) -> Task:
+    def task_with_files(context: JobContext) -> Task:
         assert context.picture_reader is not None, "a process that runs jobs lends one"
         read_file = context.picture_reader(context)
         files = loaded(pictures, read_file)
@@ -136,6 +136,7 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
 
     has_paths = any(isinstance(picture, str) for picture in pictures)
     if has_paths:
-        return LateTask(read, blocking=True)
-    loaded(pictures, str.encode)  # checks the limits; none of these pictures is a path
+        return LateTask(task_with_files, blocking=True)
+    # Only the limits are checked here. Without paths, `read` is never called.
+    loaded(pictures, read=str.encode)
     return make(messages)

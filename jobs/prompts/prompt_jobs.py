@@ -28,7 +28,7 @@ from jobs.prompts.responses import (
     text_completion,
 )
 from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
+from jobs.prompts.ways.table import check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import Parts, Request, Task
 
@@ -50,13 +50,10 @@ def _split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
     """Split keyword arguments into sampling values, checks of answers, and options of ways. Raises InvalidJob."""
-    sampling = dict(options)
+    sampling, way_options = split_way(options)
     repairs = NO_REPAIRS
-    way_options: dict[str, Any] = {}
-    if not REPAIR_OPTIONS.isdisjoint(sampling):
+    if sampling.keys() & REPAIR_OPTIONS:
         sampling, repairs = split_repair_options(sampling)
-    if not WAY_OPTIONS.keys().isdisjoint(sampling):
-        sampling, way_options = split_way(sampling)
     return parse_sampling(sampling), repairs, way_options
 
 
@@ -67,7 +64,7 @@ def _checked_way(
     tools: list[dict[str, Any]],
 ) -> Way | None:
     """Return the way that options ask for. Raises InvalidJob for an argument that cannot be combined with this way."""
-    way = way_of(options) if options else None
+    way = way_of(options)
     if way is not None:
         check_beside(way, sampling, repairs)
         way.check(sampling, tools)
@@ -89,11 +86,12 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
     [name] = names
-    kind = name.removesuffix("_template")
-    is_template = name != kind
-    if not is_template:
-        return make(kind, sources[name])
-    return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
+    if not name.endswith("_template"):
+        return make(name, sources[name])
+    name_of_filled = name.removesuffix("_template")
+    return templated_task(
+        name, sources[name], partial(make, name_of_filled), values_are_text=values_are_text
+    )
 
 
 def complete_task(
@@ -156,11 +154,13 @@ def chat_task(
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
+        """Return the task for a chat whose pictures are loaded."""
         request = Request(prompt=None, messages=messages, sampling=values, chat_options=chat)
         respond = partial(chat_completion, options=response)
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
+        """Return the task for these messages, which the job names or a template has made."""
         return pictured_task(normal_messages(messages), task)
 
     return asked_task(

@@ -36,8 +36,8 @@ ID_PREFIXES = {
     "list": None,
 }
 
-#: Kinds of results with OpenAI's system_fingerprint. This is the model's fingerprint, which changes with all that
-#: changes its answers. Behind it stands that of an adapter's files.
+#: Kinds of results with OpenAI's system_fingerprint: the model's fingerprint, which changes with all that changes its
+#: answers. With an adapter, the digest of the adapter's files follows.
 _WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
@@ -63,25 +63,27 @@ class PromptTask(Task):
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
-        """Return the task with its adapter pinned. `model` may name one too. Raises UnknownAdapter."""
-        name = self.sampling.get(ADAPTER)
+        """Return the task with its adapter pinned. `model` may name an adapter too. Raises UnknownAdapter."""
+        adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
+            # It may be the name of an adapter.
             if model not in context.adapters.names:
                 raise ModelNotServed(model, _served(context))
-            if name not in (None, model):
+            if adapter not in (None, model):
                 raise InvalidJob("model and adapter each name an adapter: give one of them")
-            name = model
+            adapter = model
             model = None
-        if name is None:
+        if adapter is None:
             return self
-        changed = {ADAPTER: context.adapters.pin(some_text(ADAPTER, name, MAX_MODEL_CHARS))}
+        pinned = context.adapters.pin(some_text(ADAPTER, adapter, MAX_MODEL_CHARS))
         prompts: list[Request | Unusable] = []
         for prompt in self.prompts:
             if isinstance(prompt, Request):
-                prompt = replace(prompt, sampling={**prompt.sampling, **changed})
+                prompt = replace(prompt, sampling={**prompt.sampling, ADAPTER: pinned})
             prompts.append(prompt)
-        return replace(self, prompts=prompts, model=model, sampling={**self.sampling, **changed})
+        sampling = {**self.sampling, ADAPTER: pinned}
+        return replace(self, prompts=prompts, model=model, sampling=sampling)
 
     def open(self, context: JobContext) -> OpenTask:
         """Check the job and get ready. Raises the errors of `made` and `check`."""
@@ -112,9 +114,10 @@ class PromptTask(Task):
             return _ended(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = {}  # for check functions
         if self.repairs.is_asked_for and prompt.messages is not None:
-            row = {"messages": with_pictures(prompt.messages, lambda _: None)}
+            without_pictures = with_pictures(prompt.messages, lambda picture: None)
+            row = {"messages": without_pictures}
         elif self.repairs.is_asked_for:
             row = {"prompt": as_shown(prompt.prompt)}
         forbidden = control_tokens if self.values_are_text else ()
@@ -161,7 +164,7 @@ class PromptTask(Task):
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     """Return an item that asks nothing and returns this answer."""
-    yield from ()
+    yield from ()  # makes this function a generator
     return answer
 
 
@@ -184,10 +187,11 @@ class OpenPrompts(ItemsTask):
     def __init__(self, context: JobContext, task: PromptTask) -> None:
         self._context = context
         self._task = task
-        self._began_at: float | None = None
+        self._began_at: float | None = None  # when requests were first asked for
         self._shown_at = 0.0
-        self._shown: dict[str, int] = {}
-        self._num_looked_at = 0
+        self._shown: dict[str, int] = {}  # the progress as it was shown last
+        # Of the runner's answers: how many are counted, and their characters and tokens.
+        self._num_counted = 0
         self._num_chars = 0
         self._num_tokens = 0
 
@@ -210,7 +214,7 @@ class OpenPrompts(ItemsTask):
         )
         if self._earlier_progress:
             self.runner.resume(self._earlier_progress)
-            self._look_at_answers()
+            self._count_answers()
 
     @cached_property
     def _digests(self) -> dict[int, str]:
@@ -237,18 +241,20 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return the progress with the text that was sent of a followed job, so that its answer goes on from there.
+        """Return the progress with the tokens that a client was sent while it followed the job.
 
-        progress_of: how far an earlier execution came, by prompt.
+        The answer goes on from these tokens. progress_of: how far an earlier execution came, by prompt.
         """
         journal = self._context.journal
         task = self._task
-        if journal is None or not journal.sent or len(task.prompts) != 1:
+        if journal is None or not journal.sent:
             return progress_of
-        if task.repairs.is_asked_for or task.way is not None:
+        # Only a job of one request can be followed.
+        if len(task.prompts) != 1 or task.repairs.is_asked_for or task.way is not None:
             return progress_of
         progress = progress_of.get(0, NOTHING)
-        if progress.replies or progress.received:
+        has_completion = bool(progress.replies or progress.received)
+        if has_completion:  # the answer is whole, and holds the sent tokens
             return progress_of
         tokens = journal.with_sent(progress.tokens.get(0, {}))
         if not tokens:
@@ -262,7 +268,9 @@ class OpenPrompts(ItemsTask):
         """
         if self._context.journal is None:
             return None
-        progress_of = dict(self._earlier_progress)  # some of these may still wait for the engine
+        # What an earlier execution had done of a prompt counts until this execution has done more. The prompt may still
+        # wait for the engine, and has no tokens then.
+        progress_of = dict(self._earlier_progress)
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for place, progress in self.runner.under_way(tokens).items():
@@ -287,12 +295,12 @@ class OpenPrompts(ItemsTask):
     def deliver(self, index: int, completions: Samples) -> None:
         """Take completions. Raises ResultTooLarge once the answers together are too large."""
         super().deliver(index, completions)
-        self._look_at_answers()
+        self._count_answers()
 
-    def _look_at_answers(self) -> None:
+    def _count_answers(self) -> None:
         """Count the new answers. Raises ResultTooLarge."""
-        for answered in self.runner.answered[self._num_looked_at :]:
-            self._num_looked_at += 1
+        for answered in self.runner.answered[self._num_counted :]:
+            self._num_counted += 1
             self._num_chars += answered.answer.num_chars
             self._num_tokens += sum(len(sample.token_ids) for sample in answered.answer.samples)
         if self._num_chars > self._context.max_result_bytes:

@@ -17,6 +17,7 @@ LOWEST = -9999.0
 INCOMPLETE = "\ufffd"
 
 TokenLogprobs = Mapping[int, Logprob]
+"""Log probabilities at one place of a text, by token id: first the token itself, then the likeliest tokens."""
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -43,7 +44,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise unlike("echo", echo, "true or false")
-    if num_top is None or num_top is False:
+    if num_top is None or num_top is False:  # both show no log probabilities
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
@@ -53,7 +54,8 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     sampling["echo"] = True
     if num_top is not None:
         sampling["prompt_logprobs"] = num_top
-    prompt_only = type(values.get("max_tokens")) is int and values["max_tokens"] == 0
+    max_tokens = values.get("max_tokens")
+    prompt_only = type(max_tokens) is int and max_tokens == 0
     if prompt_only:
         # The engine generates at least one token, which the response leaves out.
         sampling["max_tokens"] = 1
@@ -71,13 +73,13 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     if values.get("echo"):
         raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
     sampling.setdefault("separate_reasoning", True)
-    wanted = sampling.pop("logprobs", None)
+    wants_logprobs = sampling.pop("logprobs", None)
     num_top = values.get("top_logprobs") or 0
-    if wanted is not None and not isinstance(wanted, bool):
-        raise unlike("logprobs", wanted, "true or false: a number is top_logprobs")
-    if num_top and not wanted:
+    if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
+        raise unlike("logprobs", wants_logprobs, "true or false: a number is top_logprobs")
+    if num_top and not wants_logprobs:
         raise InvalidJob("top_logprobs needs logprobs=true")
-    if not wanted:
+    if not wants_logprobs:
         return sampling, ResponseOptions()
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise unlike("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
@@ -85,19 +87,19 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's values without those that are off. Raises InvalidJob for a value that has no output column."""
-    asking: dict[str, Any] = {}
+    """Return a run's sampling values without NAMES that are off. Raises InvalidJob for a value without a column."""
+    remaining: dict[str, Any] = {}
     for name, value in values.items():
-        asks_nothing = name in NAMES and (value is None or value is False)
-        if not asks_nothing:
-            asking[name] = value
+        is_off = name in NAMES and (value is None or value is False)
+        if not is_off:
+            remaining[name] = value
     for name in LOGPROBS:
-        value = asking.get(name, 0)
-        if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
-            raise unlike(name, value, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
-    if "echo" in asking:
+        num_top = remaining.get(name, 0)
+        if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+            raise unlike(name, num_top, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
+    if "echo" in remaining:
         raise InvalidJob("echo is not built for a run: its output has no column for it")
-    return asking
+    return remaining
 
 
 def text_logprobs(
@@ -123,9 +125,9 @@ def text_logprobs(
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
-    for token, row in zip(
-        [*prompt_tokens, *answer_tokens], [*prompt_rows, *answer_rows], strict=True
-    ):
+    all_tokens = [*prompt_tokens, *answer_tokens]
+    all_rows = [*prompt_rows, *answer_rows]
+    for token, row in zip(all_tokens, all_rows, strict=True):
         if row is None:
             tokens.append(token)
             parts.append((token, None))
@@ -135,7 +137,7 @@ def text_logprobs(
         entry = _token_entry(row)
         tokens.append(text_token(entry))
         parts.append((token, entry.partial_bytes))
-        logprobs.append(_shown(entry))
+        logprobs.append(_json_logprob(entry))
         top_logprobs.append(_by_text(row))
     return {
         "tokens": tokens,
@@ -156,6 +158,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for token, partial_bytes in tokens:
         if partial_bytes is None and token and text.startswith(INCOMPLETE + token, offset):
+            # The parts before this token never became a whole character.
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)
@@ -179,13 +182,13 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
     content = []
     for row in rows:
         by_rank = sorted(row.values(), key=lambda entry: entry.rank)
-        top = [_entry(entry) for entry in by_rank if entry.rank <= num_top]
-        content.append({**_entry(_token_entry(row)), "top_logprobs": top})
+        top = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
+        content.append({**chat_token(_token_entry(row)), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """Make vLLM's `prompt_logprobs` of a choice: for each token of the prompt, by token id."""
+    """Make vLLM's `prompt_logprobs` of a choice: for each place in the prompt, log probabilities by token id."""
     shown: list[dict[str, Any] | None] = []
     for row in rows:
         if row is None:
@@ -194,7 +197,7 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
         entries = {}
         for token_id, entry in row.items():
             entries[str(token_id)] = {
-                "logprob": _shown(entry),
+                "logprob": _json_logprob(entry),
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
@@ -207,7 +210,7 @@ def _token_entry(row: TokenLogprobs) -> Logprob:
     return next(iter(row.values()))
 
 
-def _shown(entry: Logprob) -> float:
+def _json_logprob(entry: Logprob) -> float:
     """Return a log probability that JSON can write."""
     return max(entry.logprob, LOWEST)
 
@@ -221,7 +224,7 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
         key = text_token(entry)
         if key in by_text:
             key = f"token_id:{token_id}"
-        by_text[key] = _shown(entry)
+        by_text[key] = _json_logprob(entry)
     return by_text
 
 
@@ -232,7 +235,7 @@ def text_token(entry: Logprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
 
 
-def _entry(entry: Logprob) -> dict[str, Any]:
+def chat_token(entry: Logprob) -> dict[str, Any]:
     """Return a token in the form of `chat.completion`. A part of a character has its own bytes, as with OpenAI."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
@@ -240,7 +243,7 @@ def _entry(entry: Logprob) -> dict[str, Any]:
     else:
         token = entry.partial_bytes.decode(errors="backslashreplace")
         token_bytes = entry.partial_bytes
-    return {"token": token, "logprob": _shown(entry), "bytes": list(token_bytes)}
+    return {"token": token, "logprob": _json_logprob(entry), "bytes": list(token_bytes)}
 
 
 def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
@@ -341,7 +344,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Count each prompt once, however many samples it has, as OpenAI does."""
+    """Return the numbers of tokens. Each prompt counts once, however many samples it has, as with OpenAI."""
     prompt_tokens = sum(answer.first.num_prompt_tokens for answer in answers)
     completion_tokens = sum(sum(answer.num_generated) for answer in answers)
     cached_tokens = sum(answer.first.num_cached_tokens for answer in answers)

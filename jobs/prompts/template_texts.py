@@ -17,13 +17,15 @@ MAX_TEMPLATE_MESSAGES = 100
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
     texts = [template]
-    roles: tuple[str, ...] = ()
+    roles: tuple[str, ...] | None = None
+    num_chars = 0
     if not isinstance(template, str):
         texts, roles = _messages(template)
-    chars = sum(map(len, (*texts, *roles)))
+        num_chars += sum(map(len, roles))
+    num_chars += sum(map(len, texts))
     remedy = "shorten it, or write the long part into a column"
-    check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
-    return texts, roles or None
+    check_limit(num_chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
+    return texts, roles
 
 
 def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
@@ -65,7 +67,7 @@ class _Spellings:
     def __init__(self, texts: Collection[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._beginnings = set()
+        self._beginnings = set()  # each beginning of a token that is not the whole token
         for text in texts:
             self._beginnings |= {text[:length] for length in range(1, len(text))}
         self._longest = max(map(len, self._beginnings), default=0)
@@ -83,12 +85,12 @@ class _Spellings:
         return value
 
     def _broken_end(self, text: str) -> str:
-        """Return a text with BREAK in each beginning of a token that its end spells."""
+        """Return a text with BREAK in each token that begins near the text's end and is cut off there."""
         broken = text
         first_start = max(len(text) - self._longest, 0)
         for start in reversed(range(first_start, len(text))):  # so that earlier places stay right
             if text[start:] in self._beginnings:
-                broken = _with_break(broken, start + 1)
+                broken = _with_break(broken, start + 1)  # behind the token's first character
         return broken
 
 
@@ -99,6 +101,7 @@ def _with_break(text: str, place: int) -> str:
 
 @lru_cache(maxsize=4)
 def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
+    """Return what finds these tokens. The last ones are remembered."""
     return _Spellings(control_tokens)
 
 

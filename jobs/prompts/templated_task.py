@@ -157,7 +157,7 @@ def templated_task(
     sources, roles = template_texts(template)
     is_chat = roles is not None
     wants_chat = argument == "messages_template"
-    if is_chat is not wants_chat:
+    if is_chat != wants_chat:
         raise InvalidJob(
             f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list"
         )

@@ -31,25 +31,26 @@ def move_to_front(connection: Redis, queue: str, job_id: str) -> bool:
 def empty_queue(
     connection: Redis, queue: str, tell: Callable[[int], None] = lambda num_done: None
 ) -> int:
-    """Take all jobs that wait from a queue, and delete them. Jobs that run go on. Return how many were taken.
+    """Take all waiting jobs out of a queue, and delete them. Jobs that run go on. Return how many were taken.
 
     Jobs that come meanwhile may be taken too. tell: called with the number of jobs that were taken by then.
     """
     waiting = rq_jobs.QueueKeys(queue).waiting
-    left: Any = connection.llen(waiting)
+    num_left: Any = connection.llen(waiting)
     num_taken = 0
-    while left > 0:
-        entries: Any = connection.lrange(waiting, 0, min(left, CHUNK) - 1)
+    while num_left > 0:
+        last = min(num_left, CHUNK) - 1  # Redis counts from 0, and takes the last entry too
+        entries: Any = connection.lrange(waiting, 0, last)
         if not entries:
             break
         num_taken += _take(connection, waiting, list(map(stored.text, entries)))
-        left -= len(entries)
+        num_left -= len(entries)
         tell(num_taken)
     return num_taken
 
 
 def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
-    """Take jobs from the queue, then delete those that nobody has enqueued again. Return how many were taken."""
+    """Take jobs out of the queue, then delete those that nobody has enqueued again. Return how many were taken."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "enqueued_at")
@@ -72,7 +73,10 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
 
 
 def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> None:
-    """Delete the jobs whose time of enqueueing is still the same and that no worker holds."""
+    """Delete those of the taken jobs that nobody has enqueued again, and no worker holds.
+
+    taken: the ids of the jobs, each with the time at which the job was enqueued before it was taken.
+    """
     with connection.pipeline(transaction=False) as reads:
         for job_id in taken:
             reads.hget(rq_jobs.job_key(job_id), "enqueued_at")

@@ -1,4 +1,4 @@
-"""RQ's queues: counts the jobs in each place, and how long the first job has waited."""
+"""Counts the jobs of RQ's queues, and reads how long the first job of each queue has waited."""
 
 import time
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
+            # In the order of PLACES, and the due jobs last.
             pipe.llen(keys.waiting)
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
@@ -57,6 +58,7 @@ def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
 
     When Redis is full, workers cannot record that a job has begun. Then all jobs that workers hold are counted.
     """
+    # A worker gives a job that has begun a score of its time plus FAR_S. All other scores lie near now.
     lowest_score_of_begun = time.time() + FAR_S / 2
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
@@ -82,11 +84,12 @@ def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, 
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
         # A producer may have put another kind of value there. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
+        # For each queue a list of its first job's id, [] if it is empty, None if it cannot be read.
         heads = [reply if isinstance(reply, list) else None for reply in replies]
         for head in heads:
             for job_id in head or ():
                 pipe.hget(rq_jobs.job_key(stored.text(job_id)), "enqueued_at")
-        times = iter(pipe.execute(raise_on_error=False))
+        times = iter(pipe.execute(raise_on_error=False))  # only of queues with a first job
 
     ages: dict[str, float] = {}
     for name, head in zip(names, heads, strict=True):

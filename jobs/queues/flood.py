@@ -30,6 +30,7 @@ RUN = "run "
 
 #: Cancels some of the jobs that wait between two places of a queue, except jobs that a worker has taken. Each one is
 #: first replaced by "", and all of these go at once: LREM walks from the queue's end, which is slow for each job alone.
+#: `first` and `last` are negative, so they count from the queue's end.
 _TAKE = """
 local waiting, cancelled = KEYS[1], KEYS[2]
 local first, last, job_prefix, executions_prefix, moment, kept_s = unpack(ARGV, 1, 6)
@@ -65,10 +66,10 @@ class Producers:
 
     @property
     def is_sample(self) -> bool:
-        """Whether some waiting jobs were not read, so that shares are estimates."""
+        """Whether some waiting jobs were not read, so that `estimate` is no exact count."""
         return self.num_read < self.num_waiting
 
-    def share(self, who: str) -> int:
+    def estimate(self, who: str) -> int:
         """Estimate how many of all waiting jobs belong to a producer."""
         return round(self.num_jobs[who] * self.num_waiting / max(1, self.num_read))
 
@@ -80,7 +81,7 @@ def read_producers(connection: Redis, queue: str) -> Producers:
     num_pages = min(MAX_READ // _PAGE, math.ceil(num_waiting / _PAGE))
     counts: Counter[str] = Counter()
     for page in range(num_pages):
-        # The pages lie evenly over the queue. If it is longer than MAX_READ, the jobs between them are not read.
+        # The pages lie evenly over the queue. In a queue longer than MAX_READ, the jobs between pages are not read.
         first = page * num_waiting // num_pages
         first_of_next_page = (page + 1) * num_waiting // num_pages
         last = min(first_of_next_page, first + _PAGE) - 1
@@ -97,21 +98,21 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
         # A producer may have put another kind of value there. Then only that job has no name.
         sizes: list[Any] = pipe.execute(raise_on_error=False)
-        is_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
-        for job_id, reads in zip(job_ids, is_read, strict=True):
-            if reads:
+        can_be_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        for job_id, is_read in zip(job_ids, can_be_read, strict=True):
+            if is_read:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")
         metas = iter(pipe.execute(raise_on_error=False))
 
     producers = []
-    for job_id, reads in zip(job_ids, is_read, strict=True):
-        producer = named_producer(stored.json_object(next(metas))) if reads else ""
+    for job_id, is_read in zip(job_ids, can_be_read, strict=True):
+        named = named_producer(stored.json_object(next(metas))) if is_read else ""
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard
             producers.append(f"{RUN}{run}")
         else:
-            producers.append(producer or UNNAMED)
+            producers.append(named or UNNAMED)
     return producers
 
 
@@ -130,9 +131,10 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
     length: Any = connection.llen(keys.waiting)
-    num_passed = 0
+    num_passed = 0  # jobs of other producers, which stay at the queue's end
     num_cancelled = 0
     while num_passed + num_cancelled < length:
+        # Places from the queue's end, where -1 is the last job.
         first = -num_passed - _PAGE
         last = -num_passed - 1
         entries: Any = connection.lrange(keys.waiting, first, last)

@@ -30,7 +30,7 @@ def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
 
 
 def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
-    """Yield the metrics of all numbers but the jobs by status."""
+    """Yield the metrics of all numbers except those of `job_family`."""
     by_queue: Sequence[tuple[str, str, Mapping[str, float]]] = (
         (
             "tokenmill_jobs_due",

@@ -41,7 +41,8 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     for queue in counted:
         jobs[queue.name] = {"claimed": claimed.get(queue.name, 0)}
         for place, count in queue.counts.items():
-            jobs[queue.name][_STATUSES.get(place, place)] = count
+            status = _STATUSES.get(place, place)
+            jobs[queue.name][status] = count
 
     at_risk = Counter(run.queue for run in read_at_risk(connection))
     return QueueNumbers(

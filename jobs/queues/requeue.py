@@ -63,14 +63,15 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs stay, and so do jobs whose client is at fault. They do not count against the limit.
+    Jobs of cancelled runs stay, and so do jobs whose client is at fault. Such jobs do not count against the limit, but
+    missing jobs do.
     """
     result = Requeued()
     while True:
         num_left = limit - len(result.done) - len(result.missing)
         if num_left <= 0:
             break
-        # These jobs stay at the beginning of Redis' list of failed jobs. The next page begins after them.
+        # Jobs that were not put back stay at the beginning of Redis' list. The next page begins after them.
         first = len(result.cancelled) + len(result.missing) + len(result.wrong)
         last = first + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, first, last)
@@ -149,21 +150,21 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
             reads.hexists(rq_jobs.job_key(job_id), "data")
             reads.hmget(rq_jobs.job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
         replies = iter(reads.execute())
-    next(replies)
-    failed: dict[str, Any] = {}
+    next(replies)  # the queue's length
+    fields_of_failed: dict[str, Any] = {}
     for job_id in job_ids:
         score = next(replies)
         has_payload = next(replies)
         fields = next(replies)
         if score is not None and has_payload:
-            failed[job_id] = fields
-    if not failed:
+            fields_of_failed[job_id] = fields
+    if not fields_of_failed:
         return []
     pipe.multi()
-    for job_id, (ttl_s, limit, concurrency) in failed.items():
+    for job_id, (ttl_s, limit, concurrency) in fields_of_failed.items():
         _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
     pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
-    return list(failed)
+    return list(fields_of_failed)
 
 
 def _queue_again(
@@ -174,7 +175,11 @@ def _queue_again(
     limit: str,
     concurrency: bytes | None,
 ) -> None:
-    """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in."""
+    """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in.
+
+    ttl_s: how long the job's hash is kept; None for ever. limit: the key of its rate limit, or "". concurrency: how
+    many of the limit's jobs may run.
+    """
     key = rq_jobs.job_key(job_id)
     pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)
     pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})

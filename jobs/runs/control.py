@@ -40,6 +40,7 @@ DEFAULT_QUEUE = "bulk"
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
+#: Jobs that a cancel takes or stops in one transaction.
 CHUNK = 500
 
 
@@ -69,7 +70,7 @@ def submit_run(
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
     # The output is passed on as it was named, because its real path may be another one on the worker's machine.
-    planning = {
+    planning_arguments = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
         **submission.to_arguments(),
@@ -77,10 +78,12 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         """Write the submission, and the planning job unless a worker holds it already."""
-        is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
+        is_held = False
+        if not state.is_cancelled():  # a cancelled planning ends without a plan
+            is_held = _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
-            _enqueue_planning(pipe, connection, submission, plan_job, planning)
+            _enqueue_planning(pipe, connection, submission, plan_job, planning_arguments)
 
     # The submission and its planning job are written together, because a submission without a job would wait for ever.
     watched_keys = [job_key(plan_job), executions_key(plan_job), QueueKeys(queue_name).popped]
@@ -98,7 +101,7 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output. The new run takes the answers of the old output. Returns its id.
+    """Submit a run again with another output. The new run takes the answers of the old output. Returns the new id.
 
     max_tokens: a larger limit, with which the rows that ended with `length` are asked again. Raises InvalidJob for a
     limit that would cut the same rows again.
@@ -110,6 +113,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
         facts = RunState(connection, plan.run).facts()
     reuse = [plan.spec.output]
     if plan.reused is not None and plan.spec.only_new:
+        # The old output has only the rows that were new. The answers of all others are in the outputs it reused.
         reuse += [run["output"] for run in plan.reused.runs]
 
     arguments = {
@@ -164,19 +168,19 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
     facts = state.facts()
     num_shards = int(facts.get("shards", 0))
-    with_part = state.recorded()
-    shards = [shard for shard in range(num_shards) if shard not in with_part]
+    shards_with_part = state.recorded()
+    shards = [shard for shard in range(num_shards) if shard not in shards_with_part]
     removed = 0
     stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):
         if field not in facts:
             continue
-        ids = [shard_job_id(run, shard, is_second) for shard in shards]
+        job_ids = [shard_job_id(run, shard, is_second) for shard in shards]
         if "plan_job" in facts and not is_second:
-            ids.append(facts["plan_job"])
-        removed += remove_waiting(state, submission, facts[field], ids)
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
+            job_ids.append(facts["plan_job"])
+        removed += remove_waiting(state, submission, facts[field], job_ids)
+        for start in range(0, len(job_ids), CHUNK):
+            chunk = job_ids[start : start + CHUNK]
             stopped += state.as_of(submission, partial(stop_held, connection, chunk))
 
     if removed or stopped or "finished" not in facts:
@@ -191,7 +195,8 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
     """
     if not job_ids:
         return False
-    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]):
+    middle = len(job_ids) // 2
+    for job_id in (job_ids[middle], job_ids[-1]):
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:
             return 2 * int(place) > connection.llen(queue_key)
@@ -205,7 +210,7 @@ def remove_waiting(
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
-        job_ids = job_ids[::-1]
+        job_ids = job_ids[::-1]  # so that LREM meets each of them early
 
     removed = 0
     for start in range(0, len(job_ids), CHUNK):
@@ -248,14 +253,15 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
         return False
     [job] = jobs
     is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
-    if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
+    is_held = job.status is JobStatus.STARTED or bool(job.executions) or is_popped
+    if not is_held:
         return False
 
     model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     planned_for = None if model_field is None else stored.text(model_field)
     if planned_for != model:
-        name = "whichever plans it" if planned_for is None else repr(planned_for)
-        raise PlanningUnderWay(run, f"for model {name}")
+        model_text = "any model" if planned_for is None else f"model {planned_for!r}"
+        raise PlanningUnderWay(run, f"for {model_text}")
     return True
 
 
@@ -278,7 +284,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they hold. Return how many are held."""
+    """Ask workers to stop the jobs, as far as they hold them. Return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

@@ -1,7 +1,7 @@
 """Sends notices of a run's end: an HTTP call or a user's function. Each notice is a job on the run's queue.
 
 A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. One
-transaction enqueues the notices and notes that they were enqueued. It comes before the end of the last job is written.
+transaction enqueues the notices and notes that they were enqueued. Only then the end of the last job is written.
 If a worker is killed in between, the shard runs again and enqueues the notices.
 """
 
@@ -46,7 +46,7 @@ RETRIES = 3
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     """Enqueue a run's notices if the run ends with the lease's job. This job is about to fail for good.
 
-    Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.
+    Call this before the job's end is written. lease: the lease of the execution that writes this end. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
     if run_shard is None:
@@ -55,7 +55,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
-        if shard is None:
+        if shard is None:  # the planning job
             if facts.get("plan_job") == lease.job_id:
                 state.describe({PLAN_ERROR: error})
                 enqueue_notices(
@@ -71,6 +71,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
 
 
 def _wants_notices(facts: Mapping[str, str]) -> bool:
+    """Whether a run's submission asks for any notice. facts: the run's hash."""
     return any(name in facts for name in ASKED_FOR)
 
 
@@ -119,10 +120,10 @@ def _enqueue_once(
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
     last_submission = facts.get("submission")
     is_last = str(submission) == last_submission and "queue" in facts
-    was_told = facts.get(TOLD) == last_submission
-    if not is_last or was_told or not _wants_notices(facts):
+    was_told_end = facts.get(TOLD) == last_submission
+    if not is_last or was_told_end or not _wants_notices(facts):
         return
-    # A failed run may go on if a person enqueues its jobs again. So a failure has a mark of its own.
+    # A failed run may go on if a person enqueues its jobs again. So the notice of a failure is noted in another field.
     is_end = word != "failed"
     was_told_failed = facts.get(TOLD_FAILED) == last_submission
     if not is_end and (was_told_failed or "cancelled" in facts):
@@ -149,7 +150,8 @@ def _enqueue_once(
             job_id=f"{id_prefix}-{kind}-{submission}",
             retry=Retry(max=RETRIES),
         )
-    pipe.hset(run_key(state.run), TOLD if is_end else TOLD_FAILED, last_submission)
+    mark = TOLD if is_end else TOLD_FAILED
+    pipe.hset(run_key(state.run), mark, last_submission)
 
 
 def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
@@ -161,7 +163,8 @@ def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -
     if word == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
         reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
-        word = "finished" if reason is None else "failed"
+        if reason is not None:
+            word = "failed"
     if word == "finished" and expired:
         reason = f"{expired} rows were not begun before the deadline"
         word = "expired"

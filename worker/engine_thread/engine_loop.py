@@ -64,14 +64,17 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
-        self._refused: list[Completion] = []
+        self._refused: list[Completion] = []  # ends that are not reported yet
         self._is_stopped = False
+        # The requests whose growing texts are reported, by their ids.
         self._followed: set[str] = set()
+        # The requests with a completion since the last look at growing texts.
         self._ended: set[str] = set()
+        # When growing texts are looked at next.
         self._follow_at = 0.0
         moment = clock()
-        self._reported_at = moment
-        self._progress_at = moment
+        self._reported_at = moment  # the last report
+        self._progress_at = moment  # the last report with progress
         self.turned_at = moment
 
     def run(self) -> None:
@@ -109,6 +112,7 @@ class EngineLoop:
         The loop waits for an order if it has nothing else to do.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
+        # Only the first order is waited for. After it, the loop takes the orders that are there, until Empty.
         may_wait = self._is_stopped or not has_work
         while True:
             try:
@@ -123,7 +127,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
-        """Do what the I/O thread has ordered."""
+        """Do what the I/O thread has ordered. A Look had only to begin a turn, as each turn looks at the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)
@@ -137,9 +141,9 @@ class EngineLoop:
             if order.stops and not self._is_stopped:
                 self._is_stopped = True
                 self._reported_at = float("-inf")  # so that the last statistics are reported
-                self._hand_out(
-                    self._engine.step(launches=False), self._engine.started, self._clock()
-                )
+                # What has been launched is finished, and nothing further is launched.
+                finished = self._engine.step(launches=False)
+                self._hand_out(finished, self._engine.started, self._clock())
             self._report(SampledTokens(self._engine.samples_so_far()))
 
     def _report_texts(self, finished: list[Completion]) -> None:
@@ -149,8 +153,9 @@ class EngineLoop:
         if began_at < self._follow_at:
             return
         texts = self._engine.texts_so_far(self._followed)
-        # A request of several samples is followed until the last of them ends.
-        self._followed -= self._ended - texts.keys()
+        # A request of several samples is followed until the last of them ends. Until then it has a growing text.
+        ended_wholly = self._ended - texts.keys()
+        self._followed -= ended_wholly
         self._ended.clear()
         if texts:
             self._report(Texts(texts))
@@ -170,10 +175,11 @@ class EngineLoop:
         self._reported_at = began_at
         completions = self._refused + finished
         self._refused = []
-        self._intake.begun([*started, *(completion.request_id for completion in finished)])
+        finished_ids = [completion.request_id for completion in finished]
+        self._intake.begun([*started, *finished_ids])
 
         stats = dict(vars(self._engine.stats()))
-        stats["num_waiting"] += len(self._intake)
+        stats["num_waiting"] += len(self._intake)  # the engine does not know these requests yet
         progress = None
         if began_at - self._progress_at >= STATS_PERIOD_S:
             self._progress_at = began_at

@@ -32,7 +32,7 @@ LONG = 65_536
 them."""
 
 TURN = 65_536
-"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step computes fewer."""
+"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step has room for fewer."""
 
 OVERHEAD = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
@@ -47,7 +47,7 @@ hold only the bytes of their picture files, and do not delay the prompts behind 
 THREADS = 2
 
 URGENT_TURNS = 20
-"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler does so with steps."""
+"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler shares steps alike."""
 
 LEAVE_S = 1.0
 """Seconds that a leaving worker waits for threads that prepare a prompt."""
@@ -71,7 +71,8 @@ class _Waiting:
         self.size = _size(add.request)
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
-        has_adapter = sampling.get("adapter") is not None  # whose files are read the first time
+        has_adapter = sampling.get("adapter") is not None
+        # A grammar is compiled, and the files of an adapter are read the first time. Both may take long.
         self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
@@ -121,15 +122,19 @@ class _Preparers(FunctionPool):
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
+        # The order of the request that was begun last. A thread takes the request with the smallest order.
         self._virtual_time = 0
+        # By lane: the smallest order that its next request may get.
         self._next_order = dict[int, int]()
 
     def submit_request(self, waiting: _Waiting) -> None:
         """Prepare a request when its turn has come."""
+        # A lane that has paused does not get the turns that it has missed.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
+            """Begin the request. Called in a thread."""
             self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 
@@ -153,8 +158,10 @@ class Intake:
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
         # The lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
+        # The other requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_Waiting]] = {}
-        self._ids: dict[str, _Waiting] = {}
+        # All requests above, by their ids.
+        self._by_id: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
         self._numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
@@ -177,9 +184,8 @@ class Intake:
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
-        self._ids[add.request_id] = waiting
-        prompt = add.request.prompt if add.request.messages is None else add.request.messages
-        if not isinstance(prompt, str) and has_pictures(prompt):
+        self._by_id[add.request_id] = waiting
+        if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
             self._prepare_pictured()
         else:
@@ -201,11 +207,13 @@ class Intake:
 
     def _prepare_pictured(self) -> None:
         """Prepare the next requests with pictures, up to PICTURES_AHEAD for each lane."""
-        counts = Counter(self._ahead.values())
+        num_ahead = Counter(self._ahead.values())  # by lane
         for lane, queue in self._pictured.items():
-            for _ in range(min(len(queue), PICTURES_AHEAD - counts[lane])):
+            while queue and num_ahead[lane] < PICTURES_AHEAD:
+                num_ahead[lane] += 1
                 waiting = queue.popleft()
                 self._ahead[waiting.request_id] = lane
+                # Requests that came later may be in the lane already.
                 self._put_back(waiting)
                 self._prepare(waiting)
 
@@ -213,7 +221,7 @@ class Intake:
         """Forget requests. Unknown ids are ignored."""
         dropped = set()
         for request_id in request_ids:
-            waiting = self._ids.pop(request_id, None)
+            waiting = self._by_id.pop(request_id, None)
             if waiting is not None:
                 waiting.is_dropped = True
                 dropped.add(waiting)
@@ -240,13 +248,13 @@ class Intake:
         self._take_back()
         refused: list[Completion] = []
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
-            self._ids.pop(waiting.request_id, None)
+            self._by_id.pop(waiting.request_id, None)
             refused += self._add(waiting)
         self.begun([completion.request_id for completion in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane gives at least one request."""
+        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request gives at least one."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -271,6 +279,7 @@ class Intake:
         """Keep a request out of its lane until its grammar is compiled."""
 
         def note_compiled(_: Future[Any]) -> None:
+            """Have the request taken back into its lane. Called in another thread."""
             self._compiled.append(waiting)
             self._report()
 
@@ -295,7 +304,7 @@ class Intake:
 
     def close(self) -> None:
         """Drop the waiting requests, and wait briefly for the threads."""
-        self.drop(list(self._ids))
+        self.drop(list(self._by_id))
         until = time.monotonic() + LEAVE_S
         for pool in (self._preparers, self._long_preparers):
             pool.close(max(0.0, until - time.monotonic()))
@@ -312,7 +321,9 @@ class Intake:
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
         try:
-            prompt, params = waiting.prepared or prepared_request(self._engine, request)
+            if waiting.prepared is None:  # it is short
+                waiting.prepared = prepared_request(self._engine, request)
+            prompt, params = waiting.prepared
             self._engine.add(
                 request_id,
                 prompt,
@@ -330,16 +341,16 @@ class Intake:
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
-        return [_refused(request_id, error)]
+        return [_refusal(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return the new requests that this worker could not prepare for lack of memory, descriptors or disk."""
+        """Return the requests that this worker lately could not prepare for lack of memory, descriptors or disk."""
         faults = self._faults
         self._faults = []
         return faults
 
 
-def _refused(request_id: str, error: BaseException) -> Completion:
+def _refusal(request_id: str, error: BaseException) -> Completion:
     """Return the end of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)
@@ -366,18 +377,20 @@ def _size(request: Request) -> int:
 def _chars(value: object) -> int:
     """Count the characters and token ids in a value, at any depth. A picture counts PICTURE, an object OVERHEAD."""
     size = 0
-    values = [value]
-    while values:
-        item = values.pop()
+    uncounted = [value]
+    while uncounted:
+        item = uncounted.pop()
         if isinstance(item, str):
             size += len(item)
-        elif isinstance(item, bytes):
+        elif isinstance(item, bytes):  # the file of a picture
             size += PICTURE
-        elif isinstance(item, list) and item and isinstance(item[0], int):
-            size += len(item)
         elif isinstance(item, Mapping):
             size += OVERHEAD
-            values += item.values()
+            uncounted += item.values()
         elif isinstance(item, list):
-            values += item
+            holds_token_ids = bool(item) and isinstance(item[0], int)
+            if holds_token_ids:
+                size += len(item)
+            else:
+                uncounted += item
     return size

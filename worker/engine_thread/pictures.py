@@ -15,9 +15,8 @@ from jobs.prompts.pictures import MAX_PIXELS, decode, filled, pictures_in
 
 def has_pictures(value: Any) -> bool:
     """Return whether a prompt, or a list of messages, holds pictures."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return False
-    return bool(pictures_in(value))
+    has_parts = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    return has_parts and bool(pictures_in(value))
 
 
 def decoded(value: Any) -> Any:
@@ -42,4 +41,5 @@ def decoded(value: Any) -> Any:
     parts = filled(value, arrays)
     if "role" in parts[0]:  # the messages of a chat
         return parts
-    return [part.get("text", part.get("image")) for part in parts]
+    # The engine takes a prompt's texts and pictures without the objects that name them.
+    return [part["text"] if "text" in part else part["image"] for part in parts]

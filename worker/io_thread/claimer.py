@@ -13,7 +13,7 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""After so many seconds without a look in vain, all workers of the queue count again. See FairShare."""
+"""Seconds without a look in vain after which all workers of the queue count again. See FairShare."""
 
 
 class FairShare:
@@ -44,21 +44,23 @@ class FairShare:
         return num_takers, rounds_up
 
     def note_left(
-        self, first: str, moment: float, poll_s: float, claimed_ids: Sequence[str] = ()
+        self, first_left: str, moment: float, poll_s: float, claimed_ids: Sequence[str] = ()
     ) -> None:
         """Note which job a claim left to other workers.
 
-        first: the id of the first job that was left, "" for none. poll_s: seconds between two looks of a worker.
+        first_left: the id of the first job that was left, "" for none. poll_s: seconds between two looks of a worker.
         claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has taken it.
         """
-        was_untouched = self._first_left in (first, *claimed_ids)
-        if self._first_left == "" or not was_untouched:
-            self._left_at = moment
-        elif first and moment - self._left_at >= poll_s:
+        left_before = self._first_left
+        was_untouched = left_before == first_left or left_before in claimed_ids
+        if left_before == "" or not was_untouched:
+            self._left_at = moment  # from now on `first_left` is watched
+        elif first_left and moment - self._left_at >= poll_s:
+            # The other workers have had the time of a look, and did not take the job.
             self._num_vain_looks += 1
             self._last_vain_at = moment
             self._left_at = moment
-        self._first_left = first
+        self._first_left = first_left
 
 
 _NO_LIMIT = 1_000_000
@@ -91,18 +93,20 @@ class Claimer:
         self._log = parts.log
         self._clock = parts.clock
 
+        # By lane: the token of a claim whose reply has not come yet.
         self._tokens: dict[int, str] = {}
         # By lane: the number of jobs held after a claim that left others in the queue; 0 after a claim that left none.
         # The lane claims again as soon as half of them have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
+        # By lane: the number of jobs that the last claim left to workers with another model or version.
         self._num_foreign = [0] * len(parts.queue_names)
-        self._warned_lanes = frozenset[int]()  # lanes that have warned of newer jobs
-        self._num_claimed = 0
-        self._turn = 0
+        self._warned_lanes = set[int]()  # lanes that have warned of newer jobs
+        self._num_claimed = 0  # jobs that count against --max-jobs
+        self._turn = 0  # counts the calls of claim.lua, so that lanes take turns
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
-        self._polls = [Timer(POLL_S) for _ in parts.queue_names]
-        self._looks = [Timer(LOOK_S) for _ in parts.queue_names]
+        self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
+        self._look_timers = [Timer(LOOK_S) for _ in parts.queue_names]
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may."""
         self.idle_since = parts.clock()
@@ -113,13 +117,15 @@ class Claimer:
         if not self._jobs_left():
             return
 
-        lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
+        with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
         # A lane without room does not touch its timer. So it claims in the first turn in which it has room.
-        due = [lane for lane in lanes if self._is_due(lane, moment)]
+        due = [lane for lane in with_room if self._is_due(lane, moment)]
         if not due or self._has_suspect(moment):
             return
         # Lanes that are not due share the round trip. Those that may claim no file keep to their slower timer.
-        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane) > 0]
+        lanes = [
+            lane for lane in with_room if lane in due or self._packer.claimable_files(lane) > 0
+        ]
 
         if self._limits.max_jobs is None:
             num_jobs = self._claim_for(lanes)  # in one round trip
@@ -134,8 +140,10 @@ class Claimer:
 
     def take_up_unanswered(self) -> None:
         """Ask again for the jobs of claims whose replies were lost. Nobody renews these jobs' leases yet."""
-        if self._tokens:
-            self._take_up(list(self._tokens), [0] * len(self._tokens))
+        lanes = list(self._tokens)
+        if lanes:
+            # With room for 0 further jobs, a claim only returns what its token has claimed before.
+            self._take_up(lanes, rooms=[0] * len(lanes))
 
     def discount(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
@@ -143,12 +151,12 @@ class Claimer:
 
     def pause(self, until: float) -> None:
         """Claim nothing before `until`."""
-        for poll in self._polls:
-            poll.postpone(until)
+        for timer in self._poll_timers:
+            timer.postpone(until)
 
     @property
     def has_all_it_may(self) -> bool:
-        """Whether --max-jobs allows no more."""
+        """Whether --max-jobs allows no further job."""
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:
@@ -156,9 +164,12 @@ class Claimer:
         return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether a lane should claim now. A lane that may claim no file looks less often."""
+        """Whether a lane should claim now. If so, its next period begins.
+
+        A lane that may claim no file looks less often.
+        """
         may_claim_files = self._packer.claimable_files(lane) > 0
-        timer = self._polls[lane] if may_claim_files else self._looks[lane]
+        timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
             self._num_held_at_claim[lane] = 0
@@ -190,7 +201,8 @@ class Claimer:
         [job] = self._runner.held
         if job.deaths < self._limits.suspect_deaths:
             return False
-        if self._suspect_execution != job.execution_id:
+        is_new = self._suspect_execution != job.execution_id
+        if is_new:
             self._suspect_execution = job.execution_id
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
@@ -209,7 +221,7 @@ class Claimer:
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
-        surplus = self._runner.take_surplus()
+        surplus = self._runner.take_surplus()  # no thread is free for them
         if self._runner.num_held > 1:  # a suspect may have come with jobs of another lane
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)
@@ -247,26 +259,28 @@ class Claimer:
     def _take_claim(self, lane: int, claim: Claim, room: int, moment: float) -> None:
         """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
-        if room:
+        if room:  # a claim without room does not look for a hold
             self._note_hold(claim.hold)
         self._num_foreign[lane] = claim.num_foreign
         self._note_newer(lane, claim.num_newer)
         self._num_claimed += len(claim.jobs)
 
         poll_s = self._poll_rates.poll_s(lane, claim.num_foreign)
-        self._polls[lane].period_s = poll_s
+        self._poll_timers[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
         has_left_jobs = claim.first_left != ""
         if claim.jobs and not has_left_jobs:
-            # Jobs come, and none was left to others. So look again at once.
-            self._polls[lane].end_now()
-            self._looks[lane].postpone(self._clock() + POLL_S)
+            # Jobs come, and none was left to others. So look again at once, or soon if the lane may claim no file.
+            self._poll_timers[lane].end_now()
+            self._look_timers[lane].postpone(self._clock() + POLL_S)
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
-        self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if has_left_jobs else 0
+        self._num_held_at_claim[lane] = 0
+        if has_left_jobs:
+            self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
         """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""
@@ -280,9 +294,9 @@ class Claimer:
                 FORMAT,
             )
         if num_newer:
-            self._warned_lanes |= {lane}
+            self._warned_lanes.add(lane)
         else:
-            self._warned_lanes -= {lane}
+            self._warned_lanes.discard(lane)
 
     def _note_hold(self, hold: Hold) -> None:
         """Note why no worker may claim, and log a change."""
@@ -291,7 +305,7 @@ class Claimer:
         self.hold = hold
         if hold == RESTORED:
             self._log.error("claiming nothing: %s", RESTORED_TEXT)
+        elif hold:
+            self._log.info("suspended: run `rq resume` to go on")
         else:
-            self._log.info(
-                "suspended: run `rq resume` to go on" if hold else "resumed, claiming jobs again"
-            )
+            self._log.info("resumed, claiming jobs again")

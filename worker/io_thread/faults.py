@@ -18,7 +18,8 @@ PAUSE_S = 1.0
 def is_fault(error: BaseException | None) -> bool:
     """Whether our own code raised this error because it lacks a module, memory, file descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
-        return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
+        # Perhaps this process could not open a socket. redis-py wraps that error.
+        return is_fault(error.__cause__ or error.__context__)
     return isinstance(error, ImportError) or is_exhausted(error)
 
 
@@ -41,7 +42,8 @@ class WorkerFaults:
     """
 
     def __init__(self) -> None:
-        self._job_ids: dict[str | None, list[str]] = {}  # by function
+        # By function: the job of each fault since a job of this function ended well. None: its name was not read yet.
+        self._job_ids: dict[str | None, list[str]] = {}
         self.waiting: list[WorkerFault] = []
         """The faults whose jobs are still to be given back."""
 

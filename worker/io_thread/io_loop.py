@@ -81,14 +81,14 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at = float("-inf")
+        self._retry_at = float("-inf")  # after an error of Redis, when it is called again
         self._drain_by = float("inf")
         self._leave_by = float("inf")
-        self._release_mode: Mode = "given_back"
-        self._renew = Timer(limits.renew_period_s)
-        self._progress = Timer(PROGRESS_PERIOD_S)
-        self._deadlines = Timer(DEADLINE_PERIOD_S)
-        self._sweep = Timer(limits.sweep_period_s)
+        self._release_mode: Mode = "given_back"  # how the held jobs are given back
+        self._renew_timer = Timer(limits.renew_period_s)
+        self._progress_timer = Timer(PROGRESS_PERIOD_S)
+        self._deadline_timer = Timer(DEADLINE_PERIOD_S)
+        self._sweep_timer = Timer(limits.sweep_period_s)
         self._duties = (
             self._settle,
             self._runner.texts.write,
@@ -115,6 +115,7 @@ class IoLoop:
         """
 
         def stop() -> None:
+            """Stop it in the I/O thread."""
             if not self._runner.stop(job_id, execution_id):
                 self._log.info("not working on job %s, stop command ignored", job_id)
 
@@ -145,12 +146,11 @@ class IoLoop:
         """Why the worker claims nothing, such as `rq suspend`; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
-        holds = {
-            "": None,
-            "suspended": "suspended: `rq resume` lets it claim",
-            RESTORED: RESTORED_TEXT,
-        }
-        return holds[self._claimer.hold]
+        if self._claimer.hold == "suspended":
+            return "suspended: `rq resume` lets it claim"
+        if self._claimer.hold == RESTORED:
+            return RESTORED_TEXT
+        return None
 
     @property
     def warning(self) -> str:
@@ -188,7 +188,7 @@ class IoLoop:
         moment = self._clock()
         self.turned_at = moment
         self._runner.journals.ask_if_due(moment)
-        if self._deadlines.due(moment):
+        if self._deadline_timer.due(moment):
             self._check_deadlines()
         if self._phase is Phase.DRAINING and moment >= self._drain_by:
             self._hand_back("TOKENMILL_DRAIN_S is over")
@@ -199,9 +199,10 @@ class IoLoop:
 
     def _take_events(self) -> None:
         """Handle all events that wait. If there is no event, wait for one, at most for a poll period."""
+        wait_s = 0 if self._can_open else POLL_S
         try:
-            event = self._events.get(timeout=0 if self._can_open else POLL_S)
-            while True:
+            event = self._events.get(timeout=wait_s)
+            while True:  # until there is no further event
                 self._handle(event)
                 event = self._events.get_nowait()
         except Empty:
@@ -228,7 +229,7 @@ class IoLoop:
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
-        """Pass an event on to those whom it concerns."""
+        """Pass an event on to the parts of the worker that it concerns."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
@@ -291,7 +292,7 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self._release_mode != "engine_died":
+            if self._release_mode != "engine_died":  # a dead engine tells no tokens for journals
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -303,7 +304,7 @@ class IoLoop:
                 if refusal is not None:
                     refusals.append(refusal)
             if refusals:
-                raise refusals[0]
+                raise refusals[0]  # it is treated like an outage, now that every duty had its turn
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
             self._outage.passed()
@@ -315,7 +316,7 @@ class IoLoop:
         """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised."""
         try:
             duty(moment)
-        except OUTAGES:
+        except OUTAGES:  # some are of ResponseError's class too
             raise
         except ResponseError as error:
             return error
@@ -323,14 +324,14 @@ class IoLoop:
 
     def _claim_or_give_back(self, moment: float) -> None:
         """Claim jobs while the worker serves. Else give back the jobs that this worker will not finish."""
-        if self._phase is Phase.LEAVING:
-            if not self._runner.journals.is_awaited(moment):
-                withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
-                self._runner.releases.give_back(withdrawn, self._release_mode)
-        elif self._phase is Phase.DRAINING:
-            self._runner.releases.give_back(self._runner.withdraw_unstarted(), "given_back")
-        else:
+        if self._phase is Phase.SERVING:
             self._claimer.claim(moment)
+        elif self._phase is Phase.DRAINING:
+            unstarted = self._runner.withdraw_unstarted()
+            self._runner.releases.give_back(unstarted, "given_back")
+        elif not self._runner.journals.is_awaited(moment):
+            withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
+            self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
         """Complete the work of earlier turns: write ends, repeat claims without a reply, give jobs back."""
@@ -362,7 +363,7 @@ class IoLoop:
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
             f"{problem} {type(error).__name__}",
-            "%s (%s); trying again until it does",
+            "%s (%s); trying again until that is over",
             problem,
             shown_error(error),
         )
@@ -370,7 +371,7 @@ class IoLoop:
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases of living workers ran out during the outage too. These workers get the time to renew their leases.
-        self._sweep.postpone(moment + self._limits.lease_s)
+        self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
                 "left without giving back what ran: other workers take it up when its leases end"
@@ -380,18 +381,18 @@ class IoLoop:
 
     def _keep_leases(self, moment: float) -> None:
         """Renew the leases of held jobs."""
-        self._renew.period_s = self._poll_rates.renew_s
-        if self._renew.due(moment):
+        self._renew_timer.period_s = self._poll_rates.renew_s
+        if self._renew_timer.due(moment):
             self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
         """Write the progress of jobs to Redis, and the throughput to the log."""
-        if self._progress.due(moment):
+        if self._progress_timer.due(moment):
             self._runner.show_progress(self._store)
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's own numbers to Redis. Stop warm if its name belongs to another worker by now."""
+        """Write the worker's own numbers to Redis. Begin to drain if its name belongs to another worker by now."""
         try:
             self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
         except NameTaken as error:
@@ -401,7 +402,7 @@ class IoLoop:
 
     def _take_up_abandoned(self, moment: float) -> None:
         """Give back, or fail, the jobs that dead workers held."""
-        if self._phase is not Phase.SERVING or not self._sweep.due(moment):
+        if self._phase is not Phase.SERVING or not self._sweep_timer.due(moment):
             return
         names = self._queue_names
         period_s = self._limits.sweep_period_s

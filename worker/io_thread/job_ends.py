@@ -49,12 +49,13 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     """Say in one line why a job failed. A foreign error shows its name only, as its message may quote a prompt."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
-        text = error.log_text
+        message = error.log_text
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
-        text = message_of(error)
+        message = message_of(error)
     else:
         return name
-    return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
+    in_one_line = " ".join(message.split())
+    return f"{name}: {in_one_line[:MAX_REASON_CHARS]}"
 
 
 class Ended(Protocol):
@@ -80,7 +81,7 @@ class JobEnds:
         self._log = parts.log
         self._clock = parts.clock
         self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
-        self._max_result_bytes = parts.environment.lent.max_result_bytes
+        self._max_result_bytes = parts.environment.shared_context.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
@@ -100,13 +101,15 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
+        # Errors of ours bear the note already, as JobsError adds it.
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
             if text is not None:
                 text += f"{fault_line(fault)}\n"
         if text is None:
             text = printable(error)
-        self._end(job, "failed", text, error, retries=fault in (None, "server"))
+        may_retry = fault is None or fault == "server"
+        self._end(job, "failed", text, error, retries=may_retry)
 
     def stop(self, job: HeldJob) -> None:
         """End a job that a person has stopped."""
@@ -126,7 +129,9 @@ class JobEnds:
     ) -> None:
         """End a job. Notices of its run's failure come first, then callbacks. Then the end is written."""
         job.state = JobState.ENDING
-        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
+        working_s = 0.0
+        if job.started_at is not None:
+            working_s = self._clock() - job.started_at
         outcome = Outcome(
             job.claimed,
             status,
@@ -137,7 +142,8 @@ class JobEnds:
             retries=retries,
         )
         has_failed = status != "finished" and outcome.is_final
-        if has_failed and run_and_shard(job.claimed.job_id) is not None:
+        is_of_run = run_and_shard(job.claimed.job_id) is not None
+        if has_failed and is_of_run:
             self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)
@@ -165,11 +171,11 @@ class JobEnds:
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Call the job's callback if it has one, pack its value, and have its end written."""
-        value = outcome.value
-        status = outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
-        elif status != "finished" or (job.is_ours and is_small(value)):
+            return
+        has_no_value = outcome.status != "finished"  # but a traceback, which is not packed
+        if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:
@@ -201,7 +207,9 @@ class JobEnds:
 
         def call_back() -> Outcome | Raised | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
-            if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
+            began_at = outcome.started_at or outcome.ended_at
+            lost_jobs = self._store.begin([(outcome.claimed, began_at)])
+            if lost_jobs:
                 return None
             try:
                 self._callbacks.call_back(outcome, rq_job, exc_info)
@@ -215,10 +223,10 @@ class JobEnds:
                 self._callback_raised(job, outcome, failure)
             elif isinstance(reply, Raised):
                 self._callback_raised(job, outcome, reply.error, reply.text)
-            elif reply is not None:
-                self._write(job, reply)
-            else:
+            elif reply is None:
                 self._ended(job, outcome, is_written=False)
+            else:
+                self._write(job, reply)
 
         # Only our own call raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
@@ -252,14 +260,12 @@ class JobEnds:
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Go on after the server's reply to an end."""
-        if reply == "dependents":
-            self.queue_dependents(job, outcome)
-        elif reply in ("lost", "refused"):
-            if reply == "refused":
-                self._log.error(
-                    "job %s: the server refuses to write its end", outcome.claimed.job_id
-                )
+        if reply == "refused":
+            self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
+        if reply in ("lost", "refused"):
             self._ended(job, outcome, is_written=False)
+        elif reply == "dependents":
+            self.queue_dependents(job, outcome)
         else:
             self._announce(job, outcome)
 
@@ -275,9 +281,10 @@ class JobEnds:
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
-            except Exception as error:  # another try would fail in the same way
+            except Exception as error:
                 if is_server_fault(error):
                     raise
+                # Another try would fail in the same way, so the job is closed without its dependents.
                 self._log.error(
                     "job %s: its dependents cannot be queued: %s",
                     claimed.job_id,
@@ -290,7 +297,7 @@ class JobEnds:
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
             """Queue the next page, or let the job go."""
             if failure is not None:
-                raise failure
+                raise failure  # nobody foresaw it, so the guard ends the job
             if next_cursor:
                 self.queue_dependents(job, outcome, next_cursor)
             else:
@@ -300,14 +307,17 @@ class JobEnds:
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue the webhooks of a job whose end is written, then let the job go."""
-        webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
+        webhooks = job.claimed.record.webhooks
+        if job.user_job is not None:  # its code may have changed them
+            webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
             self._ended(job, outcome, is_written=True)
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
-        self._calls.submit(
-            self._pool,
-            job,
-            PoolCall(send, lambda job, _, error: self._ended(job, outcome, is_written=True)),
-        )
+
+        def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Let the job go, also if its webhooks could not be queued."""
+            self._ended(job, outcome, is_written=True)
+
+        self._calls.submit(self._pool, job, PoolCall(send, then))

@@ -44,7 +44,7 @@ class JobRunner:
         clock = parts.clock
         post = parts.events.put
         traces = parts.environment.traces
-        lent = parts.environment.lent
+        shared_context = parts.environment.shared_context
 
         self._packer = parts.packer
         self._budget = parts.budget
@@ -55,7 +55,7 @@ class JobRunner:
         self._log = log
         self._clock = clock
         self._functions = parts.functions
-        self._posts = parts.callbacks.webhooks.pool
+        self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
         self._surplus = list[ClaimedJob]()  # claimed, but without a place here
         self.faults = WorkerFaults()
@@ -63,8 +63,10 @@ class JobRunner:
         self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
-        self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
-        inspections = Inspections(post, lent.checks)
+        self._files = TaskFiles(
+            parts.packer, self._calls, shared_context.file_timeout_s, log, clock
+        )
+        inspections = Inspections(post, shared_context.checks)
         self.journals = Journals(
             self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock
         )
@@ -144,7 +146,7 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        """Run a function in a thread, once Redis shows that it has begun."""
+        """Run a job's function in a thread, once Redis shows that the job has begun."""
         is_post = job.function_name == POSTING  # sends the notice of a run's end
         if is_post:
             pool = self._posts
@@ -201,6 +203,7 @@ class JobRunner:
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None and job.claimed.record.is_followed:
+            # The pieces of its text bear this digest, so that a later execution knows whose tokens they are.
             job.owner_digest = context.journal.owner_digest
         if job.is_file:
             self._files.open(job, task, context, self._opened)
@@ -238,7 +241,7 @@ class JobRunner:
     def _user_function_returned(
         self, job: HeldJob, value: Any, error: BaseException | None
     ) -> None:
-        """Take the value or error of a user's function."""
+        """End a job with the value or error of its user's function."""
         if error is not None:
             self._ends.fail(job, error)
         elif isinstance(value, Raised):
@@ -247,7 +250,7 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _our_code_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
-        """Take the value or error of our own code: a function, or a task's result."""
+        """End a job with the value or error of our own code: a function, or a task's result."""
         if error is not None:
             self._raised(job, error)
         else:
@@ -302,7 +305,7 @@ class JobRunner:
         """Free the memory of a job's payload, as the job may run for long. Payloads that callbacks may see are kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
-            if record.is_heavy:
+            if record.is_heavy:  # otherwise a copy without the payload would save nothing
                 job.hold(record.without_payload())
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
@@ -364,10 +367,11 @@ class JobRunner:
     def renew(self, store: JobStore) -> None:
         """Extend the leases of all jobs, and drop jobs that are no longer ours."""
 
-        def renew(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
+        def renew_leases(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
+            """Extend leases. Returns the jobs that this worker no longer holds."""
             return store.renew([job.claimed for job in jobs])
 
-        lost = self.guard.batch(list(self.jobs), lambda job: job, renew)
+        lost = self.guard.batch(list(self.jobs), lambda job: job, renew_leases)
         self.drop(lost)
 
     def show_progress(self, store: JobStore) -> None:
@@ -380,9 +384,11 @@ class JobRunner:
                     changed.append((job, progress))
 
         def show(entries: Sequence[tuple[HeldJob, dict[str, Any]]]) -> Sequence[bool]:
+            """Write progress. Returns for each job whether this worker still holds it."""
             return store.show_progress([(job.claimed, progress) for job, progress in entries])
 
         def job_of(entry: tuple[HeldJob, dict[str, Any]]) -> HeldJob:
+            """Return the job that an entry is about."""
             job, _ = entry
             return job
 
@@ -426,18 +432,18 @@ class JobRunner:
         """Interrupt or fail a job that has run for longer than its limit."""
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:
+        if job.is_ours and job.is_function:  # it plans a run
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
 
-        reason = timeout_error(job.limit_s)
+        error_class = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
             if not job.is_overdue:
-                job.interrupt_function(reason)
+                job.interrupt_function(error_class)
         else:
-            self._withdraw(job, reason)
-            self._ends.fail(job, reason())
+            self._withdraw(job, error_class)
+            self._ends.fail(job, error_class())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""
@@ -458,6 +464,7 @@ class JobRunner:
         """Fail a job that one of RQ's own workers left behind, or retry it if it has retries left."""
 
         def fail(job: HeldJob) -> None:
+            """Fail the job, without callbacks that may not run here."""
             job.hold(self._admission.with_allowed_callbacks(claimed.record))
             self._ends.fail(job, error)
 
@@ -466,7 +473,7 @@ class JobRunner:
     def _end_at_once(self, claimed: ClaimedJob, end: Callable[[HeldJob], None]) -> None:
         """Hold a job only to end it."""
         job = self.jobs.add(claimed)
-        job.state = JobState.ENDING
+        job.state = JobState.ENDING  # so nothing may stop it
         with self.guard.around(job):
             self.jobs.begin_trace(job)
             end(job)
@@ -520,11 +527,12 @@ class JobRunner:
         """
 
         def may_go(job: HeldJob) -> bool:
+            """Whether a job's end has not begun, or waits to be written."""
             if not job.is_ending or self._ends.writer.is_waiting(job):
                 return True
             return parts_too and job.state is JobState.COLLECTING
 
-        return self._withdraw_all(list(filter(may_go, self.jobs)))
+        return self._withdraw_all([job for job in self.jobs if may_go(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         """Let go of jobs and of all work for them. Returns them for the caller to give back."""
@@ -534,7 +542,7 @@ class JobRunner:
                 self._withdraw(job, JobStopped)
                 self._ends.writer.forget(job)
                 self._let_go(job)
-                if job.call is None:
+                if job.call is None:  # otherwise the task is closed when the call comes back
                     self._close(job)
                 withdrawn.append(job.claimed)
         return withdrawn

@@ -31,43 +31,48 @@ class Maintenance:
         self._pool = parts.enders
         self._trouble = LastingTrouble(parts.log, "Redis is cleaned up again")
         self._scheduler = scheduler
-        self._schedule = Timer(_SCHEDULER_PERIOD_S)
-        self._clean = Timer(period_s)
-        self._queue_left = Timer(_LEFT_PERIOD_S)
-        self._count = Timer(_NUMBERS_PERIOD_S)
+        self._schedule_timer = Timer(_SCHEDULER_PERIOD_S)
+        self._clean_timer = Timer(period_s)
+        self._left_timer = Timer(_LEFT_PERIOD_S)
+        self._count_timer = Timer(_NUMBERS_PERIOD_S)
         self._client = parts.clients.pool
         self._tally = parts.tally
-        self._put_in_order = Timer(PERIOD_S)
-        self._adapters = parts.environment.lent.adapters
-        self._look_for_adapters = Timer(_ADAPTERS_PERIOD_S)
-        self._lost_adapters = LastingTrouble(parts.log, "the folder of adapters can be read again")
-        self._is_looking = False
+        self._order_timer = Timer(PERIOD_S)
+        self._adapters = parts.environment.shared_context.adapters
+        self._adapter_timer = Timer(_ADAPTERS_PERIOD_S)
+        self._adapter_trouble = LastingTrouble(
+            parts.log, "the folder of adapters can be read again"
+        )
+        self._looks_for_adapters = False
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
-        if self._scheduler is not None and self._schedule.due(moment):
+        names = self._queue_names
+        if self._scheduler is not None and self._schedule_timer.due(moment):
             self._scheduler.turn()
-        if self._scheduler is not None and self._count.due(moment):
-            self._pool.submit(partial(read_numbers, self._client, self._queue_names), self._counted)
-        if self._queue_left.due(moment):
-            self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
-        if self._put_in_order.due(moment):
-            self._pool.submit(
-                lambda: self._queue_order.put_in_order(self._queue_names), self._report
-            )
-        if self._adapters.is_live and not self._is_looking and self._look_for_adapters.due(moment):
-            self._is_looking = True
+        if self._scheduler is not None and self._count_timer.due(moment):
+            self._pool.submit(partial(read_numbers, self._client, names), self._counted)
+        if self._left_timer.due(moment):
+            self._pool.submit(partial(self._registries.queue_left, names), self._report)
+        if self._order_timer.due(moment):
+            self._pool.submit(partial(self._queue_order.put_in_order, names), self._report)
+        if (
+            self._adapters.is_live
+            and not self._looks_for_adapters
+            and self._adapter_timer.due(moment)
+        ):
+            self._looks_for_adapters = True
             self._pool.submit(self._adapters.refresh, self._looked)
-        if self._clean.due(moment):
-            self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
+        if self._clean_timer.due(moment):
+            self._pool.submit(partial(self._registries.clean, names), self._report)
 
     def _looked(self, _: Any, error: BaseException | None) -> None:
         """Note that a look for adapters is over, and whether it failed."""
-        self._is_looking = False
+        self._looks_for_adapters = False
         if error is None:
-            self._lost_adapters.passed()
+            self._adapter_trouble.passed()
         else:
-            self._lost_adapters.met(
+            self._adapter_trouble.met(
                 type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
             )
 

@@ -57,6 +57,7 @@ class RoomLine:
         self._clock = clock
         self._again_at = clock()
         self._waiting: dict[Place, WaitingCall] = {}
+        # The call that is made again at present, while the calls behind it wait.
         self._tried: Place | None = None
 
     def begin(
@@ -64,11 +65,12 @@ class RoomLine:
     ) -> None:
         """Make a call now. If earlier calls wait, make it in its turn.
 
-        start: makes the call. is_awaited: whether its job still waits for it. A call that nobody awaits is made without
-        a turn.
+        start: makes the call. is_awaited: whether its job still waits for it. If its job has been stopped, the next
+        `try_again` makes the call at once, so that it sees this and ends.
         """
-        waits_behind_a_try = self._tried is not None and self._tried < place
-        if waits_behind_a_try or any(waiting < place for waiting in self._waiting):
+        is_behind_a_try = self._tried is not None and self._tried < place
+        is_behind_others = any(earlier_place < place for earlier_place in self._waiting)
+        if is_behind_a_try or is_behind_others:
             self._waiting[place] = WaitingCall(start, is_awaited)
         else:
             start()
@@ -85,7 +87,7 @@ class RoomLine:
             self._tried = None
 
     def try_again(self) -> None:
-        """Make the calls that nobody awaits any more, and the first other one if its pause is over."""
+        """Make the calls that nobody awaits any more. If the pause is over, make the first other call too."""
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
@@ -140,6 +142,7 @@ class PoolCalls:
         self._guard = guard
         self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
+        # Starts the calls that an outage has cut off, once `_try_again_at` has come.
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
         self._line = RoomLine(clock)
@@ -148,7 +151,8 @@ class PoolCalls:
         """Run a function in a pool. Its `came_back` and `then` are called in the I/O thread."""
         place = call.place
         is_ours = call.is_ours
-        running: list[Call] = []
+        # What `start` has given to the pool. The job may make another call by the time this one comes back.
+        started: list[Call] = []
         call_key = job.await_call()
 
         def post(value: Any, error: BaseException | None) -> None:
@@ -160,20 +164,19 @@ class PoolCalls:
             job.call = pool.submit(
                 call.function, post, is_interruptible=not is_ours, discard=call.discard
             )
-
-            running.append(job.call)
+            started.append(job.call)
 
         def start_again() -> None:
             """Start the call that was delayed, unless its job was let go meanwhile."""
             with self._guard.around(job):
                 if job.awaits(call_key):
                     start()
-                else:
+                else:  # it ends without having been made
                     look_at(value=None, error=None)
 
         def report(value: Any, error: BaseException | None) -> None:
             """Free the call's place, then look at its outcome."""
-            if job.call in running:
+            if job.call in started:
                 job.call = None
             if place is not None:
                 self._line.came_back(place)
@@ -205,6 +208,7 @@ class PoolCalls:
                 call.then(job, value, error)
 
         def is_awaited() -> bool:
+            """Whether the job still waits for this call."""
             return job.awaits(call_key)
 
         if place is None:
@@ -304,13 +308,16 @@ class TaskFiles:
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, note it as the job's `open_task`, then call `then`."""
         self._packer.opening(job)
+        place = None
+        if task.reads_rows:
+            place = Place(opens=True, job_number=job.number)
         call = PoolCall(
             function=lambda: task.open(context),
             then=then,
             came_back=self._opened,
             is_ours=True,
             discard=partial(self._close, job.claimed.job_id),
-            place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
+            place=place,
         )
         self._calls.submit(self._openers, job, call)
 

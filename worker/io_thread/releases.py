@@ -70,16 +70,17 @@ class Releases:
         released = self._release(abandoned, "abandoned")
         self._take_over(released, "abandoned")
 
-        jobs_of: dict[str, list[str]] = {}
+        ids_by_worker: dict[str, list[str]] = {}
         for job in released:
             if job.deaths and job.worker_name:
-                jobs_of.setdefault(job.worker_name, []).append(job.job_id)
-        self._store.record_deaths(jobs_of)
+                ids_by_worker.setdefault(job.worker_name, []).append(job.job_id)
+        self._store.record_deaths(ids_by_worker)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
         """Release jobs in one call, or one by one if that raises."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
+            """Release jobs in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
         return self._guard.batch(held, lambda claimed: claimed, release)
@@ -103,19 +104,19 @@ class Releases:
         for job in released:
             if job.deaths:
                 self._tally.taken_over(job.queue_name, job.deaths)
-            if job.claimed is not None:
+            if job.claimed is not None:  # this worker holds it, to end it
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
         """Log what is taken over from each worker in one line, even if it held hundreds of jobs."""
-        ids_of: dict[tuple[str, str, int], list[str]] = {}
+        ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:
                 group = (job.queue_name, job.worker_name, job.deaths)
-                ids_of.setdefault(group, []).append(job.job_id)
+                ids_by_group.setdefault(group, []).append(job.job_id)
 
-        for (queue_name, worker_name, deaths), job_ids in ids_of.items():
+        for (queue_name, worker_name, deaths), job_ids in ids_by_group.items():
             holder = f"worker {worker_name}" if worker_name else _NOT_BEGUN
             facts = (holder, _REASONS[mode], deaths, self._max_deaths)
             has_many = len(job_ids) > 1
@@ -126,9 +127,10 @@ class Releases:
                     len(job_ids),
                     *facts,
                 )
+            level = logging.DEBUG if has_many else logging.WARNING
             for job_id in job_ids:
                 self._log.log(
-                    logging.DEBUG if has_many else logging.WARNING,
+                    level,
                     "%s: job %s is taken over from %s, %s: worker death %d; after %d it fails",
                     queue_name,
                     job_id,

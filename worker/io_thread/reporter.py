@@ -79,7 +79,8 @@ class Reporter:
             state = "busy"
         else:
             state = hold or "idle"
-        self._write(state, held_jobs[0].job_id if held_jobs else None)
+        oldest_id = held_jobs[0].job_id if held_jobs else None
+        self._write(state, oldest_id)
 
         if self._point_timer.due(moment):
             self._record.keep(self._runner.tally.shown.point)

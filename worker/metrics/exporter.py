@@ -5,7 +5,7 @@ queues' metrics have rq-exporter's names. The number of label values is bounded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,8 +21,15 @@ _GAUGE = GaugeMetricFamily
 _COUNTER = CounterMetricFamily
 _HISTOGRAM = HistogramMetricFamily
 
-#: A metric: its kind, name, help and labels, then pairs of label values and a number or a Histogram.
-_Metric = tuple[Any, str, str, Sequence[str], Iterable[tuple[Sequence[str], Any]]]
+
+class _Metric(NamedTuple):
+    """A metric. rows: pairs of label values and a number or a Histogram."""
+
+    family: Any
+    name: str
+    help: str
+    labels: Sequence[str]
+    rows: Iterable[tuple[Sequence[str], Any]]
 
 
 class Exporter:
@@ -33,7 +40,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on, as its model is loaded. facts: the values of its key in Redis."""
+        """Show a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -53,10 +60,10 @@ class _WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield a metric family for each metric of the methods below."""
-        metrics = (*self._queue_metrics(), *self._job_metrics(), *self._engine_metrics())
-        for kind, name, text, labels, rows in metrics:
-            family = kind(name, text, labels=labels)
-            for label_values, value in rows:
+        metrics = (*self._worker_metrics(), *self._job_metrics(), *self._engine_metrics())
+        for metric in metrics:
+            family = metric.family(metric.name, metric.help, labels=metric.labels)
+            for label_values, value in metric.rows:
                 if isinstance(value, Histogram):
                     family.add_metric(label_values, value.cumulative(), value.total)
                 else:
@@ -67,53 +74,49 @@ class _WorkerCollector(Collector):
         if numbers is not None:
             yield from waiting_families(numbers)
 
-    def _queue_metrics(self) -> Iterator[_Metric]:
+    def _worker_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics that say what the worker is."""
         facts = self._facts
         shown = self._counts.shown
         name = safe_name(str(facts.get("worker", "")))
         queues = ",".join(self._queue_names)
-        here = [((name, shown.state, queues), 1)]
-        yield _GAUGE, "rq_workers", "Workers, this one.", ("name", "state", "queues"), here
+        this_worker = [((name, shown.state, queues), 1)]
+        yield _Metric(
+            _GAUGE, "rq_workers", "Workers, this one.", ("name", "state", "queues"), this_worker
+        )
+
         fact_names = ("dtype", "attention_backend", "version")
         fact_values = [str(facts.get(fact_name, "")) for fact_name in fact_names]
         served = [((name, self._model, *fact_values), 1)]
         labels = ("name", "model_name", *fact_names)
-        yield _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served
+        yield _Metric(_GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served)
 
     def _job_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of jobs and of Redis."""
         counts = self._counts
-        num_held = []
+        held = []
         for queue in self._queue_names:
             for kind in ("engine", "function"):
-                number = counts.shown.held_by_kind.get((queue, kind), 0)
-                num_held.append(((queue, kind), number))
-        yield (
+                num_held = counts.shown.held_by_kind.get((queue, kind), 0)
+                held.append(((queue, kind), num_held))
+        yield _Metric(
             _GAUGE,
             "tokenmill_jobs_held",
             "Jobs claimed here and not ended.",
             ("queue", "kind"),
-            num_held,
+            held,
         )
 
+        # These are copies, here and below, because the I/O thread may add a label meanwhile.
+        jobs = dict(counts.jobs).items()
+        rows = dict(counts.rows).items()
         labels = ("queue", "outcome", "reason")
-        yield _COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, dict(counts.jobs).items()
-        yield (
-            _COUNTER,
-            "tokenmill_rows",
-            "Rows of finished shards.",
-            labels,
-            dict(counts.rows).items(),
-        )
+        yield _Metric(_COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, jobs)
+        yield _Metric(_COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, rows)
 
         lost = [((), counts.claims_lost)]
-        yield (
-            _COUNTER,
-            "tokenmill_claims_lost",
-            "Jobs cancelled or taken over while held.",
-            (),
-            lost,
+        yield _Metric(
+            _COUNTER, "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", (), lost
         )
 
         # Prometheus would not see the first death in a counter that begins at 1.
@@ -121,23 +124,37 @@ class _WorkerCollector(Collector):
         taken_over = [
             ((queue, str(deaths)), number) for (queue, deaths), number in takeovers.items()
         ]
-        text = "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job."
-        yield _COUNTER, "tokenmill_jobs_taken_over", text, ("queue", "deaths"), taken_over
+        yield _Metric(
+            _COUNTER,
+            "tokenmill_jobs_taken_over",
+            "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job.",
+            ("queue", "deaths"),
+            taken_over,
+        )
 
-        text = "Errors about one job that nobody foresaw: they end that job alone. Each is a bug to report."
-        unforeseen = dict(counts.unforeseen_errors).items()
-        yield _COUNTER, "tokenmill_unforeseen_errors", text, ("queue", "error"), unforeseen
+        yield _Metric(
+            _COUNTER,
+            "tokenmill_unforeseen_errors",
+            "Errors about one job that nobody foresaw: they end that job alone. Each is a bug to report.",
+            ("queue", "error"),
+            dict(counts.unforeseen_errors).items(),
+        )
 
         for name, until, times in (
             ("queue_time", "begin", counts.queue_times),
             ("latency", "end", counts.latencies),
         ):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
-            text = f"From a job's enqueueing to its {until}."
-            yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
+            yield _Metric(
+                _HISTOGRAM,
+                f"tokenmill_job_{name}_seconds",
+                f"From a job's enqueueing to its {until}.",
+                ("queue",),
+                by_queue,
+            )
 
         round_trips = [((client,), number) for client, number in counts.round_trips.items()]
-        yield (
+        yield _Metric(
             _COUNTER,
             "tokenmill_redis_round_trips",
             "Commands or pipelines sent to Redis.",
@@ -145,9 +162,10 @@ class _WorkerCollector(Collector):
             round_trips,
         )
 
+        # Prometheus would not see the first error either.
         redis_errors = {"ConnectionError": 0, **counts.redis_errors}
         errors = [((error,), number) for error, number in redis_errors.items()]
-        yield (
+        yield _Metric(
             _COUNTER,
             "tokenmill_redis_errors",
             "Turns of the I/O thread that Redis ended.",
@@ -161,6 +179,7 @@ class _WorkerCollector(Collector):
         point = self._counts.shown.point
         stats = self._counts.shown.engine_stats
         arrival = "From a request's arrival in the engine to its"
+        # Of each metric: its family, its name without prefix, its help, and its only value.
         metrics: list[tuple[Any, str, str, Any]] = [
             (_GAUGE, "num_requests_running", "Sequences in the batch.", point.num_requests_running),
             (
@@ -207,26 +226,31 @@ class _WorkerCollector(Collector):
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
         ]
 
+        # sizes[i]: the number of steps with more than 2**(i - 1) and at most 2**i sequences. The last one: all larger.
         sizes = stats.get("batch_sizes", ())
         if sizes:
             batch_sizes = Histogram([1 << i for i in range(len(sizes) - 1)])
             batch_sizes.counts = list(sizes)
             batch_sizes.total = stats.get("num_scheduled", 0)
             metrics.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes))
-        for kind, name, text, value in metrics:
-            yield kind, f"tokenmill_{name}", text, ("model_name",), [((self._model,), value)]
+        for family, name, help_text, value in metrics:
+            rows = [((self._model,), value)]
+            yield _Metric(family, f"tokenmill_{name}", help_text, ("model_name",), rows)
 
-        seconds = [
-            ((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()
-        ]
-        yield (
+        seconds_by_part = stats.get("step_seconds", {})
+        yield _Metric(
             _COUNTER,
             "tokenmill_step_seconds",
             "Time of steps by part.",
             ("model_name", "part"),
-            seconds,
+            [((self._model, part), seconds) for part, seconds in seconds_by_part.items()],
         )
 
-        done = [((self._model, reason), number) for reason, number in dict(counts.requests).items()]
-        labels = ("model_name", "finished_reason")
-        yield _COUNTER, "tokenmill_request_success", "Samples by how they ended.", labels, done
+        num_by_reason = dict(counts.requests)
+        yield _Metric(
+            _COUNTER,
+            "tokenmill_request_success",
+            "Samples by how they ended.",
+            ("model_name", "finished_reason"),
+            [((self._model, reason), number) for reason, number in num_by_reason.items()],
+        )

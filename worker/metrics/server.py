@@ -38,6 +38,7 @@ class MetricsServer:
         self.health = Health()
         self._exporter = Exporter()
         self._listener = _listen(host, ports)
+        # The open connections, the oldest first.
         self._open: dict[asyncio.StreamWriter, None] = {}
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
@@ -63,7 +64,7 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on, as its model is loaded. facts: those of the worker's key in Redis."""
+        """Serve a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
@@ -136,11 +137,15 @@ class MetricsServer:
             return Response(HTTPStatus.OK, body, content_type)
         if path not in ("/livez", "/readyz"):
             return Response(HTTPStatus.NOT_FOUND, b"/metrics, /livez and /readyz are here\n")
-        problem = self.health.why_dead() if path == "/livez" else self.health.why_not_ready()
+        if path == "/livez":
+            problem = self.health.why_dead()
+            warning = ""
+        else:
+            problem = self.health.why_not_ready()
+            warning = self.health.warning()
         if problem:
             return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n".encode())
-        warning = self.health.warning()
-        if warning and path == "/readyz":
+        if warning:
             return Response(HTTPStatus.OK, f"ok, but {warning}\n".encode())
         return Response(HTTPStatus.OK, b"ok\n")
 
@@ -149,9 +154,11 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     """Listen on the first port that is free. Raises MetricsNotServed."""
     for port in ports:
         try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address[:2], family=family, backlog=1024)
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = addresses[0]
+            host_and_port = address[:2]  # an address of IPv6 has two more fields
+            return socket.create_server(host_and_port, family=family, backlog=1024)
         except (OSError, UnicodeError) as error:
-            reason = error
-    port_text = f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else str(ports[0])
-    raise MetricsNotServed(host, port_text, reason)
+            last_error = error
+    port_text = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+    raise MetricsNotServed(host, port_text, last_error)

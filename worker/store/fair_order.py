@@ -81,9 +81,10 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 
 
 class PlacedJob(NamedTuple):
-    """A job in its place. end: the virtual time at which it is done if each run gets its share.
+    """A job in its place.
 
-    Virtual time counts the rows that a run with priority 1 has had.
+    end: the virtual time at which it is done if each run gets its share. Virtual time counts the rows that a run with
+    priority 1 has had. number: its place in the queue before, which decides between equal ends.
     """
 
     end: float
@@ -105,18 +106,22 @@ def fair_order(
     Without them, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:
+        # The urgent runs are one stream below, so its jobs must come in the order of the runs. Where the other runs'
+        # jobs stand between them does not matter.
         places = {run: place for place, run in enumerate(urgent)}
         new = sorted(new, key=lambda job: places.get(job.run, 0))
     runs = {job.run for job in (*in_order, *new)}
     num_others = len(runs - set(urgent))
+    # The urgent runs together get this many times the share of another run.
     urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
 
+    # By stream: the end of its last job that has a place. The urgent runs are one stream, each other run is one.
     ends: defaultdict[str, float] = defaultdict(float)
-    for run, rows in (waited or {}).items():
-        ends[f"run {run}"] = -rows
+    for run, virtual_time in (waited or {}).items():
+        ends[f"run {run}"] = -virtual_time
 
-    def end(job: WaitingJob, not_before: float) -> float:
-        """Return the virtual time at which a job is done if each run gets its share."""
+    def place(job: WaitingJob, not_before: float) -> float:
+        """Place a job behind the others of its stream. Returns its end, see PlacedJob."""
         cost = job.cost
         stream = f"run {job.run}"
         if job.run in urgent:
@@ -126,13 +131,14 @@ def fair_order(
         ends[stream] = max(not_before, ends[stream] + cost)
         return ends[stream]
 
-    latest = 0.0
+    latest_end = 0.0
     placed = []
     for number, job in enumerate(in_order):
-        latest = end(job, latest)
-        placed.append(PlacedJob(latest, number, job.id))
+        latest_end = place(job, not_before=latest_end)
+        placed.append(PlacedJob(latest_end, number, job.id))
     placed_new = []
     for number, job in enumerate(new, len(placed)):
-        placed_new.append(PlacedJob(end(job, not_before=0.0), number, job.id))
+        end = place(job, not_before=0.0)
+        placed_new.append(PlacedJob(end, number, job.id))
     placed_new.sort()
     return list(merge(placed, placed_new))

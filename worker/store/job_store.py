@@ -62,7 +62,7 @@ class Released:
     """A job that was taken from its holder.
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
-    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue, or not there.
     worker_name: the worker on which the job had begun; "" if it had not begun. Only for show, because anybody may
     write it.
     """
@@ -89,7 +89,7 @@ class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
-    more_models: returns names that may change: of adapters.
+    more_models: returns the adapters' names, which may change.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
     answer. The call may then be made again, because no method doubles an effect.
@@ -166,9 +166,8 @@ class JobStore:
         }
         calls = []
         for request in wanted:
-            calls.append(
-                Call("claim", {**vars(request), **common, "most": min(request.most, CLAIM_BATCH)})
-            )
+            most = min(request.most, CLAIM_BATCH)
+            calls.append(Call("claim", {**vars(request), **common, "most": most}))
 
         tokens = {request.token for request in wanted}
         sent_once = tokens - self._unanswered_tokens
@@ -178,7 +177,7 @@ class JobStore:
         # The record of a claim that was sent twice is kept until it expires, because the first sending may still be on
         # its way.
         self._answered_tokens = sent_once
-        *_, epoch = replies[-1]
+        *_, epoch = replies[-1]  # the latest
         self._epoch = epoch.decode()
         return [
             self._claim_of(request.queue, reply)
@@ -205,7 +204,7 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
-        """Extend leases. held: with the time at which each job began, or "" to leave that as it is."""
+        """Extend leases. held: each job, and the time at which it began, or "" to leave that time as it is."""
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
@@ -272,16 +271,19 @@ class JobStore:
         }
         if status == "finished":
             is_recorded = step.kept_s != 0
-            ttl_without_record = "0"
-            endless_score = "+inf"
-        else:  # if a failed job is kept for ever, RQ's score for it is its negative ttl
+            ttl_without_record = "0"  # the job is deleted
+        else:
             is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
-            ttl_without_record = ""
-            endless_score = str(step.kept_s)
+            ttl_without_record = ""  # the job's time to live stays as it is
         if not is_recorded:
             return Call("finish", {**args, "score": "", "ttl": ttl_without_record})
 
-        score = endless_score if step.kept_s < 0 else repr(self._clock() + step.kept_s)
+        if step.kept_s >= 0:
+            score = repr(self._clock() + step.kept_s)
+        elif status == "finished":  # kept for ever
+            score = "+inf"
+        else:  # RQ's score for a failed job that is kept for ever is its negative ttl
+            score = str(step.kept_s)
         entry = self._entry(outcome, result_type)
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
@@ -299,7 +301,7 @@ class JobStore:
             claimed.job_id,
             result_type,
             connection=self._client,
-            return_value=outcome.returned_retry,
+            return_value=outcome.returned_retry,  # any other value is packed already, and is put in below
             exc_string=outcome.value if has_failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution_id,
@@ -319,8 +321,8 @@ class JobStore:
         """Queue those dependents of an ended job that wait for nothing else. Each call queues one page.
 
         cursor: the page, 0 for the first. Returns the next page's cursor, 0 after the last.
-        A dependent is queued only once, even by two calls, or if two jobs that it waited for end together. Then RQ
-        would queue it twice.
+        A dependent is queued only once, even by two calls. RQ would queue it twice if two jobs that it waited for end
+        together.
         """
         key = job_key(claimed.job_id)
         ended_as: Any = self._client.hget(key, "ended_as")
@@ -359,14 +361,20 @@ class JobStore:
         last_first = list(reversed(held))
         calls = []
         for job in last_first:
-            place = {**job.address, "left_before": job.left_before, "kind": job.kind}
-            calls.append(Call("release", {**place, **common, "new_eid": uuid4().hex}))
+            args = {
+                **common,
+                **job.address,
+                "left_before": job.left_before,
+                "kind": job.kind,
+                "new_eid": uuid4().hex,
+            }
+            calls.append(Call("release", args))
         replies = self._call_many(calls) if calls else []
         return [self._released(job, reply) for job, reply in zip(last_first, replies, strict=True)]
 
     def _released(self, job: ClaimedJob, reply: Sequence[Any]) -> Released:
         """Read the reply of release.lua."""
-        result, deaths, *more = reply
+        result, deaths, *more = reply  # what follows depends on the result
         claimed = None
         worker_name = b""
         if result == b"exhausted":
@@ -409,13 +417,15 @@ class JobStore:
             for claimed in held_jobs:
                 pipe.ttl(execution_key(claimed.job_id, claimed.execution_id))
             leases_s = pipe.execute()
-        return [
-            claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
-        ]
+        abandoned = []
+        for claimed, lease_s in zip(held_jobs, leases_s, strict=True):
+            if lease_s < 0:  # Redis' reply for a key that has expired
+                abandoned.append(claimed)
+        return abandoned
 
-    def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
-        """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
-        record_deaths(self._client, jobs_of)
+    def record_deaths(self, ids_by_worker: Mapping[str, Sequence[str]]) -> None:
+        """Record that workers have died. ids_by_worker: the ids of the jobs that each of them had begun."""
+        record_deaths(self._client, ids_by_worker)
 
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]
@@ -425,7 +435,6 @@ class JobStore:
         reasons: why each job fails, by its job id and execution id. The execution id is "" if the job had not begun.
         Each job is returned with its reason.
         """
-
         holder = self._holder()
         calls = []
         for job_id, execution_id in reasons:
@@ -433,12 +442,12 @@ class JobStore:
             calls.append(Call("adopt", args))
 
         adopted = []
-        for reply, reason in zip(self._call_many(calls), reasons.values(), strict=True):
+        replies = self._call_many(calls)
+        for reply, reason in zip(replies, reasons.values(), strict=True):
             result, *entries = reply
             if result == b"taken":
                 [entry] = entries
                 adopted.append((self._restore(queue, entry), reason))
-
         return adopted
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
@@ -453,9 +462,10 @@ class JobStore:
         calls = []
         for start in range(0, len(waiting), TEXT_BATCH):
             addresses = []
-            raw: list[Any] = []
+            raw: list[Any] = []  # sent beside the JSON, because tokens are bytes
             for claimed, piece in waiting[start : start + TEXT_BATCH]:
-                addresses.append([*claimed.address.values(), piece.offset == 0])
+                is_first = piece.offset == 0
+                addresses.append([*claimed.address.values(), is_first])
                 raw += piece.to_values()
             args = {
                 "pieces": addresses,

@@ -32,9 +32,8 @@ class OrderMemory:
     """What the last look at a queue leaves for the next one.
 
     last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
-    samples: the earliest first. front: the ids of the first jobs, with the ends of their places. heads: each run's
-    first job, with the virtual time for which this job was the first. priorities: that of each run which has another
-    than 1.
+    samples: the earliest first. front: the ids of the first jobs, each with its PlacedJob.end. heads: each run's
+    first job, with the virtual time for which this job was the first. priorities: by run, without those that are 1.
     """
 
     last: str = ""
@@ -53,8 +52,8 @@ class OrderMemory:
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
             front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
             heads = {}
-            for run, (job_id, rows) in fields["heads"].items():
-                heads[str(run)] = (str(job_id), float(rows))
+            for run, (job_id, waited) in fields["heads"].items():
+                heads[str(run)] = (str(job_id), float(waited))
             priorities = {str(run): int(priority) for run, priority in fields["priorities"].items()}
             return cls(
                 last=str(fields["last"]),
@@ -83,23 +82,23 @@ class OrderMemory:
         """Count the rows that were finished since the last look."""
         if self.samples and now - self.samples[-1].at > _RESTED_S:
             self.samples.clear()
-        rows = self.samples[-1].rows if self.samples else 0.0
+        total_rows = self.samples[-1].rows if self.samples else 0.0
         for run, finished_rows in rows_of.items():
             # A run that is new here adds nothing.
             rows_before = self.rows_of.get(run, finished_rows)
-            rows += max(0, finished_rows - rows_before)
+            total_rows += max(0, finished_rows - rows_before)
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The last sample is replaced until it is far enough from the one before.
+        # If the last but one sample is too recent, the new sample replaces the last one.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
-        self.samples.append(Sample(now, rows))
+        self.samples.append(Sample(now, total_rows))
 
     def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
-        """Return the virtual time for which each run's first job has waited.
+        """Return the virtual time for which each run's first job has waited. Notes the first jobs.
 
-        It counts the rows that a run with priority 1 has had meanwhile.
+        Virtual time counts the rows that a run with priority 1 has had meanwhile.
 
         run_of: the run of each job in the queue, in the queue's order.
         """
@@ -112,8 +111,10 @@ class OrderMemory:
             if run in heads:
                 continue
             head_before, waited_before = self.heads.get(run, ("", 0.0))
-            is_same_head = head_before == job_id
-            heads[run] = (job_id, waited_before + passed if is_same_head else 0.0)
+            waited = 0.0
+            if head_before == job_id:
+                waited = waited_before + passed
+            heads[run] = (job_id, waited)
         self.heads = heads
         return {run: waited for run, (_, waited) in heads.items()}
 

@@ -25,7 +25,7 @@ _TURN_MS = 4500
 left out."""
 
 _MEMORY_S = 3600
-"""Seconds for which a queue's memory is kept after its last look."""
+"""Seconds for which Redis keeps what a look at a queue remembers for the next one."""
 
 
 class QueueOrder:
@@ -53,26 +53,29 @@ class QueueOrder:
             return
 
         now = self._clock()
-        key = prefixed(f"tokenmill:fair:{name}")
-        memory = OrderMemory.from_object(stored.json_object(self._client.get(key)))
-        runs, rows_of = self._read_runs(run_ids, [*memory.rows_of])
-        memory.see(rows_of, now)
+        memory_key = prefixed(f"tokenmill:fair:{name}")
+        memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
+        runs, finished_rows = self._read_runs(run_ids, known=list(memory.rows_of))
+        memory.see(finished_rows, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
+
         num_in_order = 0
         is_as_before = urgent == memory.urgent and priorities == memory.priorities
         if is_as_before and memory.last in run_of:
-            # The jobs behind the last one that was put in order have come since.
+            # The jobs behind the last one that was put in order have come since. They are counted from the queue's end.
             num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
 
         jobs = [WaitingJob(job_id, run_of[job_id], _cost(job_id, runs)) for job_id in job_ids]
-        placed = fair_order(jobs[:num_in_order], jobs[num_in_order:], urgent, memory.waited(run_of))
+        in_order = jobs[:num_in_order]
+        new = jobs[num_in_order:]
+        placed = fair_order(in_order, new, urgent, memory.waited(run_of))
         order = [job.id for job in placed]
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
         memory.note(placed, urgent, priorities)
-        self._client.set(key, json.dumps(vars(memory)), ex=_MEMORY_S)
+        self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
         self, waiting: set[str], known: Sequence[str]
@@ -119,15 +122,15 @@ class QueueOrder:
 
 def _run_of(job_id: str) -> str:
     """Return a job's run, or PROMPTS."""
-    named = run_and_shard(job_id)
-    if named is None:
+    run_shard = run_and_shard(job_id)
+    if run_shard is None:
         return PROMPTS
-    run, _ = named
+    run, _ = run_shard
     return run
 
 
 def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
-    """Return a job's rows, divided by its run's priority: 1 for a prompt. runs: those that are planned.
+    """Return a job's rows, divided by its run's priority; 1 for a prompt. runs: those that are planned.
 
     A planning job costs nothing. So it comes first, and the shards that it queues soon get their share.
     """
@@ -136,4 +139,4 @@ def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
         return 0.0
     if run in runs:
         return runs[run].shard_cost
-    return 1.0
+    return 1.0  # a prompt, or a shard of a run that Redis has lost

@@ -38,7 +38,9 @@ class RedisClock:
         answered_at = self._steady()
         redis_time_us = info.get("server_time_usec")
         if redis_time_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
-            self._began_at = redis_time_us / 1e6 - (asked_at + answered_at) / 2
+            # Redis has read its clock about halfway between.
+            read_at = (asked_at + answered_at) / 2
+            self._began_at = redis_time_us / 1e6 - read_at
             self.ahead_s = self._wall() - self()
 
     @property

@@ -34,7 +34,8 @@ class Scheduler(RQScheduler):
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
         """level, formats: the log's level, and its formats of dates and lines, as for `rq worker`."""
-        super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
+        interval_s = 1  # between two turns
+        super().__init__(queues, connection, interval_s, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
         self._scripts = Scripts(client)
@@ -46,10 +47,14 @@ class Scheduler(RQScheduler):
     @property
     def should_reacquire_locks(self) -> bool:
         """Whether to try now to get missing locks. RQ would wait for minutes."""
-        last_try: Any = self.lock_acquisition_time
-        if self._queue_names == self.acquired_locks:
+        has_all_locks = self._queue_names == self.acquired_locks
+        if has_all_locks:
             return False
-        return last_try is None or (datetime.now() - last_try).total_seconds() > _REACQUIRE_S
+        last_try: Any = self.lock_acquisition_time
+        if last_try is None:
+            return True
+        ago = datetime.now() - last_try
+        return bool(ago.total_seconds() > _REACQUIRE_S)
 
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
@@ -95,7 +100,7 @@ class Scheduler(RQScheduler):
             )
 
     def enqueue_once(self) -> None:
-        """Enqueue the due jobs of queues that have no scheduler, and keep no lock."""
+        """Enqueue the due jobs of the queues whose locks are free, then give the locks back."""
         try:
             self.acquire_locks()
             self.enqueue_scheduled_jobs()

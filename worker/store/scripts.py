@@ -63,29 +63,29 @@ class Scripts:
         self._bounds = "".join(
             f"local {name} = {number}\n" for name, number in (bounds or {}).items()
         )
-        self._shas: dict[str, str] = {}
+        self._shas: dict[str, str] = {}  # by script, once they are loaded
 
     def call_many(self, calls: Sequence[Call]) -> list[Any]:
         """Run scripts in one round trip. Scripts that the server lacks are loaded first."""
         if not self._shas:
             self._load()
-        replies: dict[int, Any] = {}
-        waiting = list(range(len(calls)))
-        while waiting:
+        replies: list[Any] = [None] * len(calls)
+        unanswered = list(range(len(calls)))  # positions of calls
+        while unanswered:
             with self._client.pipeline(transaction=False) as pipe:
-                for i in waiting:
+                for i in unanswered:
                     name, args, raw = calls[i]
                     pipe.evalsha(self._shas[name], 0, json.dumps(args), *raw)
-                answers = pipe.execute(raise_on_error=False)
-            replies.update(zip(waiting, answers, strict=True))
-            waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
-            if waiting:  # the server was restarted or its scripts were flushed
+                new_replies = pipe.execute(raise_on_error=False)
+            for i, reply in zip(unanswered, new_replies, strict=True):
+                replies[i] = reply
+            unanswered = [i for i in unanswered if isinstance(replies[i], NoScriptError)]
+            if unanswered:  # the server was restarted or its scripts were flushed
                 self._load()
-        answered = [replies[i] for i in range(len(calls))]
-        for reply in answered:
+        for reply in replies:
             if isinstance(reply, RedisError):
                 raise reply
-        return answered
+        return replies
 
     def _load(self) -> None:
         """Load all scripts into the server, and remember their hashes."""

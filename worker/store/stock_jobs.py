@@ -23,7 +23,7 @@ _STUCK_S = 60
 """Seconds after which a job in an intermediate queue counts as left behind, as with RQ."""
 
 _SEEN_TTL_S = 24 * 3600
-"""Seconds for which Redis keeps the time when a job was first seen there."""
+"""Seconds for which Redis keeps the time when a job was first seen in an intermediate queue."""
 
 
 class StockJobs:
@@ -50,7 +50,8 @@ class StockJobs:
         """
         adopted = []
         for name in queue_names:
-            if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
+            has_turn = self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000))
+            if not has_turn:
                 continue
             reasons = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
@@ -73,7 +74,7 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Return why jobs in the intermediate queue are abandoned, by job id and ''."""
+        """Return why jobs in the intermediate queue are abandoned, by job id and execution id, which is ""."""
         key = QueueKeys(queue).popped
         moment = self._clock()
         members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)
@@ -83,13 +84,15 @@ class StockJobs:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-            replies = iter(pipe.execute())
+            replies = pipe.execute()
 
+        # There are three replies for each job. That of `set` is not needed.
+        nums_executions = replies[::3]
+        first_seens = replies[2::3]
         reasons = {}
-        for job_id in job_ids:
-            num_executions = next(replies)
-            next(replies)
-            first_seen = next(replies)
+        for job_id, num_executions, first_seen in zip(
+            job_ids, nums_executions, first_seens, strict=True
+        ):
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons

@@ -99,9 +99,9 @@ class Callbacks:
 
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
         """Whether user code is called for this end. job: the copy that the user's code has had, if any."""
-        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.returned_retry is not None:
             return False
+        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.status == "finished":
             return "success callback" in callbacks
         if outcome.status == "stopped":
@@ -139,6 +139,7 @@ class Callbacks:
         job.connection = self._client
         job.ended_at = outcome.ended_at
         if outcome.returned_retry is not None:
+            # A job that has asked for a retry once too often has failed, without an error.
             if not outcome.policy.grants(outcome.returned_retry):
                 self.webhooks.send(job, JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":

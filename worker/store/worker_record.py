@@ -58,7 +58,8 @@ def process_facts() -> dict[str, Any]:
 def resident_bytes() -> int:
     """Return how much memory this process has now; 0 if that is not known."""
     try:
-        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        fields = Path("/proc/self/statm").read_text().split()
+        num_pages = int(fields[1])  # the second is the resident memory
     except (OSError, ValueError, IndexError):
         return 0
     return num_pages * os.sysconf("SC_PAGE_SIZE")
@@ -97,13 +98,15 @@ def shown_loading(
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
 
-    A worker of this machine that was killed leaves its name behind for minutes. It counts as living only while its
-    process runs and it wrote something within SILENT_S. In a restarted container, its process id may be ours.
+    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
+    something within SILENT_S, and a process other than this one has its id. In a restarted container, this process may
+    have got the id.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        (host_field, pid_field, death), is_heard = pipe.execute()
+        registered, is_heard = pipe.execute()
+    host_field, pid_field, death = registered
     if host_field is None or death is not None:
         return ""
 
@@ -122,7 +125,7 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
     An older process does not count: a failover or a backup may bring its entry back. Raises RedisError.
     """
     fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
-    host, pid, born = (text(field or b"") for field in fields)
+    host, pid, born = [text(field or b"") for field in fields]
     try:
         is_younger = utcparse(born) > birth
     except ValueError:
@@ -131,11 +134,12 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that any worker takes up its jobs at its next look. Return how many.
+    """End the leases of a dead worker, so that others take up its jobs at their next look. Returns how many were ended.
 
-    If it lives after all, it renews them, or finds that it has lost the jobs: nothing ends twice. Raises RedisError.
+    If that worker lives after all, it renews them, or finds that it has lost the jobs. Nothing ends twice. Raises
+    RedisError.
     """
-    with client.pipeline(transaction=False) as pipe:
+    with client.pipeline(transaction=False) as pipe:  # used for three round trips
         for name in queue_names:
             pipe.hkeys(held_key(name))
         # Somebody may have put another kind of value into a key. Then only that key is left out.
@@ -161,10 +165,11 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
 
 def _is_other_process(pid_text: str) -> bool:
     """Whether another process of this machine has this id, and still runs."""
-    if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
+    is_number = pid_text.isascii() and pid_text.isdigit()
+    if not is_number or int(pid_text) == os.getpid():
         return False
     try:
-        os.kill(int(pid_text), 0)
+        os.kill(int(pid_text), 0)  # sends nothing, but fails if there is no such process
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -179,8 +184,8 @@ def _is_zombie(pid: int) -> bool:
     except OSError:
         return False
     # The state comes after the program's name, which stands in parentheses and may hold any character.
-    _, _, fields = stat.rpartition(")")
-    return fields.split()[:1] == ["Z"]
+    _, _, state_and_more = stat.rpartition(")")
+    return state_and_more.lstrip().startswith("Z")
 
 
 class WorkerRecord:
@@ -219,10 +224,10 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # These claimed jobs have begun.
+                # The claimed jobs that have begun: their scores lie years ahead.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
-            replies = iter(pipe.execute())
+            replies = iter(pipe.execute())  # read below in the order of the commands above
 
         jobs: dict[str, dict[str, int]] = {}
         workers: dict[str, int] = {}

@@ -26,6 +26,7 @@ class FunctionPool:
     ) -> None:
         self._name = name
         self._clock = clock
+        # The waiting calls, by their order and their number. None ends a thread.
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
@@ -64,13 +65,14 @@ class FunctionPool:
             goes_on = call.run()
             del self._running[thread]
             del call  # while this thread waits, it holds nothing that the call has used
-            if not goes_on or self._was_relieved(thread):
+            # This thread ends if its call was given up, or if another thread has taken its place.
+            if not goes_on or self._drop_if_relieved(thread):
                 with self._lock:  # `give_up_stuck` counts the thread as stuck under this lock
                     self._stuck.discard(thread)
                 return
 
-    def _was_relieved(self, thread: threading.Thread) -> bool:
-        """Whether another thread has taken this one's place, so that this one ends."""
+    def _drop_if_relieved(self, thread: threading.Thread) -> bool:
+        """Drop a thread from the pool if another one has taken its place. Returns whether it was dropped."""
         with self._lock:
             if thread not in self._relieved:
                 return False
@@ -130,7 +132,7 @@ class FunctionPool:
                 if place is None:
                     continue
                 self._stuck.add(thread)
-            if not self._was_relieved(thread):
+            if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
                 self._threads.remove(thread)
                 self._add_thread()
             places.append(f"{thread.name} in {place}")

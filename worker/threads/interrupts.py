@@ -61,15 +61,15 @@ class Call:
         self._is_interruptible = is_interruptible
         self._clock = clock
         self._lock = threading.Lock()
-        self._thread_id: int | None = None
-        self.error: type[BaseException] | None = None
+        self._thread_id: int | None = None  # the thread, while the function runs
+        self.error: type[BaseException] | None = None  # the last interrupt that was not obeyed yet
         self._began_at: float | None = None
-        self._alive_at: float | None = None
-        self._interrupted_at: float | None = None
+        self._alive_at: float | None = None  # the last sign of life
+        self._interrupted_at: float | None = None  # the first interrupt while the function ran
         self._delayed_error: type[BaseException] | None = None  # to be raised after the import
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
-        self._has_raised = False
+        self._has_raised = False  # an error was raised in the thread from outside
 
     @property
     def running_s(self) -> float:
@@ -109,7 +109,7 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any. Else this call counts as alive since `holder` last was. It does not wait.
+        """Raise the call's interrupt, if any. Else take over `holder`'s last sign of life. This does not wait itself.
 
         holder: the call that this call waits for; None if that is not known.
         """
@@ -162,7 +162,7 @@ class Call:
         return not self._given_up
 
     def _call(self) -> Any:
-        """Call the function. Only meanwhile can errors be raised in this thread."""
+        """Call the function. Errors can be raised in this thread only while the function runs."""
         _current.call = self
         try:
             with self._lock:
@@ -249,7 +249,7 @@ def shield_imports() -> None:
 
 
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of importlib's, in which errors from outside wait."""
+    """Return a wrapper for a function of importlib's. While the wrapper imports, errors from outside wait."""
 
     @wraps(import_)
     def shielded(name: str, *rest: Any) -> Any:

@@ -100,13 +100,14 @@ class OtelTraces(Traces):
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
         """Return the ids of an execution, the same each time; None for a job without a trace."""
-        carrier = {}
+        fields = meta if isinstance(meta, dict) else {}
+        producers_carrier = {}
         for name in _FIELDS:
-            value = meta.get(name) if isinstance(meta, dict) else None
+            value = fields.get(name)
             if isinstance(value, str) and len(value) <= _MAX_FIELD_CHARS:
-                carrier[name] = value
+                producers_carrier[name] = value
 
-        parent_context = self._contexts.extract(carrier)
+        parent_context = self._contexts.extract(producers_carrier)
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._begins:
             return None
@@ -125,21 +126,24 @@ class OtelTraces(Traces):
         trace_state = parent.trace_state.to_header()
         if trace_state:
             child_carrier["tracestate"] = trace_state
-        return _Ids(span, parent if parent.is_valid else None, child_carrier)
+        if not parent.is_valid:
+            return _Ids(span, None, child_carrier)
+        return _Ids(span, parent, child_carrier)
 
     def _spans(self, notes: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
         """Make a job's span, and a child span for each of its stages."""
         root, parent, _ = notes.ids
-        # The producer's clock may be ahead of this one. No stage may begin after the next one.
         moments = [
             end.enqueued_at,
             notes.claimed_at,
             end.began_at,
             notes.first_token_at,
             notes.finished_at,
+            end.ended_at,
+            written_at,
         ]
-        times = _ascending([*moments, end.ended_at, written_at])
-        enqueued, claimed, began, first, finished, ended, written = times
+        # The producer's clock may be ahead of this machine's. No stage may begin after the next one.
+        enqueued, claimed, began, first_token, finished, ended, written = _ascending(moments)
 
         failed = end.outcome != "finished"
         reason = safe_name(end.reason or end.outcome)
@@ -149,33 +153,35 @@ class OtelTraces(Traces):
         spans = [self._span(end.function, root, parent, whole, _job_attributes(end), kind, status)]
 
         def child(
-            name: str, of: SpanContext, start: float, stop: float, more: Attributes
+            name: str, parent: SpanContext, start: float, stop: float, attributes: Attributes
         ) -> SpanContext:
             """Add a span below another one; return its context."""
-            number = _number(f"{root.span_id:016x}{name}", 8)
+            span_id = _number(f"{root.span_id:016x}{name}", 8)
             context = SpanContext(
                 root.trace_id,
-                number,
+                span_id,
                 is_remote=False,
                 trace_flags=_SAMPLED,
                 trace_state=root.trace_state,
             )
-            spans.append(self._span(name, context, of, (start, stop), more))
+            spans.append(self._span(name, context, parent, (start, stop), attributes))
             return context
 
         if end.enqueued_at is not None:
             child("queued", root, enqueued, claimed, {})
-        held_until = ended if end.began_at is None else began
+        has_begun = end.began_at is not None
+        held_until = began if has_begun else ended
         child("held", root, claimed, held_until, {})
-        if end.began_at is not None and end.is_function:
+        if has_begun and end.is_function:
             child("run", root, began, ended, {})
-        elif end.began_at is not None and notes.finished_at is not None:
-            operation = _OPERATIONS.get(end.function, end.function.rpartition(".")[2])
+        elif has_begun and notes.finished_at is not None:
+            _, _, short_name = end.function.rpartition(".")
+            operation = _OPERATIONS.get(end.function, short_name)
             attributes = _model_attributes(notes, operation, self._model)
             generating = child(f"{operation} {self._model}", root, began, finished, attributes)
             if notes.first_token_at is not None:
-                child("prefill", generating, began, first, {})
-                child("generation", generating, first, finished, {})
+                child("prefill", generating, began, first_token, {})
+                child("generation", generating, first_token, finished, {})
         child("end", root, ended, written, {})
         return spans
 
@@ -240,12 +246,13 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 def _ascending(moments: list[float | None]) -> list[float]:
     """Limit each moment to the next known one. An unknown moment becomes the next known one."""
-    ascending: list[float] = []
+    latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):
-        limit = limit if moment is None else min(limit, moment)
-        ascending.append(limit)
-    return ascending[::-1]
+        if moment is not None:
+            limit = min(limit, moment)
+        latest_first.append(limit)
+    return latest_first[::-1]
 
 
 def _number(text: str, num_bytes: int) -> int:

@@ -35,6 +35,7 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
+#: The columns about a row as a whole, without those about its completion.
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
@@ -43,28 +44,28 @@ PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
     """Make Arrow columns from names and types. A type is one of Arrow's names, "probabilities" or "embedding"."""
-    own_types = {
+    our_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),
     }
     fields = []
     for name, type_name in columns.items():
-        is_own = type_name in own_types
-        column_type = own_types[type_name] if is_own else pa.type_for_alias(type_name)
+        is_ours = type_name in our_types
+        column_type = our_types[type_name] if is_ours else pa.type_for_alias(type_name)
         fields.append(pa.field(name, column_type))
     return fields
 
 
 def label_fields(spec: RunSpec) -> list[pa.Field]:
-    """Return the columns of a row that is scored against a run's labels."""
+    """Return the columns of a row that is scored against a run's labels.
+
+    The labels' probabilities are a map, or a struct if the run asks for that.
+    """
     fields = output_fields(Labels.columns)
     if spec.probabilities != STRUCT:
         return fields
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
-    for place, field in enumerate(fields):
-        if field.type == PROBABILITIES:
-            fields[place] = field.with_type(struct)
-    return fields
+    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
 
 
 class RowAsk(Ask[Answer]):
@@ -73,7 +74,7 @@ class RowAsk(Ask[Answer]):
     source: makes the rows.
     keys: makes the rows' keys.
     before: the request that is asked before all rows, if any.
-    adapters: those that the run has pinned.
+    adapters: the adapters that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
@@ -86,7 +87,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the rows of a run, without source and keys."""
+        """Return the ask for the rows of a run. Its source and keys are still missing; see ask_of."""
 
     @staticmethod
     @abc.abstractmethod
@@ -129,10 +130,11 @@ class RowAsk(Ask[Answer]):
     def prepared(self, request: Request) -> Request:
         """Return a request with the run's time, so that its prompt is the same whenever it is asked.
 
-        Its adapter has the files that the run has pinned.
+        If the request names an adapter, the adapter has the files that the run has pinned.
         """
         if request.sampling.get(ADAPTER) is not None:
-            request = replace(request, sampling=self.adapters.pinned_values(request.sampling))
+            pinned_values = self.adapters.pinned_values(request.sampling)
+            request = replace(request, sampling=pinned_values)
         if self.now is None or request.messages is None:
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})
@@ -148,12 +150,13 @@ class RowAsk(Ask[Answer]):
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
     """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON."""
+    # A text with pictures is a list of parts, so it is JSON too.
     if not is_json and not row.pictures:
         return row.prompt
-    parts = json.loads(row.prompt)
+    prompt = json.loads(row.prompt)
     if row.pictures:
-        return filled(parts, row.pictures)
-    return parts
+        return filled(prompt, row.pictures)
+    return prompt
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:

@@ -29,12 +29,12 @@ LEFT_OUT = "left_out"
 class BatchLines(RowAsk):
     """Asks the prompts of each line. A line has its own sampling values, and may have several prompts."""
 
-    is_single = False
+    is_single = False  # a line with several prompts begins with several requests
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan
         self._context = replace(context, adapters=Adapters(plan.model.adapters))
-        #: The version of each function that lines name.
+        #: The versions of the functions that lines name, by the functions' dotted names.
         self._versions: dict[str, str] = {}
         self._is_sampling_value = cache(self._look_up_sampling)
 
@@ -45,7 +45,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of every run that generates, and the column of arguments that were left out."""
+        """Return the columns of any run that generates, and the column of arguments that were left out."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))
@@ -67,24 +67,30 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        return super().key_of(Row(json.dumps(line), values=version))
+        deciding_row = Row(json.dumps(line), values=version)  # all fields of a row are hashed
+        return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
         """Return the versions of the functions that a line names; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
-        checks = [body.get("check")]
+        # A tool is written like a check, so that RepairOptions finds its function too.
+        functions = [body.get("check")]
         tools = body.get(TOOL)
         if isinstance(tools, list):
             for name in tools:
                 if isinstance(name, str):
-                    checks.append({TOOL: name.replace(":", ".")})
-        versions = [self._function_version(check) for check in checks if isinstance(check, dict)]
+                    dotted = name.replace(":", ".")  # a line may write module:function
+                    functions.append({TOOL: dotted})
+        versions = []
+        for function in functions:
+            if isinstance(function, dict):
+                versions.append(self._function_version(function))
         return "".join(versions)
 
-    def _function_version(self, check: dict[str, Any]) -> str:
+    def _function_version(self, function: dict[str, Any]) -> str:
         """Return the version of the function that a check or a tool names; "" if there is none."""
-        repairs = RepairOptions(check)
+        repairs = RepairOptions(function)
         name = repairs.function
         if not isinstance(name, str):
             return ""
@@ -97,6 +103,7 @@ class BatchLines(RowAsk):
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
+        # To its task, the line is a job.
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)
@@ -105,7 +112,8 @@ class BatchLines(RowAsk):
             spec = self._plan.spec
             drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
             aliases = spec.model_alias or ()
-            task = line_task(line, seed, aliases, spec.batch_endpoint, drops).made(context)
+            described_task = line_task(line, seed, aliases, spec.batch_endpoint, drops)
+            task = described_task.made(context)
             assert isinstance(task, PromptTask)
             make_body = body_maker(line)
             del line
@@ -120,7 +128,8 @@ class BatchLines(RowAsk):
             if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
 
-            answer = _answer_of(task.result(answers, context), make_body)
+            result = task.result(answers, context)
+            answer = _answer_of(result, make_body)
             if drops is not None and drops.left_out:
                 answer = replace(answer, columns={LEFT_OUT: ", ".join(drops.left_out)})
             return answer
@@ -137,24 +146,29 @@ class BatchLines(RowAsk):
 
 
 def _answer_of(
-    body: dict[str, Any], make_body: Callable[[dict[str, Any]], dict[str, Any]]
+    result: dict[str, Any], make_body: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Answer:
     """Return a line's answer: its response as JSON, or the error of the first entry that failed.
 
-    body: the result of the line's task. make_body: see body_maker.
+    result: of the line's task. make_body: see body_maker.
     """
-    usage = body["usage"]
+    usage = result["usage"]
     num_prompt_tokens = usage["prompt_tokens"]
     num_cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    is_list = "data" in body
-    entries = body["data"] if is_list else body["choices"]
+    is_list = "data" in result  # such as embeddings: nothing is generated
+    entries = result["data"] if is_list else result["choices"]
+    entry_noun = "input" if is_list else "choice"
     for entry in entries:
         if "error" in entry:
-            reason = f"{'input' if is_list else 'choice'} {entry['index']}: {entry['error']}"
-            return failed_answer(reason, 1, num_prompt_tokens, num_cached_tokens)
+            reason = f"{entry_noun} {entry['index']}: {entry['error']}"
+            return failed_answer(
+                reason, prompt_tokens=num_prompt_tokens, cached_tokens=num_cached_tokens
+            )
+
+    finish_reason = "stop" if is_list else entries[0]["finish_reason"]
     return Answer(
-        completion=json.dumps(make_body(body), ensure_ascii=False),
-        finish_reason="stop" if is_list else entries[0]["finish_reason"],
+        completion=json.dumps(make_body(result), ensure_ascii=False),
+        finish_reason=finish_reason,
         prompt_tokens=num_prompt_tokens,
         completion_tokens=usage.get("completion_tokens", 0),
         cached_tokens=num_cached_tokens,

@@ -29,8 +29,13 @@ class Chain(RowAsk):
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps
         self._seed = seed
-        self._sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
-        self._prompts = [_ask_of_step(step, spec, seed) for step in spec.steps]
+        # One source and one ask for each of a row's prompts.
+        self._sources = []
+        self._asks = []
+        for step in spec.steps:
+            source = StepSource(step, spec.defaults, control_tokens=control_tokens)
+            self._sources.append(source)
+            self._asks.append(_ask_of_step(step, spec, seed))
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
@@ -50,19 +55,19 @@ class Chain(RowAsk):
 
     def is_greedy(self, row: Row) -> bool:
         """Return whether nothing is drawn at random for any prompt."""
-        return all(prompt.is_greedy(row) for prompt in self._prompts)
+        return all(ask.is_greedy(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask one prompt after the other, until one has an error. Each prompt gets the answers of earlier prompts."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
-            for place, prompt in enumerate(self._prompts):
+            for prompt_number, ask in enumerate(self._asks):
                 prompt_seed = seed
-                if place > 0:
+                if prompt_number > 0:  # `row` comes with its first prompt
                     row = self._filled(row, answers)
-                    prompt_seed = hashed_seed(f"{seed}:{place}")
-                answer = yield from prompt.prompt_item(row, prompt_seed)
+                    prompt_seed = hashed_seed(f"{seed}:{prompt_number}")
+                answer = yield from ask.prompt_item(row, prompt_seed)
                 answers.append(answer)
                 if answer.error is not None:
                     break
@@ -72,11 +77,12 @@ class Chain(RowAsk):
 
     def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
         """Return a row whose prompt is the next one, with the earlier answers filled in. Raises RowProblem."""
-        source = self._sources[len(answers)]
         values = json.loads(row.values or "{}")
         for step, answer in zip(self._steps, answers, strict=False):
             values[step.name] = answer.completion
-        return row._replace(prompt=source.render({name: values[name] for name in source.columns}))
+        next_source = self._sources[len(answers)]
+        prompt_values = {name: values[name] for name in next_source.columns}
+        return row._replace(prompt=next_source.render(prompt_values))
 
     def failed(self, reason: str) -> Answer:
         """Return the answer of a row whose first prompt cannot be asked."""
@@ -88,13 +94,15 @@ class Chain(RowAsk):
         error = problem
         for number, step in enumerate(self._steps):
             was_asked = number < len(answers)
-            answer = answers[number] if was_asked else failed_answer("")
+            answer = answers[number] if was_asked else failed_answer("")  # "": it has no error
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
-            columns |= {column: answer.column(name) for column, name in step.columns.items()}
+            for column, name in step.columns.items():
+                columns[column] = answer.column(name)
+        finish_reason = "error" if error is not None else answers[-1].finish_reason
         return Answer(
             completion=None,
-            finish_reason="error" if error is not None else answers[-1].finish_reason,
+            finish_reason=finish_reason,
             prompt_tokens=sum(answer.prompt_tokens for answer in answers),
             completion_tokens=sum(answer.all_completion_tokens for answer in answers),
             cached_tokens=sum(answer.cached_tokens for answer in answers),
@@ -108,4 +116,5 @@ def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Score
     if not step.is_scored:
         return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
     scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))
-    return Scores(scoring, step.chat if step.is_chat else None)
+    chat = step.chat if step.is_chat else None
+    return Scores(scoring, chat)

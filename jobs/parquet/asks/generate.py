@@ -59,9 +59,9 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 
 
 class Generate(RowAsk):
-    """Asks for `n` completions of each row, or is one prompt of a Chain.
+    """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
-    sampling, chat: its prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
+    sampling, chat: the prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
     must not contain, unless the prompt allows them.
     """
 
@@ -74,7 +74,8 @@ class Generate(RowAsk):
         is_chat: bool,
         control_tokens: Collection[str] = (),
     ) -> None:
-        self._values = {name: value for name, value in sampling.items() if name != "seed"}
+        # Without the seed, because each row gets a seed of its own.
+        self._sampling = {name: value for name, value in sampling.items() if name != "seed"}
         self._seed = seed
         self._n = spec.n
         self._chat = chat
@@ -82,7 +83,9 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        self._control_tokens = control_tokens if chat.get(SPLIT_TOKENS, True) else ()
+        allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
+        self._control_tokens = () if allows_control_tokens else control_tokens
+        #: How an answer is found by more than one prompt, such as calls of tools; None if one prompt is enough.
         self._way = spec.way
         way_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_checks
@@ -109,9 +112,9 @@ class Generate(RowAsk):
             if name not in common_names:
                 fields.append(answer_field(name, spec))
         if spec.n > 1:
-            for place, field in enumerate(fields):
-                if field.name in PER_COMPLETION:
-                    fields[place] = field.with_type(pa.list_(field.type))
+            fields = [
+                _list_field(field) if field.name in PER_COMPLETION else field for field in fields
+            ]
         if spec.repairs.is_asked_for:
             fields += output_fields(ATTEMPTS)
         if spec.way is not None:
@@ -125,24 +128,26 @@ class Generate(RowAsk):
 
     def is_greedy(self, row: Row) -> bool:
         """Return whether nothing is drawn at random for a row."""
-        return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
+        run_temperature = self._sampling.get("temperature")
+        return row.own_sampling.get("temperature", run_temperature) == 0
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
-        values = json.loads(row.values) if row.values else None
+        check_values = json.loads(row.values) if row.values else None  # for a check function
         if self._way is not None:
             item = self._way.item(request)
         else:
-            item = generated(request, self._repairs, values, self._control_tokens)
+            item = generated(request, self._repairs, check_values, self._control_tokens)
         del request, row  # the item holds what it still needs
         prompt_answer = yield from item
         return self.answer(prompt_answer)
 
     def prompt_item(self, row: Row, seed: int) -> Item[Answer]:
         """Ask a row's prompt once, as one prompt of a chain."""
-        item = generated(self.request(row, seed), NO_REPAIRS)
-        del row
+        request = self.request(row, seed)
+        item = generated(request, NO_REPAIRS)
+        del request, row  # the item holds what it still needs
         prompt_answer = yield from item
         return self.answer(prompt_answer)
 
@@ -153,52 +158,58 @@ class Generate(RowAsk):
     def request(self, row: Row, seed: int) -> Request:
         """Return the request of a row's prompt. seed: used if the row names no seed."""
         row_sampling = row.own_sampling
-        sampling = {**self._values, **row_sampling}
+        sampling = {**self._sampling, **row_sampling}
         chat = self._chat
         if "tools" in row_sampling:
+            # Tools are a chat option, and the row's tools replace the run's.
             sampling, chat = split_chat_options({**sampling, **chat, **row_sampling})
         if sampling.get("temperature") != 0:
-            sampling = {"seed": seed, **sampling}
+            sampling = {"seed": seed, **sampling}  # a seed that the row names stays
         prompt = prompt_of(row, is_json=self._is_chat)
         if self._is_chat:
             return Request(prompt=None, messages=prompt, sampling=sampling, chat_options=chat)
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
-    def answer(self, answer: PromptAnswer) -> Answer:
-        """Return a row's answer. If the row has several samples, values of a sample are tuples, with one for each."""
-        failed_sample = answer.failed_sample
+    def answer(self, prompt_answer: PromptAnswer) -> Answer:
+        """Return a row's answer. With several samples, fields about a sample are tuples with a value for each."""
+        failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
-            return replace(no_answer(failed_sample, self._n), attempts=1)
-        samples = answer.samples
-        first = answer.first
+            failed = no_answer(failed_sample, self._n)
+            return replace(failed, attempts=1)  # a request that failed is not asked again
+        samples = prompt_answer.samples
+        first = prompt_answer.first
+        columns = {**self._logprobs(samples), **_plain_columns(prompt_answer.extras)}
         return Answer(
-            completion=self._of_row([sample.text for sample in samples]),
-            finish_reason=self._of_row([finish_reason_of(sample) for sample in samples]),
+            completion=self._one_or_all([sample.text for sample in samples]),
+            finish_reason=self._one_or_all([finish_reason_of(sample) for sample in samples]),
             prompt_tokens=first.num_prompt_tokens,
-            completion_tokens=self._of_row(answer.num_generated),
+            completion_tokens=self._one_or_all(prompt_answer.num_generated),
             cached_tokens=first.num_cached_tokens,
             error=first.error,
-            reasoning=self._of_row([sample.reasoning for sample in samples]),
-            tool_calls=self._of_row([_calls_text(sample) for sample in samples]),
-            tool_call_error=self._of_row([sample.tool_call_error for sample in samples]),
-            columns={**self._logprobs(samples), **_plain_columns(answer.extras)},
-            attempts=answer.attempts,
-            check_error=answer.check_error,
+            reasoning=self._one_or_all([sample.reasoning for sample in samples]),
+            tool_calls=self._one_or_all([_calls_text(sample) for sample in samples]),
+            tool_call_error=self._one_or_all([sample.tool_call_error for sample in samples]),
+            columns=columns,
+            attempts=prompt_answer.attempts,
+            check_error=prompt_answer.check_error,
         )
 
-    def _of_row(self, values: Sequence[Any]) -> Any:
+    def _one_or_all(self, values: Sequence[Any]) -> Any:
         """Return the values of a row's samples: a tuple, or the one value of a row with one sample."""
         return values[0] if self._n == 1 else tuple(values)
 
     def _logprobs(self, samples: Samples) -> dict[str, pa.Array]:
-        """Return the columns of log probabilities that are asked for."""
+        """Return the columns of log probabilities that are asked for.
+
+        Counts their bytes. Raises InvalidJob if the rows so far take more than MAX_LOGPROB_BYTES.
+        """
         columns = {}
-        if self._values.get("logprobs") is not None:
-            rows = self._of_row([sample.logprobs for sample in samples])
-            columns["logprobs"] = _logprob_array(rows, self._logprob_type, is_list=self._n > 1)
-        if self._values.get("prompt_logprobs") is not None:
-            rows = samples[0].prompt_logprobs
-            columns["prompt_logprobs"] = _logprob_array(rows, self._logprob_type)
+        if self._sampling.get("logprobs") is not None:
+            logprobs = self._one_or_all([sample.logprobs for sample in samples])
+            columns["logprobs"] = _logprob_array(logprobs, self._logprob_type, is_list=self._n > 1)
+        if self._sampling.get("prompt_logprobs") is not None:
+            logprobs = samples[0].prompt_logprobs
+            columns["prompt_logprobs"] = _logprob_array(logprobs, self._logprob_type)
 
         self._logprob_bytes += sum(array.nbytes for array in columns.values())
         if self._logprob_bytes > MAX_LOGPROB_BYTES:
@@ -207,6 +218,11 @@ class Generate(RowAsk):
                 "rows_per_shard, or ask for fewer"
             )
         return columns
+
+
+def _list_field(field: pa.Field) -> pa.Field:
+    """Return the field of a column that holds lists of this field's values."""
+    return field.with_type(pa.list_(field.type))
 
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,11 +244,11 @@ def _calls_text(sample: Completion) -> str | None:
 
 @cache
 def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
-    """Return the type of log probabilities: a list for each token, with the token itself before the likeliest.
+    """Return the type of log probabilities: a list for each token, with the token itself before the likeliest tokens.
 
     number_type: the type of each log probability. is_list: whether a row has several completions.
     """
-    token = pa.struct(
+    entry = pa.struct(
         [
             ("token_id", pa.int32()),
             ("token", pa.string()),
@@ -240,23 +256,27 @@ def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
             ("rank", pa.int32()),
         ]
     )
-    completion = pa.list_(pa.list_(token))
+    entries_of_token = pa.list_(entry)
+    completion = pa.list_(entries_of_token)
     return pa.list_(completion) if is_list else completion
 
 
-def _logprob_array(rows: Any, number_type: str, is_list: bool = False) -> pa.Array:
+def _logprob_array(logprobs: Any, number_type: str, is_list: bool = False) -> pa.Array:
     """Return a row's log probabilities as an array of length 1. Python's objects would take ten times the memory."""
-    exact = pa.array([_entries(rows)], logprobs_type("float32", is_list))
+    exact = pa.array([_arrow_logprobs(logprobs)], logprobs_type("float32", is_list))
     return exact.cast(logprobs_type(number_type, is_list))
 
 
-def _entries(rows: Any) -> Any:
-    """Return log probabilities as Arrow takes them: each token's mapping as a list of tuples."""
-    if rows is None:
+def _arrow_logprobs(logprobs: Any) -> Any:
+    """Return log probabilities as Arrow takes them: each token's mapping as a list of tuples.
+
+    logprobs: a token's mapping, or a list of mappings, or a tuple of such lists, one for each completion.
+    """
+    if logprobs is None:
         return None
-    if isinstance(rows, Mapping):
+    if isinstance(logprobs, Mapping):
         return [
             (token_id, text_token(entry), entry.logprob, entry.rank)
-            for token_id, entry in rows.items()
+            for token_id, entry in logprobs.items()
         ]
-    return [_entries(row) for row in rows]
+    return [_arrow_logprobs(inner) for inner in logprobs]

@@ -32,7 +32,14 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
     ask.adapters = PlannedAdapters(plan.model.adapters)
-    ask.now = None if context.model.clock_formats == () else plan.planned_at
-    version = spec.functions_version(context.checks)
-    ask.keys = RowKeys(spec, ask.before, version, plan.model.max_model_len, plan.given_seed)
+    # () says that the model's template writes no time. None says that it may write one.
+    writes_time = context.model.clock_formats != ()
+    ask.now = plan.planned_at if writes_time else None
+    ask.keys = RowKeys(
+        spec,
+        ask.before,
+        check=spec.functions_version(context.checks),
+        max_model_len=plan.model.max_model_len,
+        seed=plan.given_seed,
+    )
     return ask

@@ -1,7 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names a row and what the row is asked. A whole key names a model too. Rows with equal whole keys
-have the same answer, in any run. Files and the memory of answers have only whole keys.
+A key without a model names a row and what the row is asked. A model's mark is a hash of the model's identity. A whole
+key joins a key and a mark. Rows with equal whole keys have the same answer, in any run. Files and the memory of answers
+have only whole keys.
 """
 
 import json
@@ -72,8 +73,8 @@ _NOT_DECIDING = _FILE_ARGUMENTS | {
     "escalate_below",
 }
 
-#: Arguments that decide a row's later prompts. These are made once the first prompt is answered. Without later prompts,
-#: the arguments change an answer only through its prompt.
+#: Arguments that decide a row's later prompts, which do not exist yet when the row gets its key. If a row has only one
+#: prompt, these arguments change an answer only through that prompt.
 _LATER_PROMPT_ARGUMENTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
@@ -107,30 +108,32 @@ class RowKeys:
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
 
-        self._length = f"{_TRUNCATION}={max_model_len}"
+        #: Added to what is asked wherever a prompt may be truncated.
+        self._length_text = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
-            deciding["length"] = self._length
+            deciding["length"] = self._length_text
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        text = json.dumps(_sorted(deciding))
-        # 0 and 0.0 are the same value.
-        text = json.dumps(json.loads(text, parse_float=_number))
+        deciding_json = json.dumps(_sorted(deciding))
+        # 0 and 0.0 are the same value, so whole floats become integers.
+        deciding_json = json.dumps(json.loads(deciding_json, parse_float=_number))
+        packed = deciding_json.encode("utf-8", "surrogatepass")
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
         #: functions.
-        self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
+        self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
         texts = [row.prompt, row.sampling, row.values]
-        if row.pictures:
+        if row.pictures:  # else a text that looks like such a prompt would have its key
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
         if self._has_lines and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
-            texts.append(self._length)
+            texts.append(self._length_text)
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
@@ -153,14 +156,16 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Say what two runs ask differently, value by value. any_model: leave out the model."""
+    """Say what two runs ask differently, value by value. any_model: whether to leave out the model."""
     lines = []
-    fingerprints = {model.fingerprint for model in (new.model, new.second) if model is not None}
-    if not any_model and old.model.fingerprint not in fingerprints:
+    new_fingerprints = {new.model.fingerprint}
+    if new.second is not None:  # a cascade takes answers of both its models
+        new_fingerprints.add(new.second.fingerprint)
+    if not any_model and old.model.fingerprint not in new_fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
     if not any_model and old.model.adapters != new.model.adapters:
-        old_shown = _adapters_beside(old.model, new.model)
-        new_shown = _adapters_beside(new.model, old.model)
+        old_shown = _adapters_only_in(old.model, new.model)
+        new_shown = _adapters_only_in(new.model, old.model)
         lines.append(f"adapters {old_shown} there, {new_shown} here")
     old_length = old.model.max_model_len
     new_length = new.model.max_model_len
@@ -177,13 +182,14 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     return lines
 
 
-def _adapters_beside(model: PinnedModel, other: PinnedModel) -> str:
-    """Name the adapters of a run that another run has not, with their files."""
-    pinned = [each for each in model.adapters if each not in other.adapters]
-    shown = ", ".join(map(shown_adapter, pinned[:_MAX_ADAPTERS_SHOWN])) or "none"
-    if len(pinned) > _MAX_ADAPTERS_SHOWN:
-        shown += f" and {len(pinned) - _MAX_ADAPTERS_SHOWN} more"
-    return shown
+def _adapters_only_in(model: PinnedModel, other: PinnedModel) -> str:
+    """Name the adapters that only one of two models has, as errors show them. other: the model that lacks them."""
+    adapters = [adapter for adapter in model.adapters if adapter not in other.adapters]
+    if not adapters:
+        return "none"
+    names = ", ".join(map(shown_adapter, adapters[:_MAX_ADAPTERS_SHOWN]))
+    num_more = len(adapters) - _MAX_ADAPTERS_SHOWN
+    return names if num_more <= 0 else f"{names} and {num_more} more"
 
 
 def _values_of(plan: Plan) -> dict[str, Any]:
@@ -201,15 +207,15 @@ def _shown(value: Any) -> str:
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
     """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
-    keys = []
-    for row in rows:
-        keys.append(key_of(row) if isinstance(row, Row) else bytes(SIZE))
-    return as_keys(b"".join(keys)).copy()
+    no_key = bytes(SIZE)
+    keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
+    return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
 
 
 def model_mark(model: PinnedModel) -> Keys:
     """Return the mark of a model, [1, 2]. `whole_keys` joins it to the keys of rows."""
-    return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
+    digest = blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest()
+    return as_keys(digest)
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
@@ -218,8 +224,8 @@ def whole_keys(keys: Keys, marks: Keys) -> Keys:
     keys: the rows' keys without a model. marks: the marks of the models that answer: one mark for all rows, or one for
     each row.
     """
-    asks = keys.any(axis=1, keepdims=True)
-    return np.where(asks, keys ^ marks, np.uint64(0))
+    asks_something = keys.any(axis=1, keepdims=True)
+    return np.where(asks_something, keys ^ marks, np.uint64(0))
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:

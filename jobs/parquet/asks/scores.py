@@ -51,19 +51,20 @@ class Scores(RowAsk):
         """Return the ask that scores the rows of a run."""
         spec = plan.spec
         kind = scoring_of(spec)
-        assert kind is not None, "a run that generates"
+        assert kind is not None, "a run that generates has no scoring"
         chat = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:
-            scoring = replace(scoring, values={**scoring.values, ADAPTER: spec.sampling[ADAPTER]})
+            values = {**scoring.values, ADAPTER: spec.sampling[ADAPTER]}
+            scoring = replace(scoring, values=values)
         return cls(scoring, chat, prior)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of the run's scoring."""
         kind = scoring_of(spec)
-        assert kind is not None, "a run that generates"
+        assert kind is not None, "a run that generates has no scoring"
         if kind is Labels:
             return [*label_fields(spec), *ROW_FIELDS]
         return [*output_fields(kind.columns, embedding_size), *ROW_FIELDS]
@@ -115,7 +116,9 @@ class Scores(RowAsk):
         num_cached_tokens = completion.num_cached_tokens
         scored = self._scoring.scored(completion)
         if scored.error is not None:
-            return failed_answer(scored.error, 1, num_prompt_tokens, num_cached_tokens)
+            return failed_answer(
+                scored.error, prompt_tokens=num_prompt_tokens, cached_tokens=num_cached_tokens
+            )
         return Answer(
             completion=None,
             finish_reason=completion.finish_reason,

@@ -55,6 +55,7 @@ class StoreUnreachable(StoreError):
     TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"""
 
 
+#: The most bytes that are fetched at once.
 FETCH_BYTES = 1 << 20
 
 
@@ -67,7 +68,7 @@ class FetchedFile(io.RawIOBase):
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:
         self._fetch = fetch
         self._size = size
-        self._at = 0
+        self._at = 0  # where the next read begins
 
     def readable(self) -> bool:
         """Return True."""
@@ -85,20 +86,22 @@ class FetchedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read bytes into a buffer; return how many."""
-        start = self._at
-        end = min(self._size, start + len(buffer))
+        end = min(self._size, self._at + len(buffer))
+        num_read = 0
         while self._at < end:
-            part = self._fetch(self._at, min(end, self._at + FETCH_BYTES))
-            if not part:
+            piece_end = min(end, self._at + FETCH_BYTES)
+            fetched = self._fetch(self._at, piece_end)
+            if not fetched:
                 break
-            place = self._at - start
-            buffer[place : place + len(part)] = part
-            self._at += len(part)
-        return self._at - start
+            buffer[num_read : num_read + len(fetched)] = fetched
+            num_read += len(fetched)
+            self._at += len(fetched)
+        return num_read
 
     def read(self, size: int | None = -1) -> bytes:
         """Read up to `size` bytes. No memory is taken for bytes that the file does not have."""
-        left = max(0, self._size - self._at)
+        bytes_left = max(0, self._size - self._at)
         if size is None or size < 0:
-            size = left
-        return super().read(min(size, left)) or b""
+            size = bytes_left
+        content = super().read(min(size, bytes_left))
+        return content or b""  # the base class' read may return None, though not with this readinto

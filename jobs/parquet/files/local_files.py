@@ -19,9 +19,9 @@ from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Opens a folder that may be entered, even if it may not be read.
+#: The flags that open a folder to enter it, even if it may not be read.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
-#: Opens a new file. Fails if the name is taken.
+#: The flags that open a new file. They fail if the name is taken.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -41,9 +41,11 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
     """
     path = os.path.normpath(path)
     root = root_of(path, roots)
+    path_in_root = path.removeprefix(root).strip("/")
+    names = path_in_root.split("/") if path_in_root else []
     folder = os.open(root, _FOLDER)
     try:
-        for name in filter(None, path[len(root) :].split("/")):
+        for name in names:
             if create:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=folder)
@@ -62,12 +64,14 @@ def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        with suppress(OSError):
-            if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        with suppress(OSError):  # if this look fails, the error of the body is raised below
+            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISLNK(info.st_mode):
                 raise PathSwapped(path, f"{name!r} is a link now") from None
         raise
 
 
+#: A flag of renameat2.
 _RENAME_NOREPLACE = 1
 
 
@@ -127,6 +131,7 @@ class LocalFiles:
         self.check_interrupted()
         with (
             _entered(folder, self._roots) as descriptor,
+            # The first descriptor only enters the folder. To list it, it is opened once more.
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
@@ -163,7 +168,7 @@ class LocalFiles:
         return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
 
     def open_output(self, path: str) -> Any:
-        """Open a new file for pyarrow to write. A file of this name is removed."""
+        """Open a new file for pyarrow to write. A file that already has this name is removed first."""
         self.check_interrupted()
         with self._parent(path) as (folder, name):
             with suppress(FileNotFoundError):
@@ -174,7 +179,8 @@ class LocalFiles:
     def create(self, path: str) -> None:
         """Make an empty file. Raises FileExistsError."""
         with self._parent(path) as (folder, name):
-            os.close(os.open(name, _NEW, mode=0o666, dir_fd=folder))
+            descriptor = os.open(name, _NEW, mode=0o666, dir_fd=folder)
+            os.close(descriptor)
             _sync(".", folder)
             self._check_in_place(folder, path)
 
@@ -202,7 +208,7 @@ class LocalFiles:
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
-                with suppress(OSError):
+                with suppress(OSError):  # it is not empty
                     os.rmdir(name, dir_fd=folder)
 
     @contextmanager
@@ -213,6 +219,7 @@ class LocalFiles:
 
     def _check_in_place(self, folder: int, path: str) -> None:
         """Raise PathSwapped if the open folder is no longer the one above `path`."""
+        # An OSError says that no folder is there now.
         with suppress(OSError), self._parent(path) as (folder_now, _):
             if os.path.sameopenfile(folder_now, folder):
                 return
@@ -233,15 +240,16 @@ def _put_exclusively(temporary_name: str, name: str, folder: int) -> None:
     """Give a file its name by a hard link or a rename. Raises FileExistsError if the name is taken, or NotExclusive."""
     try:
         os.link(temporary_name, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+    except OSError as link_error:
+        if link_error.errno not in _NOT_SUPPORTED:
             raise
         try:
             rename_exclusively(temporary_name, name, folder)
-        except OSError as other:
-            if other.errno not in _NOT_SUPPORTED:
+        except OSError as rename_error:
+            if rename_error.errno not in _NOT_SUPPORTED:
                 raise
-            raise NotExclusive(name, os.strerror(error.errno or 0)) from other
+            reason = os.strerror(link_error.errno)
+            raise NotExclusive(name, reason) from rename_error
 
 
 def _sync(name: str, folder: int) -> None:

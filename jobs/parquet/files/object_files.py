@@ -47,10 +47,11 @@ _pool = Pool()
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Have a child list a prefix. Raises as obstore does, or StoreRefused.
 
-    kind: HAS_ANY or LEVEL. See the functions of object_requests for what is returned.
+    kind: HAS_ANY for what has_any returns, LEVEL for what level_of returns.
     """
     scheme, bucket, key = _split(folder)
     environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    limits = Limits(timeout_s, MEMORY_BYTES)
     question = {
         "scheme": scheme,
         "bucket": bucket,
@@ -60,23 +61,24 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
         "environment": environment,
     }
     try:
-        reply, _ = _pool.call(
-            lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES))
-        )
+        reply, _ = _pool.call(lambda child: child.ask(_TASK, question, limits))
     except ChildFailed as error:
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
-        raise getattr(exceptions, reply["raised"], ValueError)(reply["text"])
+        error_class = getattr(exceptions, reply["raised"], ValueError)
+        raise error_class(reply["text"])
     return reply["found"]
 
 
 #: A store copies no larger object in one request.
 MAX_COPY_BYTES = 5 << 30
+#: Bytes that are fetched at once from an opened object.
 BLOCK_BYTES = 1 << 18
 #: Bytes that are uploaded in one request. A smaller object is one request. A store takes at most 10,000 requests for
 #: one object.
 CHUNK_BYTES = 8 << 20
 
+#: The most requests of one upload that are sent at once.
 _CONCURRENCY = 2
 #: The schemes and buckets that were tested and do not overwrite objects. Shared by all threads.
 _safe_buckets: set[tuple[str, str]] = set()
@@ -98,7 +100,7 @@ class ObjectFiles:
     def resolve(self, path: str) -> str:
         """Return the one form of a path. Raises PathOutsideRoots."""
         path = run_path(path)
-        self._place(path)
+        root_of(path, self._roots)
         return path
 
     def stat(self, path: str) -> FileStat | None:
@@ -111,21 +113,22 @@ class ObjectFiles:
 
     def look(self, path: str) -> Entry | None:
         """Return the object or the prefix of a path; None if there is neither."""
-        _, key = self._place(path)
+        _, key = self._store_and_key(path)
         name = os.path.basename(path)
         if key and self._head(path) is not None:
             return Entry(name, is_folder=False, is_link=False)
-        is_prefix = not key or self._has_any(path)
-        if is_prefix:
+        is_bucket = not key
+        if is_bucket or self._has_any(path):
             return Entry(name, is_folder=True, is_link=False)
         return None
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
         """Lend the entries of a prefix. An object that is also a prefix of others counts as a folder."""
-        _, key = self._place(folder)
+        _, key = self._store_and_key(folder)
         level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
+        # The prefix itself may be the name of an object, which is not in the folder.
         files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
@@ -136,47 +139,52 @@ class ObjectFiles:
 
     def make_folder(self, path: str) -> None:
         """Check that two workers cannot overwrite each other's parts; raise StoreUnfit if they can. Makes nothing."""
-        store, key = self._place(path)
+        store, key = self._store_and_key(path)
         scheme, bucket, _ = _split(path)
         if (scheme, bucket) in _safe_buckets:
             return
 
-        name = f"{key}/{temporary_name(secrets.token_hex(8), '_probe')}".lstrip("/")
+        # An object is copied twice to one place. A safe store refuses the second copy.
+        probe_name = temporary_name(secrets.token_hex(8), "_probe")
+        probe = f"{key}/{probe_name}".lstrip("/")  # a bucket has an empty key
+        target = f"{probe}.tmp"
+        copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:
-            self._make(path, lambda: obstore.put(store, name, b"probe"))
+            self._make(path, lambda: obstore.put(store, probe, b"probe"))
             with suppress(FileExistsError):  # the reply to a first try was lost
-                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+                self._make(path, copy_probe)
             try:
-                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+                self._make(path, copy_probe)
             except FileExistsError:
                 _safe_buckets.add((scheme, bucket))
             else:
                 raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
-            for probe in (name, f"{name}.tmp"):
+            for written in (probe, target):
                 with suppress(FileNotFoundError):
-                    self._make(path, partial(obstore.delete, store, probe))
+                    self._make(path, partial(obstore.delete, store, written))
 
     def open_input(self, path: str) -> Any:
         """Open an object for pyarrow, which reads one state of the object. Raises InputNotFound."""
-        store, key = self._place(path)
+        store, key = self._store_and_key(path)
         head = self._head(path)
         if head is None:
             raise InputNotFound(path)
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
+            """Get a range of bytes, of the object as it was when it was opened."""
             options: Any = {"range": (start, end), **same_state}
             return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
 
-        return pa.PythonFile(
-            io.BufferedReader(FetchedFile(fetch, head["size"]), BLOCK_BYTES), mode="r"
-        )
+        fetched_file = FetchedFile(fetch, head["size"])
+        return pa.PythonFile(io.BufferedReader(fetched_file, BLOCK_BYTES), mode="r")
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
         """Lend an object to be written. The end of the body puts it in place, whole. An error leaves no object."""
-        store, key = self._place(path, self._timeout_s)
+        # Written bytes are not kept, so only obstore can repeat the requests.
+        store, key = self._store_and_key(path, tries_s=self._timeout_s)
         upload = obstore.open_writer(
             store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
         )
@@ -190,21 +198,20 @@ class ObjectFiles:
 
     def create(self, path: str) -> None:
         """Make an empty object. Raises FileExistsError."""
-        store, key = self._place(path)
+        store, key = self._store_and_key(path)
         self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
 
     def publish(self, temporary: str, target: str) -> None:
         """Copy a temporary object to its name. Raises FileExistsError if that is taken.
 
-        If a reply was lost, the copy is sent again and finds itself in place. That raises FileExistsError too.
+        If a reply was lost, the request is sent again and finds the first copy. That raises FileExistsError too.
         """
-        store, key = self._place(target)
-        _, source_key = self._place(
-            os.path.join(os.path.dirname(target), os.path.basename(temporary))
-        )
+        store, key = self._store_and_key(target)
+        _, temporary_key = self._store_and_key(temporary)
         head = self._head(temporary)
+        # If there is no temporary object, the copy raises the error.
         if head is None or head["size"] <= MAX_COPY_BYTES:
-            self._make(target, lambda: obstore.copy(store, source_key, key, overwrite=False))
+            self._make(target, lambda: obstore.copy(store, temporary_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)
         else:  # two workers that find no object here at the same time may replace each other's
@@ -214,14 +221,14 @@ class ObjectFiles:
 
     def remove(self, path: str) -> None:
         """Remove an object."""
-        store, key = self._place(path)
+        store, key = self._store_and_key(path)
         if self._head(path) is not None:
             # A bucket with versions would note a removal that removes nothing.
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
         """Return what the store says of an object; None if there is none."""
-        store, key = self._place(path)
+        store, key = self._store_and_key(path)
         try:
             return self._make(path, lambda: obstore.head(store, key))
         except FileNotFoundError:
@@ -232,12 +239,12 @@ class ObjectFiles:
 
     def _has_any(self, folder: str) -> bool:
         """Whether there is any object below a prefix."""
-        self._place(folder)
+        root_of(folder, self._roots)
         return bool(self._make(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
 
     def _level(self, folder: str) -> dict[str, Any]:
         """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
-        self._place(folder)
+        root_of(folder, self._roots)
         level: dict[str, Any] = self._make(folder, lambda: listed(LEVEL, folder, self._timeout_s))
         return level
 
@@ -245,7 +252,7 @@ class ObjectFiles:
         """Make a request, and return the store's answer. path: for errors."""
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
-    def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
+    def _store_and_key(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
         """Return a path's bucket, as obstore's client of it, and its key. Raises PathOutsideRoots."""
         root_of(path, self._roots)
         scheme, bucket, key = _split(path)
@@ -254,8 +261,8 @@ class ObjectFiles:
 
 def _split(path: str) -> tuple[str, str, str]:
     """Return a path's scheme, bucket and key."""
-    scheme, _, rest = path.partition("://")
-    bucket, _, key = rest.partition("/")
+    scheme, _, bucket_and_key = path.partition("://")
+    bucket, _, key = bucket_and_key.partition("/")
     return scheme, bucket, key
 
 

@@ -30,8 +30,8 @@ class ObjectFolder:
     def __init__(self, folder: str) -> None:
         """folder: in the form that `run_path` returns, such as s3://bucket/prefix."""
         self._folder = folder
-        scheme, _, place = folder.partition("://")
-        bucket, _, self._prefix = place.partition("/")
+        scheme, _, bucket_and_prefix = folder.partition("://")
+        bucket, _, self._prefix = bucket_and_prefix.partition("/")
         self._store = opened_store(scheme, bucket, TIMEOUT_S)
         # Written bytes are not kept, so only obstore itself can repeat the requests.
         self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, TIMEOUT_S)
@@ -50,13 +50,17 @@ class ObjectFolder:
         return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
 
     def names(self, name: str) -> list[str]:
-        """Return the names in one of its folders, sorted; none if there is no such folder."""
-        level = self._make(name, partial(obstore.list_with_delimiter, self._store, self._key(name)))
-        paths = [*level["common_prefixes"], *(entry["path"] for entry in level["objects"])]
+        """Return the names in the folder `name`, sorted; none if there is no such folder."""
+        list_folder = partial(obstore.list_with_delimiter, self._store, self._key(name))
+        level = self._make(name, list_folder)
+        paths = list(level["common_prefixes"])
+        for entry in level["objects"]:
+            paths.append(entry["path"])
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read at any place, as it is now. Raises FileNotFoundError."""
+        key = self._key(name)
         head = self._head(name)
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
@@ -64,8 +68,7 @@ class ObjectFolder:
             """Get a range of bytes, of the file as it was when it was opened."""
             options: Any = {"range": (start, end), **same_state}
             return self._make(
-                name,
-                lambda: bytes(obstore.get(self._store, self._key(name), options=options).bytes()),
+                name, lambda: bytes(obstore.get(self._store, key, options=options).bytes())
             )
 
         return io.BufferedReader(FetchedFile(fetch, head["size"]), READ_BYTES)
@@ -75,7 +78,8 @@ class ObjectFolder:
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )
-        return ObjectDraft(upload, partial(make_upload_request, self.path(name)))
+        make_request_of_file = partial(make_upload_request, self.path(name))
+        return ObjectDraft(upload, make_request_of_file)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -88,7 +92,7 @@ class ObjectFolder:
 
     def _key(self, name: str) -> str:
         """Return a file's key in the store."""
-        return f"{self._prefix}/{name}".lstrip("/")
+        return f"{self._prefix}/{name}".lstrip("/")  # a bucket has an empty prefix
 
     def _make(self, name: str, request: Callable[[], T]) -> T:
         """Make a request about a file, as `make_request` does."""
@@ -118,6 +122,6 @@ class ObjectDraft:
         if not self._is_open:
             return
         self._is_open = False
-        # If an error leaves the `with` statement, obstore ends the upload and makes no object.
+        # obstore's writer makes no object if it is told that an error has left its `with` statement.
         with suppress(BaseError, OSError, ValueError):
             self._upload.__exit__(RuntimeError, RuntimeError("dropped"), None)

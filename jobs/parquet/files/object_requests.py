@@ -35,8 +35,11 @@ REQUEST_S = 30.0
 #: Only the code or the status of a store's reply is shown, never its text.
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
+#: The part of obstore's error that comes before the text of the store's reply.
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
+#: The codes by which stores say that they have no such bucket.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+#: The statuses from 400 to 499 after which the same request may succeed later.
 _TRY_AGAIN = {"408", "425", "429"}
 
 _REASON_CHARS = 300
@@ -47,7 +50,7 @@ _log = logging.getLogger("rq.worker")
 def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
     """Return a client of a bucket, for all threads.
 
-    timeout_s: the time limit of one call. tries_s: the time limit of obstore's retries within it.
+    timeout_s: the time limit of one call. tries_s: the time limit of obstore's own retries within that call.
     """
     share = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
@@ -137,7 +140,7 @@ def make_upload_request(
         except OSError as error:
             raise exceptions.GenericError(str(error)) from None
 
-    return make_request(path, named_request, check_interrupted)
+    return make_request(path, named_request, check_interrupted, timeout_s=0)  # no second try
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:
@@ -151,6 +154,7 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
         first_line = before_reply[0]
     reason = (code or first_line)[:_REASON_CHARS]
 
+    # The store's code says more than the class of the error, so it is looked at first.
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
@@ -174,6 +178,7 @@ def _first_group(pattern: re.Pattern[str], text: str) -> str:
     return match[1] if match else ""
 
 
+#: In a child: the environment variables that the last question has set.
 _environment: dict[str, str] = {}
 
 
@@ -187,7 +192,7 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
     global _environment
     question = worker.question
     if question["environment"] != _environment:
-        opened_store.cache_clear()
+        opened_store.cache_clear()  # a client keeps the credentials with which it was made
         for name in _environment:
             os.environ.pop(name, None)
         _environment = question["environment"]
@@ -205,9 +210,10 @@ def answer_about(store: Any, kind: str, key: str) -> bool | dict[str, Any]:
 
 
 def has_any(store: Any, key: str) -> bool:
-    """Whether there is any object below a prefix."""
+    """Whether there is any object below a prefix. key: the prefix; "" for the whole bucket."""
     chunks = iter(obstore.list(store, key or None, chunk_size=1))
-    return next(chunks, None) is not None
+    first_chunk = next(chunks, None)
+    return first_chunk is not None
 
 
 def level_of(store: Any, key: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ MIN_JUDGED_ROWS = 20
 #: How a file is compressed, by the mark at its beginning.
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 _MARK_BYTES = max(map(len, _CODECS))
+#: The beginning of one of Arrow's files.
+_ARROW_MARK = b"ARROW1"
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
 #: Arrow types that Parquet does not have, and the types that take their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
@@ -44,10 +46,12 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
     with _opened(question, source) as table:
         slices = table.slices(question["rows"])
+        # A slice is looked at and not kept, so its group holds only sizes.
         looked_at = ((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in grouped(looked_at)]
         table.check_read()
-        yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
+        packed_schema = table.schema.serialize().to_pybytes()
+        yield {"kinds": table.kinds, "groups": groups}, packed_schema
 
 
 @with_file
@@ -58,7 +62,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     as each row's own JSON.
     """
     sink = io.BytesIO()
-    # This file must live as long as the sink, because its end closes the sink.
+    # The variable keeps this file alive: once it is deleted, pyarrow closes the sink.
     file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
@@ -69,7 +73,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
             for _, _, batches in grouped(converted):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _emptied(sink)
-    yield {}, _emptied(sink)
+    yield {}, _emptied(sink)  # the footer
 
 
 def _emptied(sink: io.BytesIO) -> bytes:
@@ -90,7 +94,8 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
         yield _ArrowTable(path, source)
         return
     with pa.input_stream(source, codec_of(source)) as stream:
-        yield _TextTable(TextFile(path, file_format, stream, dialect), dialect.get("decimal", "."))
+        text_file = TextFile(path, file_format, stream, dialect)
+        yield _TextTable(text_file, decimal=dialect.get("decimal", "."))
 
 
 def codec_of(source: Any) -> str | None:
@@ -115,6 +120,7 @@ class _TextTable:
         self._num_bad = 0
         self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
+        #: The kinds of the columns, by name; "null" for a column without a value so far.
         self.kinds: dict[str, kinds.Kind] = {}
         if file.format in HEADED:
             names, self._records = csv_records(file)
@@ -134,63 +140,67 @@ class _TextTable:
     def schema(self) -> pa.Schema:
         """Return the schema of the Parquet file."""
         fields = [kinds.arrow_field(name, kind) for name, kind in self.kinds.items()]
-        beside = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
-        return pa.schema([*fields, *beside, PROBLEM_FIELD])
+        json_fields = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
+        return pa.schema([*fields, *json_fields, PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
         """Yield the first `most` rows in slices, each with its number of rows and of bytes."""
-        part: list[Record] = []
+        records: list[Record] = []
         size = 0
         for record in islice(self._records, most):
-            part.append(record)
+            records.append(record)
             size += record.size
-            self._num_rows += 1
-            if record.problem:
-                self._num_bad += 1
-                if self._first_bad is None:
-                    self._first_bad = record
-            if len(part) == SLICE_ROWS or size > SLICE_BYTES:
-                yield len(part), size, part
-                part = []
+            self._note(record)
+            if len(records) == SLICE_ROWS or size > SLICE_BYTES:
+                yield len(records), size, records
+                records = []
                 size = 0
-        if part:
-            yield len(part), size, part
+        if records:
+            yield len(records), size, records
+
+    def _note(self, record: Record) -> None:
+        """Count a record that was read, for check_read."""
+        self._num_rows += 1
+        if record.problem:
+            self._num_bad += 1
+            if self._first_bad is None:
+                self._first_bad = record
 
     def check_read(self) -> None:
         """Raise TooManyBadLines if too many of the lines that were read are no rows; or raise OtherEncoding."""
         self._file.check_encoding()
-        first = self._first_bad
-        if first is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
+        first_bad = self._first_bad
+        if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
             return
         has_no_row = not self.kinds  # JSON lines without a row have no columns
         if self._num_rows >= MIN_JUDGED_ROWS or has_no_row:
             raise TooManyBadLines(
-                self._path, self._num_bad, self._num_rows, first.line, first.problem
+                self._path, self._num_bad, self._num_rows, first_bad.line, first_bad.problem
             )
 
-    def look(self, part: Sequence[Record]) -> None:
+    def look(self, records: Sequence[Record]) -> None:
         """Merge the kinds of some rows' values into those of the columns. A batch file's kinds are known."""
         if self._format in HEADED:
-            self._look_at_fields(part)
+            self._look_at_fields(records)
         elif self._format != OPENAI_BATCH:
-            self._look_at_json(part)
+            self._look_at_json(records)
 
-    def _look_at_fields(self, part: Sequence[Record]) -> None:
+    def _look_at_fields(self, records: Sequence[Record]) -> None:
         """Merge the kinds of fields of CSV into those of the columns."""
-        rows = [record.value for record in part if record.value is not None]
-        for name, known in self.kinds.items():
-            if known != "text":
+        rows = [record.value for record in records if record.value is not None]
+        for name, known_kind in self.kinds.items():
+            if known_kind != "text":  # text stays text
                 kind = kinds.kind_of_texts([row[name] for row in rows], self._decimal)
-                self.kinds[name] = kinds.merged_texts(known, kind)
+                self.kinds[name] = kinds.merged_texts(known_kind, kind)
 
-    def _look_at_json(self, part: Sequence[Record]) -> None:
+    def _look_at_json(self, records: Sequence[Record]) -> None:
         """Merge the kinds of the values of JSON lines into those of the columns."""
-        for record in part:
+        for record in records:
             for name, value in (record.value or {}).items():
-                known = self.kinds.get(name, "null")
-                if known == "json" or (known == "text" and isinstance(value, str)):
+                known_kind = self.kinds.get(name, "null")
+                if known_kind == "json" or (known_kind == "text" and isinstance(value, str)):
                     continue  # the value changes nothing
-                self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
+                self.kinds[name] = kinds.merged(known_kind, kinds.kind_of(value))
         self._check_names()
 
     def _check_names(self) -> None:
@@ -203,14 +213,16 @@ class _TextTable:
                 self._path, self._format, f"it names more than {MAX_COLUMNS} columns"
             )
 
-    def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows with their problems. Raises CorruptTable if the values no longer have the columns' kinds."""
+    def batch(self, records: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
+        """Return rows, with a column of their problems. Raises CorruptTable if values no longer have their kinds."""
         problems: list[str | None] = []
-        for record in part:
-            is_row = record.problem is None
-            problems.append(None if is_row else f"line {record.line} {record.problem}")
+        for record in records:
+            if record.problem is None:
+                problems.append(None)
+            else:
+                problems.append(f"line {record.line} {record.problem}")
         make_array = kinds.text_array if self._format in HEADED else kinds.json_array
-        rows = [record.value or {} for record in part]
+        rows = [record.value or {} for record in records]
         try:
             arrays = []
             for name, kind in self.kinds.items():
@@ -219,18 +231,21 @@ class _TextTable:
             raise CorruptTable(
                 self._path, self._format, f"its rows changed: {str(error)[:200]}"
             ) from error
-        arrays += [kinds.own_json([row.get(name) for row in rows]) for name in self.as_json]
-        return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
+        for name in self.as_json:
+            arrays.append(kinds.own_json([row.get(name) for row in rows]))
+        arrays.append(pa.array(problems, pa.string()))
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 class _ArrowTable:
     """The rows of one of Arrow's files. The file's schema gives the columns' types, so no kinds are needed."""
 
     def __init__(self, path: str, source: Any) -> None:
-        """Raises SchemaMismatch for a column whose type Parquet does not have."""
+        """Read the file's schema. Raises SchemaMismatch for a column whose type Parquet does not have."""
         self._path = path
         self.kinds: dict[str, kinds.Kind] = {}
-        is_file = source.read_at(6, 0) == b"ARROW1"  # else it is one of Arrow's streams
+        head = source.read_at(len(_ARROW_MARK), 0)
+        is_file = head == _ARROW_MARK  # else it is one of Arrow's streams
         source.seek(0)
         opened: Any
         self._batches: Iterator[pa.RecordBatch]
@@ -255,7 +270,7 @@ class _ArrowTable:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
-            batch = batch.slice(0, rows_left)
+            batch = batch.slice(0, rows_left)  # None leaves the batch whole
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)
                 yield part.num_rows, part.nbytes, part
@@ -290,8 +305,9 @@ class _ArrowTable:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _plain_type(arrow_type: pa.DataType) -> pa.DataType:
     """Return the type that Parquet has for values of this type."""
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
-    return _PLAIN.get(kind, kind)
+    if pa.types.is_dictionary(arrow_type):
+        value_type = _plain_type(arrow_type.value_type)
+        return pa.dictionary(arrow_type.index_type, value_type, arrow_type.ordered)
+    return _PLAIN.get(arrow_type, arrow_type)

@@ -8,7 +8,7 @@ from typing import Any
 from jobs.errors import CorruptTable, OtherEncoding
 
 CHUNK_BYTES = 1 << 20
-#: Marks at the beginning of files in other encodings, longer ones first.
+#: Marks at the beginning of files in other encodings. Longer ones come first, because they may begin with shorter ones.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -22,7 +22,14 @@ _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
 #: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, and the row is lost.
 _BAD = "tokenmill-bad"
 _INVALID_BYTE = "\udcff"  # becomes the byte 255
-codecs.register_error(_BAD, lambda error: (_INVALID_BYTE, getattr(error, "end", 0)))
+
+
+def _invalid_byte(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for bytes that cannot be decoded, and the place where decoding goes on."""
+    return _INVALID_BYTE, getattr(error, "end", 0)
+
+
+codecs.register_error(_BAD, _invalid_byte)
 
 
 class EncodingGuess:
@@ -39,6 +46,7 @@ class EncodingGuess:
             if head.startswith(mark):
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
+        # Most letters of texts are below 256. In UTF-16, the high byte of such a letter is zero.
         even_bytes = head[::2]
         odd_bytes = head[1::2]
         for high_bytes, low_bytes, encoding in (
@@ -84,7 +92,8 @@ class Decoded(io.RawIOBase):
 
     def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
         self._stream = stream
-        self._decoder = codecs.getincrementaldecoder(encoding)(_BAD)
+        make_decoder = codecs.getincrementaldecoder(encoding)
+        self._decoder = make_decoder(errors=_BAD)
         self._encoding = encoding
         self._path = path
         self._format = file_format
@@ -98,19 +107,19 @@ class Decoded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Read UTF-8 into a buffer; return how many bytes."""
         while not self._unread and not self._is_over:
-            read = self._stream.read(CHUNK_BYTES)
-            self._is_over = not read
+            chunk = self._stream.read(CHUNK_BYTES)
+            self._is_over = not chunk
             try:
-                text = self._decoder.decode(read, self._is_over)
+                text = self._decoder.decode(chunk, self._is_over)
             except UnicodeError:
                 name = self._encoding
                 reason = (
                     f"it has no byte order mark, which encoding {name} needs: "
-                    f"say {name}-le or {name}-be if it is one"
+                    f"if it is written as {name}-le or {name}-be, name that encoding"
                 )
                 raise CorruptTable(self._path, self._format, reason) from None
             self._unread = text.encode("utf-8", "surrogateescape")
-        size = min(len(buffer), len(self._unread))
-        buffer[:size] = self._unread[:size]
-        self._unread = self._unread[size:]
-        return size
+        num_bytes = min(len(buffer), len(self._unread))
+        buffer[:num_bytes] = self._unread[:num_bytes]
+        self._unread = self._unread[num_bytes:]
+        return num_bytes

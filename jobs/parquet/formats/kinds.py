@@ -4,7 +4,7 @@ A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which 
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
 values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
-A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
+A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
 that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
 
@@ -37,7 +37,9 @@ _SCALARS = {
 }
 _KIND_BY_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _JSON_NUMBERS = {"int", "float", "number"}
+#: The largest integer that a float holds exactly, with all smaller ones.
 _EXACT = 1 << 53
+#: No integer from here on fits into 64 bits.
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -67,6 +69,7 @@ def merged(one: Kind, other: Kind) -> Kind:
         return one
     if one == "null":
         return other
+    # From here on the kinds differ, and neither is "null".
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         if "list" in one:
             inner = merged(one["list"], other["list"])
@@ -90,7 +93,7 @@ COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
+    """Return the kind of a CSV file's column. If its numbers have decimal commas, the kind begins with COMMA_KIND."""
     has_decimals = kind in ("fraction", "float", "number", "digits")
     if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
@@ -98,7 +101,10 @@ def with_decimal(kind: Kind, decimal: str) -> Kind:
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a CSV file's column that holds fields of both kinds. Different kinds make "text"."""
+    """Return the kind of a CSV file's column that holds fields of both kinds.
+
+    Two kinds of numbers make a kind of numbers. Other different kinds make "text".
+    """
     if one == other or other == "null":
         return one
     if one == "null":
@@ -130,7 +136,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    if not fields or "json" in fields.values():
+    if not fields or "json" in fields.values():  # Parquet has no type for an object without names
         return "json"
     return {"struct": fields}
 
@@ -159,19 +165,23 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a field of CSV that is not empty."""
-    if decimal == "," and "." in text:
+    has_commas = decimal == ","
+    if has_commas and "." in text:  # such as 1.234,56
         return "digits" if _GROUPED.fullmatch(text) else "text"
-    if decimal == ",":
+    if has_commas:
         text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):
         return "text"
-    if _INTEGER.fullmatch(text) and text != "-0":
-        return _kind_of_integer(int(text), too_large="text" if decimal == "," else "digits")
+    if _INTEGER.fullmatch(text) and text != "-0":  # no integer is written as -0
+        kind_if_too_large = "text" if has_commas else "digits"
+        return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    if decimal == "," and number.is_integer() and abs(number) >= _INT64:
+    # As "digits" such a number would become a float in the output.
+    if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
+    # A template would write the number in another way than the file does.
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
@@ -229,11 +239,11 @@ def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
     has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    is_number = has_commas and pa.types.is_floating(arrow_type)
+    becomes_float = has_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null
-        if is_number and value is not None:
+        if becomes_float and value is not None:
             value = value.replace(",", ".")
         values.append(value)
     return pa.array(values, pa.string()).cast(arrow_type)

@@ -17,29 +17,31 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # The first lines of wanted rows, each with its row. None stands at the first line after a wanted row.
-    row_at: dict[int, int | None] = {}
-    last = max(rows, default=-1)
+    # By a line's number: the wanted row that begins there; None if the first row after a wanted one begins there.
+    row_at_line: dict[int, int | None] = {}
+    last_wanted = max(rows, default=-1)
     with _opened(path, file_format, dialect) as file:
         records = json_records(file)
         if file_format in HEADED:
             _, records = csv_records(file)
         for row, record in enumerate(records):
             if row in rows:
-                row_at[record.line] = row
+                row_at_line[record.line] = row
             elif row - 1 in rows:
-                row_at[record.line] = None
-            if row > last:
+                row_at_line[record.line] = None
+            if row > last_wanted:
                 break
 
-    lines: dict[int, list[str]] = {}
-    current_row: int | None = None
+    lines_by_row: dict[int, list[str]] = {}
+    current_row: int | None = None  # None outside the wanted rows
     with _opened(path, file_format, dialect) as file:
         for line in file.lines():
-            current_row = row_at.get(line.line, current_row)
+            if line.line in row_at_line:
+                current_row = row_at_line[line.line]
             if current_row is not None and line.value is not None:
-                lines.setdefault(current_row, []).append(line.value.decode(errors="replace"))
-    return {row: "\n".join(texts).rstrip("\r\n") for row, texts in lines.items()}
+                text = line.value.decode(errors="replace")
+                lines_by_row.setdefault(current_row, []).append(text)
+    return {row: "\n".join(lines).rstrip("\r\n") for row, lines in lines_by_row.items()}
 
 
 @contextmanager

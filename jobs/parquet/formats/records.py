@@ -18,13 +18,14 @@ from jobs.runs.plans.names import OPENAI_BATCH, TSV
 #: The most bytes of a line, or of a row of CSV: room for the longest prompt, even if every letter is escaped.
 MAX_LINE_BYTES = 8 << 20
 
+#: The most lines of a row of CSV.
 MAX_LINES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 #: JSON's escape for half of a surrogate pair. Such a half alone is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# The csv module has one limit for the process. A field is never longer than its row, which is bounded.
+# The csv module has one limit for the process. No field reaches this one, because `_csv_rows` bounds the whole row.
 csv.field_size_limit(2 * MAX_LINE_BYTES)
 
 
@@ -96,11 +97,11 @@ def json_records(file: TextFile) -> Iterator[Record]:
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
-    """Yield a file's lines. One that is too long is read to its end, and has a problem in place of a value."""
+    """Yield a file's lines. A line that is too long is read to its end, and has a problem in place of a value."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):  # the line's end does not count
             yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
         size = len(line)
@@ -116,7 +117,7 @@ def _json_record(line: Record, encoding: str) -> Record:
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a half
     except UnicodeDecodeError as error:
         where = f": {error.reason} at byte {error.start}" if encoding == "UTF-8" else ""
         problem = f"is not {encoding}{where}"
@@ -139,19 +140,19 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
     """Yield rows whose values are lists of fields.
 
     If a row does not end, because a quote is not closed, only its first line is lost. The lines after the first one are
-    read again.
+    read again. A row with a problem has an empty list, or the fields that are no valid Unicode.
     """
-    again: deque[Record] = deque()  # lines to be read before others
+    lines_again: deque[Record] = deque()  # lines to be read before others
     row_lines: list[Record] = []  # the lines of the current row
     size = 0  # the bytes of the current row
-    no_end_problem = ""  # why the current row does not end
+    no_end_problem = ""  # what to say of the current row if it does not end
 
     def texts() -> Iterator[str]:
         """Yield lines for the csv module. Ends at a line that cannot be part of a row, or at the file's end."""
         nonlocal size, no_end_problem
         no_end_problem = "begins a quote that is not closed"
         while True:
-            line = again.popleft() if again else next(lines, None)
+            line = lines_again.popleft() if lines_again else next(lines, None)
             if line is None:
                 return
             row_lines.append(line)
@@ -172,15 +173,16 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             problem = None if is_unicode("".join(fields)) else f"is not {encoding}"
         except (StopIteration, csv.Error) as error:
             if not row_lines:
-                return
+                return  # the file's end
             problem = f"is not CSV: {str(error)[:200]}"
             if "new-line character" in problem:
                 problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
+                # `texts` has ended within the row, and this reader with it. A new one begins at the row's second line.
                 first_line, *later_lines = row_lines
                 problem = first_line.problem or no_end_problem
                 size = first_line.size
-                again.extendleft(reversed(later_lines))
+                lines_again.extendleft(reversed(later_lines))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
         if fields or problem:  # other lines are blank
             yield Record(row_lines[0].line, size, fields, problem)
@@ -200,12 +202,12 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     path = file.path
     usual_delimiter = "\t" if file.format == TSV else ","
     lines = file.lines()
-    first = next(lines, None)
+    first_line = next(lines, None)
     sep_line = None
-    if first is not None and first.value is not None:
-        sep_line = _SEP_LINE.fullmatch(first.value)
-    if sep_line is None and first is not None:
-        lines = chain([first], lines)
+    if first_line is not None and first_line.value is not None:
+        sep_line = _SEP_LINE.fullmatch(first_line.value)
+    if sep_line is None and first_line is not None:
+        lines = chain([first_line], lines)  # it is the header
 
     delimiter = usual_delimiter
     if file.delimiter:

@@ -13,7 +13,7 @@ from jobs.runs.statistics.report import Examples
 NUM_EXAMPLES = 5
 #: The most parts that are searched for rows without an error.
 NUM_PARTS = 3
-#: Columns of answers that hold numbers or long exchanges.
+#: How the names of columns end that hold numbers or long exchanges.
 _LEFT_OUT = ("_tokens", "logprobs", "embedding", "messages")
 
 
@@ -40,9 +40,10 @@ def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
     columns = [name for name in shown_columns(plan) if name != error]
     if has_prompts:
         columns = [*prompt_columns(plan), *columns]
+    good_rows = _good_rows(storage, plan, [*columns, error], error)
     rows = []
-    for row, values in islice(_good_rows(storage, plan, [*columns, error], error), NUM_EXAMPLES):
-        rows.append((row, [values[name] for name in columns]))
+    for number, values in islice(good_rows, NUM_EXAMPLES):
+        rows.append((number, [values[name] for name in columns]))
     return Examples(columns, rows)
 
 

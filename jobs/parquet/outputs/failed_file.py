@@ -34,9 +34,10 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     tables = list(_tables(reader, cut))
     if not tables:
         return 0
+    write = _WRITERS[suffix]
     try:
         with open(path, "xb") as sink:
-            _WRITERS[suffix](sink, pa.concat_tables(tables), reader.plan.spec.dialect)
+            write(sink, pa.concat_tables(tables), reader.plan.spec.dialect)
     except FileExistsError:
         raise InvalidJob(f"{path} is there already: name a new file") from None
     except OSError as error:
@@ -44,12 +45,16 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     return sum(table.num_rows for table in tables)
 
 
+#: The file has no columns of answers.
+_NO_ANSWERS: frozenset[str] = frozenset()
+
+
 def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
-    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()), dialect)
+    write_csv(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()), dialect)
 
 
 def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
-    write_jsonl(frozenset(), sink, table.schema, iter(table.to_batches()))
+    write_jsonl(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()))
 
 
 _WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {
@@ -69,12 +74,13 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
         if failed:
             failed_by_shard[shard] = failed
 
-    line_of = _lines(plan, chain.from_iterable(failed_by_shard.values()))
+    all_lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed in failed_by_shard.items():
-        start = plan.first_row(shard)
-        rows = reader.part_table(shard).take([row.row - start for row in failed])
+        first_row = plan.first_row(shard)
+        places_in_part = [row.row - first_row for row in failed]
+        rows = reader.part_table(shard).take(places_in_part)
         table = rows.select([name for name in rows.column_names if name not in answer_columns])
-        lines = [line_of.get((row.file, row.file_row)) for row in failed]
+        lines = [all_lines.get((row.file, row.file_row)) for row in failed]
         added_columns = {
             "row": pa.array([row.row for row in failed], pa.int64()),
             "file": pa.array([row.file for row in failed], pa.string()),

@@ -73,7 +73,11 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines of rows that have an error, or of rows that have none. first_row: its number in the run."""
+    """Return the lines of a batch's rows for one of the two output files.
+
+    is_error_file: whether to take the rows with an error, or those without. first_row: the number that the batch's
+    first row has in the run.
+    """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
     for number, row in enumerate(rows, first_row):
@@ -97,7 +101,8 @@ def write_lines_of_parts(
         first_row = plan.first_row(shard)
         with open_part(storage, plan, shard) as part:
             for batch in part.batches:
-                num_bytes += sink.write(_batch_lines(plan.run, is_error_file, first_row, batch))
+                lines = _batch_lines(plan.run, is_error_file, first_row, batch)
+                num_bytes += sink.write(lines)
                 first_row += batch.num_rows
     return num_bytes
 
@@ -140,7 +145,10 @@ def open_part(
 def part_rows(
     storage: Storage, plan: Plan, shard: int, columns: Sequence[str], only: Set[int] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
+    """Yield the rows of a part, with their numbers in the run. Raises PartDamaged.
+
+    only: the numbers of the rows to yield; None for all rows.
+    """
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         absent = set(columns) - set(file.schema.names)
@@ -151,7 +159,7 @@ def part_rows(
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows
             if only is not None:
-                places = [place for place, row in enumerate(numbers) if row in only]
+                places = [place for place, number in enumerate(numbers) if number in only]
                 numbers = [numbers[place] for place in places]
                 batch = batch.take(pa.array(places, pa.int64()))
             yield from zip(numbers, batch.to_pylist(), strict=True)
@@ -167,8 +175,11 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
-        objects = (dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers))
-        sink.write(_json_lines(map(to_json, objects)))
+        lines = []
+        for row in _rows(batch, answers):
+            values_by_column = dict(zip(schema.names, row, strict=True))
+            lines.append(to_json(values_by_column))
+        sink.write(_json_lines(lines))
 
 
 #: Characters that some readers take for the end of a line. JSON can write them as escapes.
@@ -193,7 +204,8 @@ def write_csv(
     """
     delimiter = dialect.get("delimiter", ",")
     decimal = dialect.get("decimal", ".")
-    encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))("backslashreplace")
+    make_encoder = codecs.getincrementalencoder(dialect.get("encoding", "utf-8"))
+    encoder = make_encoder(errors="backslashreplace")
     header = _csv_lines([schema.names], delimiter, decimal)
     sink.write(encoder.encode(header))
     for batch in batches:
@@ -203,6 +215,7 @@ def write_csv(
 
 def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
     """Return rows as the text of a CSV file."""
+    # Excel takes a line that begins with sep= for the name of the delimiter.
     quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
@@ -223,14 +236,13 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
 
     answers: the columns of answers. Their values may be of any length.
     """
-    columns = []
+    values_by_column = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
-        columns.append(
-            as_written(batch.schema.field(name), row_values(name, column, name in answers))
-        )
-    for row in zip(*columns, strict=True):
+        values = row_values(name, column, is_ours=name in answers)
+        values_by_column.append(as_written(batch.schema.field(name), values))
+    for row in zip(*values_by_column, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 
 

@@ -37,7 +37,9 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     if kind.item is None:
         return _ARROW[kind.kind]
     item = arrow_type(kind.item)
-    return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
+    if kind.kind == schema_types.ARRAY:
+        return pa.list_(item)
+    return pa.map_(pa.string(), item)
 
 
 def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
@@ -70,16 +72,18 @@ class Parsed(NamedTuple):
 
 
 def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
-    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value.
+    """Parse a row's answer or answers. An answer that failed its check has the check's reason in place of a value.
 
     prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
     """
+    # If the row has several answers, `texts` and `finish_reasons` are tuples.
     texts = answer.column(prompt) if prompt else answer.completion
-    if texts is None or (answer.error is not None and not prompt):
+    has_failed = answer.error is not None and not prompt
+    if texts is None or has_failed:
         return Parsed()
     if answer.check_error is not None:
         return Parsed(reason=answer.check_error)
-    finish_reasons = answer.column(f"{prompt}_{FINISH_REASON}" if prompt else FINISH_REASON)
+    finish_reasons = answer.column(_column(prompt, FINISH_REASON))
     if isinstance(texts, str):
         return parsed_text(kind, texts, finish_reasons)
     values = []
@@ -113,26 +117,27 @@ def _value(kind: ValueType, value: Any, path: str) -> Any:
     """Return a value in the form that Arrow takes. Raises _Unfit."""
     if value is None and kind.is_nullable:
         return None
-    name = kind.kind
-    if name == schema_types.OBJECT and isinstance(value, dict):
+    type_name = kind.kind
+    if type_name == schema_types.OBJECT and isinstance(value, dict):
         return _fields(kind, value, path)
-    if name == schema_types.MAP and isinstance(value, dict):
-        return [
-            (_text(key, path), _inner(kind, inner, f"{path}.{key}")) for key, inner in value.items()
-        ]
-    if name == schema_types.ARRAY and isinstance(value, list):
+    if type_name == schema_types.MAP and isinstance(value, dict):
+        pairs = []
+        for key, inner in value.items():
+            pairs.append((_text(key, path), _inner(kind, inner, f"{path}.{key}")))
+        return pairs
+    if type_name == schema_types.ARRAY and isinstance(value, list):
         return [_inner(kind, inner, f"{path}[{place}]") for place, inner in enumerate(value)]
-    if name == schema_types.BOOLEAN and isinstance(value, bool):
+    if type_name == schema_types.BOOLEAN and isinstance(value, bool):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        number = _number(name, value)
+        number = _number(type_name, value)
         if number is not None:
             return number
     if isinstance(value, str):
-        from_text = _from_text(name, _text(value, path))
+        from_text = _from_text(type_name, _text(value, path))
         if from_text is not None:
             return from_text
-    raise _Unfit(f"{path}: {brief(value)} is no {name}")
+    raise _Unfit(f"{path}: {brief(value)} is no {type_name}")
 
 
 def _fields(kind: ValueType, value: dict[str, Any], path: str) -> dict[str, Any]:
@@ -153,27 +158,28 @@ def _inner(kind: ValueType, value: Any, path: str) -> Any:
     return _value(kind.item, value, path)
 
 
-def _number(name: str, value: float) -> float | int | None:
-    """Return a number as the type of this name has it; None if it is no such number."""
-    if name == schema_types.NUMBER:
+def _number(type_name: str, value: float) -> float | int | None:
+    """Return a number as the float or int that a type asks for; None if the type has no such number."""
+    if type_name == schema_types.NUMBER:
         try:
             return float(value)
         except OverflowError:
             return None
     is_whole = isinstance(value, int) or value.is_integer()
-    if name == schema_types.INTEGER and is_whole and -(2**63) <= value < 2**63:
+    fits_64_bits = -(2**63) <= value < 2**63
+    if type_name == schema_types.INTEGER and is_whole and fits_64_bits:
         return int(value)
     return None
 
 
-def _from_text(name: str, text: str) -> Any:
-    """Return the text, date or moment that a text stands for in the type of this name; None if it stands for none."""
-    if name == schema_types.STRING:
+def _from_text(type_name: str, text: str) -> Any:
+    """Return a text as a value of a type: itself, a date or a moment. Return None if it is no such value."""
+    if type_name == schema_types.STRING:
         return text
     try:
-        if name == schema_types.DATE:
+        if type_name == schema_types.DATE:
             return date.fromisoformat(text)
-        if name == schema_types.TIME_STAMP:
+        if type_name == schema_types.TIME_STAMP:
             moment = datetime.fromisoformat(text)
             return None if moment.tzinfo is None else moment
     except ValueError:

@@ -52,13 +52,13 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
-    if spec.order:
+    if spec.order:  # the output is sorted by this column
         names.append(ROW_NUMBER)
     return ColumnChoice(tuple(names), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
-    """Return the number of dimensions of the embeddings that a run asks of a model."""
+    """Return how many numbers an embedding of a run has."""
     return spec.dimensions or model.embedding_size
 
 
@@ -69,7 +69,8 @@ def output_schema(
 
     schema: the input's schema. path: its first file, for errors. Raises ColumnConflict or MissingColumn.
     """
-    for column in (*(spec.keep or ()), *(spec.drop or ())):
+    kept_or_dropped = [*(spec.keep or ()), *(spec.drop or ())]
+    for column in kept_or_dropped:
         if column not in schema.names:
             raise missing_column(column, path, schema)
     names_to_keep = columns_kept(spec).chosen_from(schema.names)
@@ -94,13 +95,13 @@ def output_schema(
 
 def _output_field(field: pa.Field) -> pa.Field:
     """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
-    if has_comma_digits(field):
+    if has_comma_digits(field):  # its texts become numbers; see as_number
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
-    is_json = JSON.items() <= metadata.items()
-    if not is_json:
+    has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON
+    if not has_json:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
-    return field.with_metadata(metadata or None)
+    return field.with_metadata(metadata or None)  # None removes the metadata
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
@@ -129,17 +130,17 @@ def with_answers(
     batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
 ) -> pa.Table:
     """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
-    answer_parts = [field.name for field in answer_fields(spec)]
-    num_kept = len(schema) - len(answer_parts)
+    field_names = [field.name for field in answer_fields(spec)]
+    num_kept = len(schema) - len(field_names)
     columns: list[Any] = [
         as_number(batch.field(name), batch.column(name)) for name in schema.names[:num_kept]
     ]
     parsed = parsed_columns(spec.parsed_types, answers)
-    for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
+    for name, arrow_type in zip(field_names, schema.types[num_kept:], strict=True):
         values = parsed.get(name)
         if values is None:
             values = [answer.column(name) for answer in answers]
-        columns.append(answer_column(values, kind))
+        columns.append(answer_column(values, arrow_type))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -171,11 +172,14 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     completion_lengths: list[int] = []
     finish_reasons: Counter[str] = Counter()
     for answer in good:
-        tokens = answer.completion_tokens
-        completion_lengths += tokens if isinstance(tokens, tuple) else (tokens,)
+        lengths = answer.completion_tokens
+        if isinstance(lengths, tuple):  # of several completions
+            completion_lengths += lengths
+        else:
+            completion_lengths.append(lengths)
         finish_reasons.update(answer.all_finish_reasons)
     labels = Counter(answer.column("label") for answer in good)
-    del labels[None]  # answers of runs without labels
+    del labels[None]  # answers of runs without labels; a Counter lets absent keys be deleted
     return PartStats(
         **known,
         rows=len(answers),

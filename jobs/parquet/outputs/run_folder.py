@@ -62,7 +62,7 @@ MAX_PLAN_BYTES = 256 << 20
 def find_plan(storage: Storage, folder: str) -> Plan | None:
     """Return the plan in a folder, or None. Raises the errors of load_plan."""
     path = os.path.join(folder, PLAN)
-    with writing(path):
+    with writing(path):  # a folder that cannot be reached could not be written either
         if storage.stat(path) is None:
             return None
     return load_plan(storage, path)
@@ -86,10 +86,10 @@ def load_plan(storage: Storage, path: str) -> Plan:
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
     """Write a plan; return False if another planner was first. Raises the errors of begin_folder and Storage.put."""
     path = os.path.join(plan.spec.output, PLAN)
-    text = plan.to_text().encode()
+    content = plan.to_text().encode()
     if not begin_folder(storage, plan.spec.output):
         return False
-    return storage.put(path, execution_id, lambda sink: sink.write(text))
+    return storage.put(path, execution_id, lambda sink: sink.write(content))
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
@@ -98,9 +98,9 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    with suppress(PathOutsideRoots):
-        for end in range(len(segments) - 1, 0, -1):
-            above = "/".join(segments[:end])
+    with suppress(PathOutsideRoots):  # no folder above a root is looked at
+        for num_segments in range(len(segments) - 1, 0, -1):
+            above = "/".join(segments[:num_segments])
             if storage.stat(os.path.join(above, PLAN)) is not None:
                 raise OutputHoldsAnotherRun(above, f"{folder} lies in its folder")
     with writing(folder):
@@ -119,7 +119,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "com
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Return the manifest of a finished run. parts: in order.
+    """Return the manifest of a finished run. parts: the statistics of all parts, in the parts' order.
 
     In it, `seconds` is the time from the first shard's start to the last one's end.
     """
@@ -172,7 +172,10 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the fact for Redis that says what earlier runs asked differently; {} if many of their rows were taken."""
+    """Return the fact for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
+
+    A difference is only noted if few answers of the earlier run could be taken.
+    """
     if plan.reused is None:
         return {}
     texts = []
@@ -244,14 +247,14 @@ class RunFolder:
         return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
-        """Look into every part; return the shards that have no part. check_interrupted: called before each look.
+        """Read every part; return the shards that have no part. check_interrupted: called before each part is read.
 
         If a part was removed before the run's end, the files that were made of all parts are removed too. Raises
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # These are looked for before the parts: if one is there, all parts were there earlier.
-        end_files = list(filter(self._is_there, self._end_files))
+        # The files of the end are looked for before the parts: if such a file is there, all parts were there earlier.
+        end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
             check_interrupted()
@@ -259,13 +262,14 @@ class RunFolder:
         all_shards = set(range(len(self.plan.shards)))
         missing = sorted(all_shards - present)
         if has_ended:
-            missing_parts = map(self.plan.part_path, missing)
-            output_files = map(self.path, self._outputs)
-            for path in (*missing_parts, *output_files):
+            needed_paths = [self.plan.part_path(shard) for shard in missing]
+            needed_paths += [self.path(name) for name in self._outputs]
+            for path in needed_paths:
                 if self.storage.stat(path) is None:
                     raise PartDamaged(path, _GONE)
         elif missing:
-            for path in map(self.path, end_files):
+            for name in end_files:
+                path = self.path(name)
                 with writing(path):
                     self.storage.remove(path)
         return missing
@@ -276,7 +280,7 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis has lost our keys, so the files of the parts are counted
             return self.recount(queue)
-        if self._stopped_by_errors(queue, is_whole=count.is_whole):
+        if self._stop_if_over_limit(queue, is_whole=count.is_whole):
             return False
         if count.is_whole:
             return self._finish()
@@ -292,23 +296,26 @@ class RunFolder:
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _stopped_by_errors(self, queue: str, *, is_whole: bool) -> bool:
+    def _stop_if_over_limit(self, queue: str, *, is_whole: bool) -> bool:
         """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
         Call this before a run is ended, because a stopped run must not end, whichever of its shards comes last.
         """
-        if self.state.judge(is_whole=is_whole) is None or self.has_success():
+        excess = self.state.judge(is_whole=is_whole)  # None if the errors are within the limit
+        if excess is None or self.has_success():
             return False
         submission = stop_over_limit(self.state, is_whole=is_whole)
         if submission is None:
             return False
         all_shards = set(range(len(self.plan.shards)))
-        waiting = sorted(all_shards - self.state.recorded())
+        waiting_shards = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
             # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
-                ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, submission, name, ids)
+                job_ids = []
+                for shard in waiting_shards:
+                    job_ids.append(run_names.shard_job_id(self.plan.run, shard, is_second))
+                remove_waiting(self.state, submission, name, job_ids)
         return True
 
     def recount(self, queue: str) -> bool:
@@ -325,22 +332,26 @@ class RunFolder:
         }
         second = self.plan.second
         if second is not None:
-            _, (second_queue, _) = self.plan.queues(queue)
             facts["second_model"] = second.pin
             facts["second_text"] = str(second)
-            facts["second_queue"] = second_queue
+            for queue_name, is_second in self.plan.queues(queue):
+                if is_second:
+                    facts["second_queue"] = queue_name
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        # The records are read before the listing, so a part that is in both certainly exists.
+        # A part is recorded once it is in its place. As the records are read before the folder is listed, a recorded
+        # part that is not listed was removed.
         recorded = self.state.records()
         present = self.shards_with_parts()
-        unrecorded = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
-        gone = {shard: record for shard, record in recorded.items() if shard not in present}
-        with_errors = [stats for stats in unrecorded.values() if stats.errors]
-        for stats in with_errors[:MAX_PARTS]:
+        unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
+        gone_records = {shard: record for shard, record in recorded.items() if shard not in present}
+        parts_with_errors = [stats for stats in unrecorded_parts.values() if stats.errors]
+        for stats in parts_with_errors[:MAX_PARTS]:  # Redis keeps the reasons of no more parts
             self._record_reasons(stats)
-        count = self.state.amend_parts(unrecorded, gone, len(self.plan.shards))
-        if not count.is_whole or self._stopped_by_errors(queue, is_whole=True):
+        count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
+        if not count.is_whole:
+            return False
+        if self._stop_if_over_limit(queue, is_whole=True):
             return False
         return self._finish()
 
@@ -366,7 +377,8 @@ class RunFolder:
         summary = manifest_of(self.plan, parts, reasons)
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
-        report = report_html(json.loads(manifest), examples=examples)
+        read_manifest = json.loads(manifest)  # its values are as in the file
+        report = report_html(read_manifest, examples=examples)
         writers: dict[str, Callable[[Any], object]] = {}
         for name in self._outputs:
             writers[name] = partial(write_output, self.storage, self.plan, name)
@@ -388,7 +400,10 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if a file is not there, although it was just written."""
+        """Raise OutputNotWritable if no file has this name, although one was just written.
+
+        Then something else has the name, such as a folder.
+        """
         if not self._is_there(name):
             raise OutputNotWritable(
                 self.path(name), "something with this name is there, and it is not a file"

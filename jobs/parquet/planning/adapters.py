@@ -19,14 +19,15 @@ from jobs.runs.plans.spec import RunSpec
 
 def with_named_adapters(context: JobContext, plan: Plan) -> Plan:
     """Return a plan that pins the adapters of its arguments. Raises UnknownAdapter."""
-    return _with(plan, {context.adapters.pin(name) for name in _named(plan.spec)})
+    pinned = {context.adapters.pin(name) for name in _names_in_arguments(plan.spec)}
+    return _with_adapters(plan, pinned)
 
 
 def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
-    """Return a plan that pins all adapters that rows may name: for a look at a run, which nobody resumes."""
+    """Return a plan that pins all adapters that rows may name. Only for previews and dry runs, which keep no plan."""
     if not rows_name_adapters(plan.spec):
         return plan
-    return _with(plan, set(context.adapters.pinned))
+    return _with_adapters(plan, set(context.adapters.pinned))
 
 
 def rows_name_adapters(spec: RunSpec) -> bool:
@@ -35,9 +36,9 @@ def rows_name_adapters(spec: RunSpec) -> bool:
 
 
 def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Return a plan that pins the adapters of its rows too. A row that names an unknown one gets an error when asked.
+    """Return a plan that pins its rows' adapters too. A row that names an unknown adapter gets an error when asked.
 
-    Reads all rows once. Their files must be converted already.
+    Reads all rows once. The input's files must be converted already.
     """
     pinned = set(plan.model.adapters)
     known_names = set(context.adapters.names)
@@ -46,29 +47,28 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
         names: set[str] = set()
         for row in rows:
             if isinstance(row, Row):
-                names.update(_names_of(row, plan.spec))
+                names.update(_names_in_row(row, plan.spec))
         for name in names & known_names:
             with suppress(UnknownAdapter):  # it has gone in between
                 pinned.add(context.adapters.pin(name))
-    return _with(plan, pinned)
+    return _with_adapters(plan, pinned)
 
 
-def _with(plan: Plan, pinned: set[str]) -> Plan:
+def _with_adapters(plan: Plan, pinned: set[str]) -> Plan:
     """Return a plan that names these adapters."""
     return replace(plan, model=replace(plan.model, adapters=tuple(sorted(pinned))))
 
 
-def _named(spec: RunSpec) -> set[str]:
+def _names_in_arguments(spec: RunSpec) -> set[str]:
     """Return the adapters that a run's arguments name."""
-    names = set()
-    for sampling in (spec.sampling, *(step.sampling for step in spec.steps)):
-        if sampling.get(ADAPTER) is not None:
-            names.add(sampling[ADAPTER])
-    return names
+    names = [spec.sampling.get(ADAPTER)]
+    for step in spec.steps:
+        names.append(step.sampling.get(ADAPTER))
+    return {name for name in names if name is not None}
 
 
-def _names_of(row: Row, spec: RunSpec) -> Iterator[str]:
-    """Yield what may name a row's adapter. The model of a batch file's line may."""
+def _names_in_row(row: Row, spec: RunSpec) -> Iterator[str]:
+    """Yield the texts of a row that may name an adapter. A batch file's line may name one as its model."""
     if spec.input_format != OPENAI_BATCH:
         name = row.own_sampling.get(ADAPTER)
         if isinstance(name, str):
@@ -79,6 +79,9 @@ def _names_of(row: Row, spec: RunSpec) -> Iterator[str]:
     except (ValueError, RecursionError):
         return  # the ask reports what is wrong with the line
     body = line.get("body") if isinstance(line, dict) else None
+    if not isinstance(body, dict):
+        return
     for key in ("model", ADAPTER):
-        if isinstance(body, dict) and isinstance(body.get(key), str):
-            yield body[key]
+        name = body.get(key)
+        if isinstance(name, str):
+            yield name

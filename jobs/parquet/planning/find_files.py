@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from glob import has_magic
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SchemaMismatch, SearchTooLong
@@ -19,7 +19,7 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
-#: The most names that one search may meet, in all folders together. A local disk lists so many in some seconds.
+#: The most names that one search may meet, in all folders together. A local disk lists as many names within seconds.
 MAX_NAMES = 1_000_000
 #: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -67,8 +67,8 @@ def partition_columns(
     """Return the columns that the folders' names give, and each file's values in them.
 
     A column is int64 if all its values are integers without leading zeros, else string. in_files: the files' own
-    columns, which come before a folder's key of the same name. Raises SchemaMismatch if the keys of the files' folders
-    differ.
+    columns. A folder's key of the same name is left out. Raises SchemaMismatch if the files' folders have different
+    keys.
     """
     names = files[0].key_names
     for file in files:
@@ -82,16 +82,17 @@ def partition_columns(
 
     columns: list[AddedColumn] = []
     values_by_file: list[list[Any]] = [[] for _ in files]
-    for place, name in enumerate(names):
+    for key_number, name in enumerate(names):
         if name in in_files:
             continue
-        texts = []
+        texts = []  # one for each file; None for a null
         for file in files:
-            _, text = file.keys[place]
+            _, text = file.keys[key_number]
             texts.append(text)
         present_texts = [text for text in texts if text is not None]
-        is_integer = any(present_texts) and all(map(_is_int64, present_texts))
-        columns.append(AddedColumn(name, "int64" if is_integer else "string"))
+        is_integer = bool(present_texts) and all(map(_is_int64, present_texts))
+        column_type: Literal["int64", "string"] = "int64" if is_integer else "string"
+        columns.append(AddedColumn(name, column_type))
         for values_of_file, text in zip(values_by_file, texts, strict=True):
             if is_integer and text is not None:
                 values_of_file.append(int(text))
@@ -166,32 +167,33 @@ class Search:
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
         self.storage = storage
         self._output = output
-        self._wanted = wanted
+        self._wanted_format = wanted
         self._num_names = 0
 
-    def expand(self, item: str) -> tuple[str, list[FoundFile]]:
-        """Return the folder that is searched for an item, and the item's files."""
+    def expand(self, named: str) -> tuple[str, list[FoundFile]]:
+        """Return the folder that is searched, and the files. named: a file, a folder or a glob, as the run names it."""
         # A file may have a name that looks like a pattern. Then the file is meant.
-        if has_magic(item) and self.storage.look(item) is None:
-            folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
-            return folder, list(self._matched_files(item))
-        path = self.storage.resolve(item)
+        if has_magic(named) and self.storage.look(named) is None:
+            folder, _ = _split_pattern(named)
+            return folder, list(self._matched_files(named))
+        path = self.storage.resolve(named)
         if self.storage.is_folder(path):
-            return item, self._folder_files(item, path)
+            return named, self._folder_files(named, path)
         files = []
         if self.storage.stat(path) is not None:
-            files.append(FoundFile(path, item))
-        return os.path.dirname(item), files
+            files.append(FoundFile(path, named))
+        return os.path.dirname(named), files
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
-        searched = pattern.split("/")[_first_glob_segment(pattern) :]
-        for match in self.matches(pattern, any(map(_is_hidden, searched))):
+        _, segments = _split_pattern(pattern)
+        names_hidden = any(map(_is_hidden, segments))
+        finds_files_itself = "**" in segments  # then a matched folder's files are matched too
+        for match in self.matches(pattern, names_hidden):
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif "**" not in searched and path != self._output:
-                # `**` finds a folder's files by itself.
+            elif not finds_files_itself and path != self._output:
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:
@@ -199,13 +201,15 @@ class Search:
         files, nested = self._walked(Folder(named, path))
         # A folder's own files come before those of its folders.
         files.sort(key=lambda file: file.named.split("/"))
-        wanted = self._wanted or _format_of([file.named for file in files])
-        nested_names = [file.named for file in nested if is_named(file.named, wanted)]
+        wanted_format = self._wanted_format
+        if wanted_format is None:
+            wanted_format = _format_of([file.named for file in files])
+        nested_names = [file.named for file in nested if is_named(file.named, wanted_format)]
         if nested_names:
             first = min(nested_names)
             raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
 
-        wanted_files = [file for file in files if is_named(file.named, wanted)]
+        wanted_files = [file for file in files if is_named(file.named, wanted_format)]
         return [FoundFile(file.real_path(self.storage), file.named) for file in wanted_files]
 
     def _walked(self, top: Folder) -> _FolderFiles:
@@ -218,7 +222,7 @@ class Search:
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
-                    if is_named(entry.name, self._wanted):
+                    if is_named(entry.name, self._wanted_format):
                         files = folder_files.nested if is_nested else folder_files.files
                         files.append(FoundEntry(folder, entry))
                     continue
@@ -226,7 +230,7 @@ class Search:
                 # Files below a key=value folder count as files of the top folder. All other files below are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
                 if entry.is_link and not is_key_folder:
-                    continue
+                    continue  # nested files are only looked for to refuse them, and not through links
                 child = folder.child(entry, self.storage)
                 is_child_nested = not is_key_folder
                 if child is not None and child.path != self._output:
@@ -256,10 +260,7 @@ class Search:
         read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
         Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
-        all_segments = pattern.split("/")
-        num_plain = _first_glob_segment(pattern)
-        top = "/".join(all_segments[:num_plain]) or "/"
-        segments = all_segments[num_plain:]
+        top, segments = _split_pattern(pattern)
         last_place = len(segments) - 1
         matches = []
         # The folders that are still to be read, each with the places of the segments that its entries may match.
@@ -268,22 +269,27 @@ class Search:
             folder, places = waiting.pop()
             segments_here = [segments[place] for place in places]
             for entry in self._candidates(folder, segments_here):
-                matched = {place for place in places if _matches(segments[place], entry.name)}
+                matched_places = {
+                    place for place in places if _matches(segments[place], entry.name)
+                }
                 is_skipped = _is_hidden(entry.name) and not names_hidden
-                if not matched or is_skipped:
+                if not matched_places or is_skipped:
                     continue
-                if last_place in matched:
+                if last_place in matched_places:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue
 
                 next_places = set()
-                for place in matched:
+                for place in matched_places:
                     # `**` stays, because it stands for any number of folders.
                     stays = segments[place] == "**"
-                    next_places.add(place if stays else place + 1)
+                    next_place = place if stays else place + 1
+                    next_places.add(next_place)
                 places_below = _with_skipped(next_places, segments)
-                child = folder.child(entry, self.storage) if places_below else None
+                if not places_below:
+                    continue
+                child = folder.child(entry, self.storage)
                 if child is not None:
                     waiting.append((child, places_below))
         return sorted(matches, key=lambda match: match.named)
@@ -323,23 +329,23 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files, also those in its folders named key=value. Without any, it gives the files of
-    its only other format. input_format names the format to take instead.
+    A folder gives its *.parquet files, also those in its folders named key=value. A folder without such files gives the
+    files of its only other format. input_format names the format to take instead.
     A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
     The files come sorted, without hidden names, unless a glob spells a hidden name out.
-    If there are several inputs, keys are taken from the folders below the folder that holds them all.
+    If there are several inputs, keys are taken from the folders below the one folder that holds all inputs.
     Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []
     found_files: list[FoundFile] = []
-    for item in inputs:
+    for named in inputs:
         storage.check_interrupted()
-        with reading(item):
-            folder, files = search.expand(item)
+        with reading(named):
+            folder, files = search.expand(named)
         files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
-            raise InputNotFound(item)
+            raise InputNotFound(named)
         found_files += files
         searched_folders.append(folder.rstrip("/").split("/"))
         check_num_files(len(found_files))
@@ -367,9 +373,14 @@ def _format_of(names: Sequence[str]) -> str | None:
     return one_format(names) if names else None
 
 
-def _first_glob_segment(pattern: str) -> int:
-    """Return the place of the first segment of a path that is a pattern."""
-    return next(place for place, segment in enumerate(pattern.split("/")) if has_magic(segment))
+def _split_pattern(pattern: str) -> tuple[str, list[str]]:
+    """Return the folder in which a glob's search begins, and the segments from the first one that is a pattern."""
+    segments = pattern.split("/")
+    num_plain = 0
+    while not has_magic(segments[num_plain]):
+        num_plain += 1
+    folder = "/".join(segments[:num_plain]) or "/"
+    return folder, segments[num_plain:]
 
 
 def _keys(folder_names: Sequence[str]) -> Keys:

@@ -56,16 +56,19 @@ def read_inputs(
     schema = look.schema
     columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
+    # Files beyond the limit were not looked at, and are left out.
     for planned_file, values in zip(look.files, added_values, strict=False):
-        # Files beyond the limit are left out.
         planned_files.append(replace(planned_file, values=tuple(values)))
+    # For each file, the number of rows of each of its row groups.
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
     seed = spec.sampling.get("seed")
+    if seed is None:
+        seed = secrets.randbits(63)
     planned_at = time.time()
     plan = Plan(
         spec=spec,
-        seed=secrets.randbits(63) if seed is None else seed,
+        seed=seed,
         model=context.model.pinned(planned_at),
         planned_at=planned_at,
         version=version("tokenmill"),
@@ -103,7 +106,9 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
 
     as_json = []
     for name in dict.fromkeys((*row_source(spec).columns, *written)):
-        if name in look.kinds and name not in never_json and depends_on_others(look.kinds[name]):
+        if name not in look.kinds or name in never_json:
+            continue
+        if depends_on_others(look.kinds[name]):
             as_json.append(name)
     return tuple(as_json)
 
@@ -112,11 +117,12 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
     start = -shard.skip  # the first row of the next group, counted from the shard's first row
-    for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
-        end = start + rows
+    end_group = shard.first_group + shard.num_groups
+    for group_rows, group_bytes in groups[shard.first_group : end_group]:
+        end = start + group_rows
         rows_of_shard = min(end, shard.rows) - max(start, 0)
-        if rows:
-            num_bytes += size * rows_of_shard / rows
+        if group_rows:
+            num_bytes += group_bytes * rows_of_shard / group_rows
         start = end
     return round(num_bytes)
 
@@ -161,7 +167,7 @@ def check_columns_here(spec: RunSpec) -> None:
             return  # only a look at all lines would tell the columns
         contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
         columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
-        if file_format not in LINES:
+        if file_format not in LINES:  # the header of a CSV file tells no types
             _check_columns(spec, with_added_fields(contents.schema, columns), path)
     except _RAISED_HERE:
         raise
@@ -176,7 +182,7 @@ class _Look:
     """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
-        """Raises InvalidJob for a dialect that files of the format do not have."""
+        """Take the files' format and dialect. Raises InvalidJob for a dialect that the format does not have."""
         check_dialect(dialect, file_format)
         self._storage = storage
         self.format = file_format
@@ -231,7 +237,8 @@ class _Look:
             raise errors.SchemaMismatch(path, difference)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
-            self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
+            known_kind = self.kinds.get(name, "null")
+            self.kinds[name] = merge(known_kind, kind)
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
         """Raise SchemaMismatch if a file has other columns than the first file."""
@@ -254,7 +261,8 @@ def _added_columns(
     """
     columns, values_by_file = partition_columns(found_files, names)
     if filename_column is not None:
-        if filename_column in (*names, *(column.name for column in columns)):
+        added_names = [column.name for column in columns]
+        if filename_column in names or filename_column in added_names:
             raise errors.ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
         for values, file in zip(values_by_file, found_files, strict=True):

@@ -47,13 +47,13 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
 
     chosen: the rows' numbers in the input, in the run's order.
     """
-    assert plan.reused is not None
+    assert plan.reused is not None, "its name becomes part of the files' names"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
     first = replace(first_file, num_chosen=len(chosen))
     without_rows = [replace(file, num_chosen=0) for file in other_files]
     new_plan = replace(plan, files=(first, *without_rows))
-    groups: list[int] = []
+    group_rows: list[int] = []  # the number of rows of each row group
     if len(chosen):
         rows_path = new_plan.rows_path(first)
         numbers_path = os.path.join(plan.spec.output, row_numbers_name(plan.reused.name))
@@ -61,20 +61,23 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
             storage.make_folder(os.path.dirname(path))
         with writing(rows_path), storage.open_output(rows_path) as sink:
             batches = _chosen_rows(context, storage, plan, chosen)
-            groups = write_groups(sink, schema=None, batches=batches)
+            group_rows = write_groups(sink, schema=None, batches=batches)
         with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
-    return replace(new_plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
+    shards = cut_shards([group_rows], plan.spec.rows_per_shard)
+    return replace(new_plan, shards=shards, sizes=())  # the sizes were those of other shards
 
 
 def _chosen_rows(
     context: JobContext, storage: Storage, plan: Plan, chosen: Places
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows of the input in the order of their numbers in `chosen`. Shards without a chosen row are not read."""
-    places = np.full(plan.rows, -1, np.int64)  # each row's place among those chosen
+    # places[row]: the place of a row in `chosen`; -1 for a row that was not chosen
+    places = np.full(plan.rows, -1, np.int64)
     places[chosen] = np.arange(len(chosen))
     first_rows = [plan.first_row(shard) for shard in range(len(plan.shards))]
-    shards = np.unique(np.searchsorted(first_rows, chosen, "right") - 1).tolist()
+    shards_of_chosen = np.searchsorted(first_rows, chosen, "right") - 1
+    shards = np.unique(shards_of_chosen).tolist()
     with RowBuckets(len(chosen)) as buckets:
         for shard, reader in shard_readers(storage, plan, shards):
             start = first_rows[shard]
@@ -84,8 +87,9 @@ def _chosen_rows(
                 start = end
                 if plan.spec.order is not None:
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
-                is_chosen = places[numbers] >= 0
-                buckets.add(places[numbers[is_chosen]], batch.filter(pa.array(is_chosen)))
+                places_of_batch = places[numbers]
+                is_chosen = places_of_batch >= 0
+                buckets.add(places_of_batch[is_chosen], batch.filter(pa.array(is_chosen)))
         for table in buckets.sorted():
             storage.check_interrupted()
             yield from table.to_batches()
@@ -104,23 +108,28 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     spec = plan.spec
     if spec.order is None:
         return plan
-    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)
+    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)  # one line for each row
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    order = np.lexsort(keys.T[::-1])  # the first column counts most
+    # lexsort counts the last column most. Here the first one counts most.
+    columns_from_last = keys.T[::-1]
+    order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
     return with_own_rows(context, storage, plan, order)
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: first by their own max_tokens, large ones first, then by prompt."""
+    """Return the numbers by which rows are sorted: by their own max_tokens, large ones first, then by prompt.
+
+    Of max_tokens, only the number of bits counts. So rows with about the same limit are sorted by their prompts.
+    """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
     num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [64 - min(num_bits, 63)]
+    key = [64 - min(num_bits, 63)]  # from 1 on, so that rows with a problem come first
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()
@@ -139,11 +148,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     num_rows = plan.rows
     any_model = submission.reuse_from_any_model
     old = OldRuns(storage, submission.reuse, plan)
-    plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
+    plan = replace(plan, reused=Reused(context.execution_id))
+    plan = with_seed_of(plan, old)
     ask = ask_of(plan, context)
     look_up = partial(find_matches, context, storage, plan, ask, old, any_model)
     matches = look_up()
-    fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
+    num_dimensions = embedding_size(plan.spec, context.model)
+    fields = kind_of(plan.spec).fields(plan.spec, num_dimensions)
     if plan.spec.only_new:
         new_rows = _new_rows(old, matches, look_up, fields)
         plan = with_own_rows(context, storage, plan, new_rows)
@@ -155,11 +166,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     # Rows that failed before have no answer to take.
     num_found = sum(run.rows for run in old.reused) + num_cut
     most_to_find = min(num_rows, old.keys.num_known)
-    if 2 * num_found < most_to_find:
+    if 2 * num_found < most_to_find:  # the user may have changed an argument by mistake
         has_function = plan.spec.repairs.function is not None
         no_difference = _NO_DIFFERENCE[has_function]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
-            run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
+            run.differs = differences(old_plan, plan, any_model=any_model)
+            if not run.differs:
+                run.differs = [no_difference]
 
     assert plan.reused is not None
     runs = tuple(map(asdict, old.reused))
@@ -193,7 +206,8 @@ def _write_taken_answers(
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
             marks = matches.marks[matches.models[rows]]
-            buckets.add(rows, answer_records(rows, matches.keys[rows], marks, sources, batch))
+            records = answer_records(rows, matches.keys[rows], marks, sources, batch)
+            buckets.add(rows, records)
         write_taken(storage, plan, ask_name, buckets)
 
 
@@ -209,9 +223,10 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
     """Return the plan with the first earlier run's seed, unless the new run was given one."""
     if not old.plans or "seed" in plan.spec.sampling:
         return plan
-    first = old.plans[0]
-    reused = plan.reused or Reused("")
-    return replace(plan, seed=first.seed, reused=replace(reused, seed=first.given_seed))
+    first_plan = old.plans[0]
+    reused = plan.reused or Reused("")  # without a name if nothing is written, as for a dry run
+    reused = replace(reused, seed=first_plan.given_seed)
+    return replace(plan, seed=first_plan.seed, reused=reused)
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -265,7 +280,8 @@ def find_matches(
         marks = np.concatenate([model_mark(plan.second), marks])
         first_places = [part.first for part in old.parts]
         asks_second = [_asks_second_too(plan, part.plan) for part in old.parts]
-        # The last value is for rows that were not found.
+        # asks_second_too[part]: whether the old part's run would have asked the second model about the same rows. The
+        # last value is for part -1, which stands for rows that were not found.
         asks_second_too = np.array([*asks_second, False])
     if any_model:
         marks = np.concatenate([marks, old.marks])
@@ -277,7 +293,8 @@ def find_matches(
         is_shorter=np.zeros(plan.rows, np.bool_),
         is_cut=np.zeros(plan.rows, np.bool_),
     )
-    shorter_asks = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
+    functions_version = plan.spec.functions_version(context.checks)
+    shorter_asks = _shorter_asks(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
         places = matches.places[start:end]  # these are views: writing to them changes `matches`
@@ -286,10 +303,11 @@ def find_matches(
         has_key: npt.NDArray[np.bool_] = np.any(keys, axis=1)
 
         for number, mark in enumerate(marks):
-            missing = np.flatnonzero(has_key & (places < 0))
+            missing = np.flatnonzero(has_key & (places < 0))  # rows of this shard
             old_places = old.keys.find(whole_keys(keys[missing], mark))
-            if plan.second is not None and number == 0:
-                # Take these answers only from runs that would have asked the second model about the same rows.
+            is_second_model = plan.second is not None and number == 0
+            if is_second_model:
+                # part_numbers[i]: the old part that holds old_places[i]; -1 for a place of -1
                 part_numbers = np.searchsorted(first_places, old_places, "right") - 1
                 old_places[~asks_second_too[part_numbers]] = -1
             places[missing] = old_places
@@ -299,7 +317,8 @@ def find_matches(
         for shorter_ask in shorter_asks:
             for number, mark in enumerate(marks):
                 missing = np.flatnonzero(has_key & (places < 0))
-                shorter_keys = row_keys(shorter_ask.key_of, [rows[row] for row in missing])
+                missing_rows = [rows[place] for place in missing]
+                shorter_keys = row_keys(shorter_ask.key_of, missing_rows)
                 places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
                 models[missing] = number
                 matches.is_shorter[start + missing] = places[missing] >= 0
@@ -309,20 +328,22 @@ def find_matches(
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return keys as old runs made them that differ from the plan only by a smaller max_tokens.
+    """Return, for each smaller max_tokens of an old run, what makes the keys of the plan's rows with that max_tokens.
 
-    If an answer of such a run ended by itself, it would be the same now. Empty for batch files, because their lines
-    have sampling values of their own. check: the version of the check's function.
+    If an old answer with one of these keys ended by itself, it would be the same now. Empty for batch files, because
+    their lines have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
-    if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
+    has_limit = kind_of(spec) in (Generate, Chain)
+    if not has_limit or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     asks = []
     old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
     for old_value in old_values:
         old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
-        if type(limit) is not int or type(old_limit) is not int or old_limit >= limit:
+        are_numbers = type(limit) is int and type(old_limit) is int
+        if not are_numbers or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
         if old_value is not None:
@@ -345,7 +366,7 @@ def _shows_cuts(column: str) -> bool:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers ended by themselves, each at the first attempt."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt (see _UNCUT)."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
@@ -359,12 +380,15 @@ def _asks_second_too(plan: Plan, old: Plan) -> bool:
     """Whether a plan asks its second model about every row about which an old plan asked the same model."""
     if _identities(plan) != _identities(old):
         return False
-    return (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
+    old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
+    bound = plan.spec.escalate_below or 0
+    return old_bound <= bound
 
 
 def _identities(plan: Plan) -> list[object]:
     """Return what identifies a plan's models."""
-    return [plan.model.identity, None if plan.second is None else plan.second.identity]
+    second_identity = None if plan.second is None else plan.second.identity
+    return [plan.model.identity, second_identity]
 
 
 def answers(
@@ -376,7 +400,9 @@ def answers(
     without an answer has -1 in `matches.places`.
     """
     is_taken = np.zeros(len(matches.places), bool)
+    # Each round takes from all old runs. There are as many rounds as old runs, so each run may hold a row's answer.
     for run in old.reused:
+        # rows: the new rows whose old row was found, and not taken yet, in the order of the old rows
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, indices, batch in old.answers(matches.places[rows], schema):
@@ -398,7 +424,8 @@ def answers(
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
         matches.places[lost] = -1
-        if not len(lost) or run is old.reused[-1]:
+        is_last_round = run is old.reused[-1]
+        if not len(lost) or is_last_round:
             return
         again = look_up()
         matches.places[lost] = again.places[lost]

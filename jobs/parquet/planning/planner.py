@@ -70,7 +70,7 @@ def plan_run(
     context: JobContext, storage: Storage, spec: RunSpec, submission: Submission
 ) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
-    storage.resolve(spec.output)
+    storage.resolve(spec.output)  # raises PathOutsideRoots before anything is recorded
     queue = submission.queue
     state = RunState(context.connection, spec.run, context.lease)
     state.open_submission(context.job_id, spec.output, submission)
@@ -129,7 +129,8 @@ def _agreed_plan(
         plan = read_inputs(context, storage, spec, found_files)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
-        plan = replace(plan, second=second_model(context, spec, submission.queue, plan.planned_at))
+        second = second_model(context, spec, submission.queue, plan.planned_at)
+        plan = replace(plan, second=second)
         plan = with_named_adapters(context, plan)
         has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
         chooses_rows = spec.order is not None or bool(submission.reuse)
@@ -138,7 +139,8 @@ def _agreed_plan(
             convert_inputs(storage, plan, files, context.execution_id)
             if has_adapters:
                 plan = with_adapters_of_rows(context, storage, plan)
-            plan = with_reused(context, storage, in_order(context, storage, plan), submission)
+            plan = in_order(context, storage, plan)
+            plan = with_reused(context, storage, plan, submission)
         if create_plan(storage, plan, context.execution_id):
             return plan
 
@@ -172,18 +174,18 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
     if spec.escalate_below is None:
         return None
     queue = spec.escalate_to or queue
-    first = context.model
+    first_model = context.model
     candidates: set[PinnedModel] = set()
     for served in read_serving(context.connection, queue):
         names = served.models
-        if not names or first.fingerprint in names:
+        if not names or first_model.fingerprint in names:
             continue
         if spec.escalate_model and spec.escalate_model not in names:
             continue
         candidate = PinnedModel(
-            served.model,
-            names[0],
-            served.dtype,
+            name=served.model,
+            fingerprint=names[0],  # ServedModel.names begins with it
+            dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),
         )
@@ -191,5 +193,5 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
 
     if len(candidates) != 1:
         served_models = ", ".join(sorted(map(str, candidates))) or "none"
-        raise errors.NoSecondModel(queue, served_models, str(first))
+        raise errors.NoSecondModel(queue, served_models, str(first_model))
     return candidates.pop()

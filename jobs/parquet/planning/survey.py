@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from random import Random
 from secrets import token_hex
 from typing import Any
@@ -86,7 +85,8 @@ class SurveyWork(RowsTask):
         storage = Storage.of(context)
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         plan = read_inputs(context, storage, spec, found_files)
-        plan = with_all_adapters(context, with_named_adapters(context, plan))
+        plan = with_named_adapters(context, plan)
+        plan = with_all_adapters(context, plan)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -99,16 +99,19 @@ class SurveyWork(RowsTask):
         self._counts = counts
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
-            is_reused = np.zeros(plan.rows, bool)
+            is_reused = np.zeros(plan.rows, bool)  # for each row of the run
             if old is not None:
-                is_reused = find_matches(context, storage, plan, ask, old, any_model).places >= 0
+                matches = find_matches(context, storage, plan, ask, old, any_model)
+                is_reused = matches.places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
 
-            chosen = sorted(counts.requests, key=lambda request: request.row)[:first]
+            chosen = sorted(counts.requests, key=lambda request: request.row)
             if first is None:
                 num_tried = max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED))
                 chosen = pick_requests(chosen, num_tried)
+            else:
+                chosen = chosen[:first]
             chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
 
         #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
@@ -118,11 +121,15 @@ class SurveyWork(RowsTask):
                 self._tried.append((planned, chosen_rows[planned.row]))
         answered_rows = [row for _, row in self._tried] if has_answers else []
         row_numbers = [planned.row for planned, _ in self._tried]
-        self.runner = row_runner(answered_rows, ask, context.checks, row_numbers.__getitem__)
+        self.runner = row_runner(
+            answered_rows, ask, context.checks, lambda place: row_numbers[place]
+        )
         self._is_dry = first is None
+        #: The requests of the rows, without those of the timed batch.
         self._sent: list[Request] = []
         #: Monotonic seconds when the timed batch was sent; 0 before.
         self._began_at = 0.0
+        #: How long the timed batch has taken, and its tokens of prompts and answers.
         self._seconds = 0.0
         self._timed_tokens = 0.0
 
@@ -178,17 +185,18 @@ class SurveyWork(RowsTask):
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
         failures = Reasons()
-        for (planned, _), tried in zip(self._tried, answers, strict=False):
-            if tried.error is not None:
-                failures.add(tried.error, [planned.row])
+        # A preview without answers has none for its rows.
+        for (planned, _), answer in zip(self._tried, answers, strict=False):
+            if answer.error is not None:
+                failures.add(answer.error, [planned.row])
+        commonest = failures.commonest(1)
         result["num_failed"] = failures.rows
-        result["commonest_failure"] = ""
-        for reason in failures.commonest(1):
-            result["commonest_failure"] = reason.text
+        result["commonest_failure"] = commonest[0].text if commonest else ""
         if not self._is_dry:
             shown = []
-            for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):
-                shown.append(self._shown(planned, row, answer))
+            for number, (planned, row) in enumerate(self._tried):
+                shown_answer = answers[number] if answers else None
+                shown.append(self._shown(planned, row, shown_answer))
             return {**result, "shown": shown}
         return {**result, **self._estimates(result["prompt_tokens"])}
 
@@ -199,7 +207,9 @@ class SurveyWork(RowsTask):
         """
         counts = self._counts
         # The weights add up to the requests whose text had room. `scale` makes up for all others.
-        weights = sum(planned.weight for planned, _ in self._tried) or 1.0
+        weights = sum(planned.weight for planned, _ in self._tried)
+        if not self._tried:
+            weights = 1.0  # then nothing is scaled
         scale = counts.scale * len(counts.requests) / weights
         generated_tokens = 0.0
         completion_tokens = 0.0
@@ -207,6 +217,7 @@ class SurveyWork(RowsTask):
         # The prompt tokens of further prompts and further attempts: of requests, and of all rows that they answer.
         later_tokens = 0.0
         later_tokens_of_rows = 0.0
+        escalation_bound = self._spec.escalate_below or 0  # no margin is below 0
         for answered in self.asked.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
@@ -217,8 +228,8 @@ class SurveyWork(RowsTask):
             later_of_request = max(0, answer.prompt_tokens - planned.tokens)
             later_tokens += num_requests * later_of_request
             later_tokens_of_rows += num_rows * later_of_request
-            margin = answer.column("margin") or 0
-            if answer.error is None and margin < (self._spec.escalate_below or 0):
+            margin = answer.column("margin")
+            if margin is not None and margin < escalation_bound:
                 rows_escalated += num_rows
 
         seconds_per_token = self._seconds / max(1, self._timed_tokens)
@@ -247,15 +258,16 @@ class SurveyWork(RowsTask):
         if answer is None:
             return shown
 
-        reasons = answer.finish_reason
-        completions: list[Any] = [(reasons, answer.completion)]
-        if isinstance(reasons, tuple):
-            completions = list(zip(reasons, answer.completion or (), strict=True))
+        if isinstance(answer.finish_reason, tuple):  # a row with several samples
+            reasons_and_texts: Any = zip(answer.finish_reason, answer.completion or (), strict=True)
+            completions = list(reasons_and_texts)
+        else:
+            completions = [(answer.finish_reason, answer.completion)]
         for name in ("error", "label", "probabilities"):
             shown[name] = answer.column(name)
         calls = answer.tool_calls
         calls_of_samples = calls if isinstance(calls, tuple) else (calls,)
-        shown["tool_calls"] = [call for call in calls_of_samples if call is not None]
+        shown["tool_calls"] = [text for text in calls_of_samples if text is not None]
         return {**shown, "completions": completions, "tokens": answer.all_completion_tokens}
 
 
@@ -313,7 +325,9 @@ class _Counts:
         if max_rows:
             self._step = max(1, math.ceil(total / max_rows))
         self.requests: list[PlannedRequest] = []
+        #: The prompt tokens of these requests.
         self.request_tokens = 0
+        #: The first request of equal rows, by their key.
         self._by_key: dict[bytes, PlannedRequest] = {}
         self._counts = {
             "rows_reused": 0,
@@ -322,6 +336,7 @@ class _Counts:
             "cached_tokens": 0,
         }
         self._reasons = Reasons()
+        #: The tokens of the prompt that was counted last.
         self._previous_tokens: Sequence[int] = ()
         self._rows_read = 0
 
@@ -335,8 +350,8 @@ class _Counts:
     ) -> None:
         """Count the rows of a shard, in the order in which they would be asked. start: the number of the first row."""
         equal_rows: dict[Row, list[int]] = {}
-        first = math.ceil(start / self._step) * self._step
-        for number in range(first, start + len(rows), self._step):
+        first_number = math.ceil(start / self._step) * self._step
+        for number in range(first_number, start + len(rows), self._step):
             row = rows[number - start]
             self._rows_read += 1
             if is_reused[number]:
@@ -353,10 +368,10 @@ class _Counts:
         """Count equal rows. If nothing is drawn at random, they and equal rows of other shards are one request."""
         key = self._ask.key_of(row)
         is_greedy = self._ask.is_greedy(row)
-        known = self._by_key.get(key)
-        if known is not None and is_greedy:
-            known.rows += len(numbers)
-            tokens = known.tokens
+        known_request = self._by_key.get(key)  # of equal rows of earlier shards
+        if known_request is not None and is_greedy:
+            known_request.rows += len(numbers)
+            tokens = known_request.tokens
         else:
             try:
                 requests = self._planned_requests(row, numbers, is_greedy)
@@ -368,7 +383,7 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        num_first = 1 if known is None else 0  # the first of all equal rows repeats nothing
+        num_first = 1 if known_request is None else 0  # the first of all equal rows repeats nothing
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
@@ -383,11 +398,12 @@ class _Counts:
         prompts = [self._meter.token_ids(request) for request in first_requests]
         tokens = sum(map(len, prompts))
         limit = max(_limit_of(request) for request in first_requests)
-        requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
         if is_greedy:
-            requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
+            requests = [PlannedRequest(numbers[0], tokens, limit, rows=len(numbers))]
+        else:
+            requests = [PlannedRequest(number, tokens, limit, rows=1) for number in numbers]
 
-        for token_ids in prompts * len(requests):
+        for token_ids in prompts * len(requests):  # each request sends the same prompts
             shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
             self._counts["cached_tokens"] += shared
             self._previous_tokens = token_ids
@@ -395,11 +411,12 @@ class _Counts:
 
     def _first_requests(self, row: Row, number: int) -> list[Request]:
         """Return the first requests of a row. Raises InvalidJob, or _Unanswerable for a row without requests."""
+        item = self._ask.begin(row, number)
         try:
-            step = self._ask.begin(row, number).send(None)
-        except StopIteration as end:
+            step = item.send(None)  # what the item yields first
+        except StopIteration as end:  # the item has returned an answer
             raise _Unanswerable(end.value.error) from None
-        assert isinstance(step, list)
+        assert isinstance(step, list), "an item begins with requests"
         return [self._ask.prepared(request) for request in step]
 
     def to_object(self) -> dict[str, Any]:
@@ -418,7 +435,7 @@ class _Counts:
 
 
 class _Unanswerable(Exception):
-    """Raised with the error of a row that asks nothing."""
+    """Raised for a row without a prompt. Its text is the row's error."""
 
 
 def _limit_of(request: Request) -> int:
@@ -435,7 +452,7 @@ def _with_beginning(request: Request, beginning: str) -> Request:
     if request.kind not in ("generate", "score"):
         return request
     prompt = request.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):  # token ids
         ids = Random(beginning).choices(prompt, k=len(beginning))
         return replace(request, prompt=[*ids, *prompt])
     if request.messages is None:
@@ -459,10 +476,14 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
         return order
     features = [(1, request.tokens, request.limit, request.rows) for request in order]
     columns = np.array(features, np.float64)
+    averages = np.maximum(columns.mean(axis=0), 1e-9)
+    # sizes[i]: the size of request i, the sum of its features as multiples of their averages
+    sizes = (columns / averages).sum(axis=1)
     # A request of average size is expected to be chosen count / len(order) times.
-    sizes = (columns / np.maximum(columns.mean(axis=0), 1e-9)).sum(axis=1)
     expected_times = sizes * count / sizes.sum()
-    times = np.diff(np.floor(np.cumsum(expected_times) + 0.5), prepend=0)
+    # times[i]: how often request i is chosen. The sums are rounded, not the times, so that they add up to `count`.
+    rounded_sums = np.floor(np.cumsum(expected_times) + 0.5)
+    times = np.diff(rounded_sums, prepend=0)
     picked = []
     for place in np.flatnonzero(times):
         order[place].weight = float(times[place] / expected_times[place])
@@ -471,7 +492,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are cached.
+    """Return how many tokens of a prompt the previous prompt has left in the cache. Only whole blocks are cached.
 
     The last token is never taken from the cache.
     """

@@ -68,7 +68,10 @@ class JinjaSource(PromptSource):
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
                     num_done += 1
-                    yield RowProblem(outcome) if isinstance(outcome, str) else outcome
+                    if isinstance(outcome, str):
+                        yield RowProblem(outcome)
+                    else:
+                        yield outcome
             except ChildFailed as error:
                 if rows_at_once == 1:
                     num_done += 1
@@ -83,7 +86,8 @@ class JinjaSource(PromptSource):
             "defaults": self._defaults,
             "control_tokens": self._control_tokens,
         }
-        body = bytes(packed(rows.select(self.columns)))
+        read_rows = rows.select(self.columns)
+        body = bytes(packed(read_rows))
         with CHILDREN.lent() as child:
             for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), body):
                 yield from message["rows"]
@@ -125,6 +129,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
     for name, value in values.items():
         with_defaults[name] = question["defaults"].get(name) if value is None else value
     try:
-        return render(question["texts"], as_values(with_defaults, question["control_tokens"]))
+        template_values = as_values(with_defaults, question["control_tokens"])
+        return render(question["texts"], template_values)
     except TemplateProblem as problem:
         return f"the template: {problem}"

@@ -33,7 +33,7 @@ class PictureSource(PromptSource):
         self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool
     ) -> None:
         self._prompts = prompts
-        self._pictures = tuple(columns)
+        self._picture_columns = tuple(columns)
         self._is_chat = is_chat
         #: The columns of pictures, by their names in the template.
         self._template_names: dict[str, str] = {}
@@ -43,14 +43,17 @@ class PictureSource(PromptSource):
                     self._template_names[name] = name
                 elif name == ALIAS and len(columns) == 1:
                     self._template_names[name] = columns[0]
+        #: The marks, by the columns of pictures.
         self._marks = {column: token_hex(16) for column in columns}
-        self._pattern = re.compile(f"({'|'.join(self._marks.values())})")
+        any_mark = "|".join(self._marks.values())
+        # The pattern has a group, so that splitting a text keeps the marks.
+        self._pattern = re.compile(f"({any_mark})")
         text_columns = [name for name in prompts.columns if name not in self._template_names]
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column cannot hold pictures, or if the other source cannot read its columns."""
-        for name in self._pictures:
+        for name in self._picture_columns:
             kind = schema.field(name).type
             if not _may_be_picture(kind):
                 raise WrongColumnType(
@@ -58,21 +61,26 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            is_mark = name in self._template_names
-            fields.append(pa.field(name, pa.string()) if is_mark else schema.field(name))
+            if name in self._template_names:  # the other source gets a mark there
+                fields.append(pa.field(name, pa.string()))
+            else:
+                fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield for each row what the other source reads, and the row's pictures by their marks."""
-        by_column = {name: list(map(_pictures, rows.column(name))) for name in self._pictures}
-        marked = rows.select(
-            [name for name in self._prompts.columns if name not in self._template_names]
-        )
+        pictures_by_column = {}
+        for column in self._picture_columns:
+            pictures_by_column[column] = list(map(_pictures_or_problem, rows.column(column)))
+        text_columns = [name for name in self._prompts.columns if name not in self._template_names]
+        marked = rows.select(text_columns)
         for name, column in self._template_names.items():
-            marks = [self._marks[column] if pictures else "" for pictures in by_column[column]]
+            mark = self._marks[column]
+            marks = [mark if pictures else "" for pictures in pictures_by_column[column]]
             marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
 
-        pictures_of_rows = zip(*by_column.values(), strict=True)
+        # For each row, what each of its columns of pictures holds.
+        pictures_of_rows = zip(*pictures_by_column.values(), strict=True)
         for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
             problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
             if problems:
@@ -87,21 +95,23 @@ class PictureSource(PromptSource):
         if not any(pictures.values()):
             return prompt
 
-        messages: Any = [{"role": "user", "content": prompt}]
-        if self._is_chat:
-            messages = json.loads(prompt) if isinstance(prompt, str) else prompt
+        messages: Any = prompt
+        if not self._is_chat:  # a text is handled as the message of a chat
+            messages = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, str):
+            messages = json.loads(prompt)
         for message in messages:
             content = message["content"]
             if isinstance(content, str) and self._pattern.search(content):
                 message["content"] = self._with_pictures(content, pictures)
 
         marks_in_template = {self._marks[column] for column in self._template_names.values()}
-        first: Parts = []
+        parts_in_front: Parts = []
         for mark, pictures_of_column in pictures.items():
             if mark not in marks_in_template:
-                first += _parts(pictures_of_column)
-        if first:
-            _put_first(messages, first)
+                parts_in_front += _parts(pictures_of_column)
+        if parts_in_front:
+            _put_first(messages, parts_in_front)
         rendered: str | Parts = messages if self._is_chat else messages[0]["content"]
         return rendered
 
@@ -109,7 +119,10 @@ class PictureSource(PromptSource):
         """Return a text as parts, with pictures instead of their marks."""
         parts: Parts = []
         for piece in self._pattern.split(content):
-            parts += _parts(pictures[piece]) if piece in pictures else _text(piece)
+            if piece in pictures:  # it is a mark
+                parts += _parts(pictures[piece])
+            else:
+                parts += _text(piece)
         return parts
 
 
@@ -124,13 +137,16 @@ def _may_be_picture(kind: pa.DataType) -> bool:
     return is_bytes(kind) or is_text(kind)
 
 
-def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
+def _pictures_or_problem(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     """Return the pictures in a row's value, or the row's problem."""
     try:
         return _pictures_of(scalar.as_py())
-    except (InvalidJob, ValueError, pa.ArrowException) as problem:
-        # For example, a path is not UTF-8.
-        if is_exhausted(problem):
+    except (
+        InvalidJob,
+        ValueError,
+        pa.ArrowException,
+    ) as problem:  # such as a path that is not UTF-8
+        if is_exhausted(problem):  # the machine lacks memory, and nothing is wrong with the row
             raise
         return RowProblem(str(problem)[:1000])
 
@@ -141,7 +157,9 @@ def _pictures_of(value: Any) -> list[Picture]:
         return []
     if isinstance(value, dict):
         content = value.get("bytes")
-        return _pictures_of(value.get("path") if content is None else content)
+        if content is None:
+            content = value.get("path")
+        return _pictures_of(content)
     if isinstance(value, list):
         pictures = []
         for item in value:
@@ -183,12 +201,13 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
     def read(path: str) -> bytes:
         """Return the bytes of a picture's file. Raises InvalidValue."""
         is_relative = not path.startswith("/") and "://" not in path
-        if is_relative and folder is None:
-            raise InvalidValue(
-                "{} is relative, and rows of several folders were put together: name it whole", path
-            )
         if is_relative:
-            path = os.path.join(folder or "", path)
+            if folder is None:
+                raise InvalidValue(
+                    "{} is relative, and rows of several folders were put together: give the whole path",
+                    path,
+                )
+            path = os.path.join(folder, path)
         path = storage.resolve(path)
         try:
             with reading(path), storage.open_input(path) as file:

@@ -79,7 +79,8 @@ class PromptSource(abc.ABC):
             return Row(prompt)
         pictures = loaded(pictures_in(prompt), read)
         hashes = [blake2b(picture, digest_size=16).hexdigest() for picture in pictures]
-        return Row(json.dumps(filled(prompt, hashes)), pictures=tuple(pictures))
+        prompt_with_hashes = filled(prompt, hashes)
+        return Row(json.dumps(prompt_with_hashes), pictures=tuple(pictures))
 
 
 class ColumnSource(PromptSource):
@@ -110,17 +111,18 @@ class ColumnSource(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
         """Return the prompt of one row. Raises RowProblem."""
-        return self._prompt_of(*(values[column] for column in self.columns))
+        values_of_columns = [values[column] for column in self.columns]
+        return self._prompt_of(*values_of_columns)
 
 
 def prompt_pair(*columns: str) -> ColumnSource:
     """Return the source of two columns of texts. A row's prompt is the JSON of both."""
 
     def pair(*texts: Any) -> str:
-        texts_of_columns = zip(texts, columns, strict=True)
-        return json.dumps(
-            [checked_text(text, f"column {column!r}") for text, column in texts_of_columns]
-        )
+        checked_texts = []
+        for text, column in zip(texts, columns, strict=True):
+            checked_texts.append(checked_text(text, f"column {column!r}"))
+        return json.dumps(checked_texts)
 
     return ColumnSource(columns, pair, is_text, "text")
 
@@ -213,13 +215,13 @@ class TemplateSource(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the prompt, or a chat as JSON, of one row. Raises RowProblem."""
-        values = {column: self._text(column, values[column]) for column in self.columns}
-        chars = self._template.filled_chars(values)
+        texts = {column: self._text(column, values[column]) for column in self.columns}
+        chars = self._template.filled_chars(texts)
         if chars > MAX_PROMPT_BYTES:
             raise RowProblem(
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
-        filled = self._template.fill(values)
+        filled = self._template.fill(texts)
         return checked_text(filled) if isinstance(filled, str) else checked_chat(filled)
 
     def _text(self, column: str, value: Any) -> Any:

@@ -49,7 +49,8 @@ SLICE_ROWS = 128
 #: The only option of a chat that may come from a column.
 TOOLS = "tools"
 
-_NUMBERS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
+#: Arrow's tests for types that may hold numbers. A column of nulls only may have been one of numbers.
+_NUMBER_TESTS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 
 
 class RowSampling:
@@ -70,22 +71,24 @@ class RowSampling:
         self._sampling = dict(sampling)
         self._check_sampling = check
         # The values that a row's null stands for. They are written out, so that rows with equal values have equal
-        # texts. A seed is not among them, because each row makes its own seed of the run's.
+        # texts. A seed is not among them, because each row gets a seed of its own.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
-        self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
+        remember = lru_cache(CHECKS_REMEMBERED)
+        self._problem = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column can never hold its value."""
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             if name == TOOLS:
-                if not is_text(kind) and not (is_list(kind) and is_struct(kind.value_type)):
+                has_structs = is_list(kind) and is_struct(kind.value_type)
+                if not has_structs and not is_text(kind):
                     raise WrongColumnType(
                         column, kind, "lists of functions as structs, or their JSON"
                     )
                 continue
             inner = kind.value_type if is_list(kind) else kind
-            has_number_type = any(is_kind(inner) for is_kind in _NUMBERS)
+            has_number_type = any(is_of_type(inner) for is_of_type in _NUMBER_TESTS)
             is_number = has_number_type or has_digits(schema.field(column))
             may_be_text = is_text(inner) and name not in NOT_TEXT
             if not is_number and not may_be_text:
@@ -97,12 +100,13 @@ class RowSampling:
                 raise WrongColumnType(column, kind, expected)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem."""
+        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):
-                place = rows.schema.get_field_index(column)
-                rows = rows.set_column(place, column, as_number(field, rows.column(column)))
+                column_number = rows.schema.get_field_index(column)
+                numbers = as_number(field, rows.column(column))
+                rows = rows.set_column(column_number, column, numbers)
         return rows_without_null_keys(self.columns, rows)
 
     def as_json(self, values: Mapping[str, Any]) -> str:
@@ -210,41 +214,47 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why no prompt can be made of it. read: returns the bytes of a path's file."""
+        """Yield each row of a batch, or why no prompt can be made of it.
+
+        read: returns the bytes of a picture's file. The default is for sources without such files.
+        """
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
-            problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
-            columns = zip(
+            problems: list[str | None] = [None] * part.num_rows
+            if has_problems:
+                problems = part.column(PROBLEM).to_pylist()
+            values_of_rows = zip(
                 problems,
                 self._prompts.read(part),
                 self._read_sampling(part),
                 python_rows(self._beside, part),
                 strict=True,
             )
-            for problem, prompt_values, sampling_values, beside in columns:
+            for problem, prompt_values, sampling_values, beside_values in values_of_rows:
                 if problem is not None:
                     yield RowProblem(problem)
                 else:
-                    yield self._row(prompt_values, sampling_values, beside, read)
+                    yield self._row(prompt_values, sampling_values, beside_values, read)
 
     def _read_sampling(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+        """Yield the values of each row's columns of sampling values; none if there are no such columns."""
         return python_rows((), rows) if self._sampling is None else self._sampling.read(rows)
 
     def _row(
         self,
         prompt_values: Any,
         sampling_values: dict[str, Any] | RowProblem,
-        beside: dict[str, Any] | RowProblem,
+        beside_values: dict[str, Any] | RowProblem,
         read: ReadFile,
     ) -> Row | RowProblem:
         """Return a row made of its values, or its problem."""
-        for values in (prompt_values, sampling_values, beside):
+        for values in (prompt_values, sampling_values, beside_values):
             if isinstance(values, RowProblem):
                 return values
         assert isinstance(sampling_values, dict)
-        assert isinstance(beside, dict)
+        assert isinstance(beside_values, dict)
         try:
             row = self._prompts.row(prompt_values, read)
             sampling = "" if self._sampling is None else self._sampling.as_json(sampling_values)
@@ -256,7 +266,7 @@ class RowSource:
             return RowProblem(str(problem))
         beside_text = ""
         if self._beside:
-            beside_text = self._write({name: beside[name] for name in self._beside})
+            beside_text = self._write({name: beside_values[name] for name in self._beside})
         return row._replace(sampling=sampling, values=beside_text)
 
 
@@ -267,7 +277,8 @@ def row_source(
 ) -> RowSource:
     """Return the source for a run's arguments. It checks the rows' sampling values. Raises InvalidJob.
 
-    control_tokens: those of the served model. Values of rows cannot contain them, unless the run allows it.
+    control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts unless
+    the run allows them.
     """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
@@ -285,9 +296,11 @@ def row_source(
         prompts = PictureSource(prompts, pictures, has_template=has_template, is_chat=spec.is_chat)
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
+    # The check function gets the values of these columns.
     text_columns = [column for column in prompts.columns if column not in pictures]
     check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
-    return RowSource(prompts, sampling, tuple(dict.fromkeys(check_columns)))
+    distinct_columns = tuple(dict.fromkeys(check_columns))
+    return RowSource(prompts, sampling, distinct_columns)
 
 
 def _step_source(
@@ -390,11 +403,14 @@ class LineSource(PromptSource):
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        # Objects of the line whose `url` is the path of a file.
-        with_path: list[dict[str, Any]] = []
+        # The image_url objects of the line whose `url` is the path of a file.
+        images_with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
-            """Note an object of the line if it is a part with a picture's path. Its image_url becomes an object."""
+            """Note the picture of a part, if it is named by a path. The part's image_url becomes an object.
+
+            Called with each object of the line. Other objects are returned as they are.
+            """
             if part.get("type") != "image_url":
                 return part
             image: Any = part.get("image_url")
@@ -403,18 +419,20 @@ class LineSource(PromptSource):
             part["image_url"] = image
             url = image.get("url") if isinstance(image, dict) else None
             if isinstance(url, str) and not is_url(url):
-                with_path.append(image)
+                images_with_path.append(image)
             return part
 
         try:
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
             return Row(text)  # the ask reports what is wrong with the line
-        if with_path and self._inline_pictures:
+        if images_with_path and self._inline_pictures:
             raise RowProblem(
                 "a picture is no data: URL, and other URLs are not fetched: send data:image/...;base64,..."
             )
-        files = loaded([image["url"] for image in with_path], read)
-        for image, file in zip(with_path, files, strict=True):
+        if not images_with_path:
+            return Row(text)
+        files = loaded([image["url"] for image in images_with_path], read)
+        for image, file in zip(images_with_path, files, strict=True):
             image["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
-        return Row(json.dumps(line) if with_path else text)
+        return Row(json.dumps(line))

@@ -78,8 +78,8 @@ class Record:
 
 def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
     """Return the columns of a log. answer_fields: the columns of the answers."""
-    beside = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
-    return pa.schema([*beside, *answer_fields])
+    own_fields = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
+    return pa.schema([*own_fields, *answer_fields])
 
 
 def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
@@ -105,14 +105,15 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: the earlier runs' rows."""
+    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: names of earlier runs' rows."""
+    no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
         _as_column(keys),
         _as_column(marks),
         pa.array(sources, pa.string()),
-        pa.array(np.zeros(len(rows), np.int64)),
-        pa.nulls(len(rows), pa.string()),
+        pa.array(no_tokens),
+        pa.nulls(len(rows), pa.string()),  # no row is under way
         *answers.columns,
     ]
     return pa.RecordBatch.from_arrays(columns, schema=log_schema(list(answers.schema)))
@@ -128,7 +129,8 @@ def open_log(
     """
     try:
         with closing(TableReading(storage, path, columns)) as file:
-            header = json.loads((file.schema.metadata or {})[_HEADER])
+            metadata = file.schema.metadata or {}
+            header = json.loads(metadata[_HEADER])  # a KeyError is one of _UNFIT
             if header["format"] != FORMAT:
                 raise AnswersDamaged(
                     path, f"it has format {header['format']}, and this version reads {FORMAT}"
@@ -154,9 +156,10 @@ class AnswerLog:
         rows = np.array([record.row for record in records], np.int64)
         marks = as_keys(b"".join(record.mark for record in records))
         answers = [record.answer for record in records]
-        columns = [
+        keys = whole_keys(self.keys[rows], marks)
+        columns = [  # in the order of log_schema
             pa.array(rows),
-            _as_column(whole_keys(self.keys[rows], marks)),
+            _as_column(keys),
             _as_column(marks),
             pa.array([_value(answer, "reused") for answer in answers], pa.string()),
             pa.array([record.num_tokens for record in records], pa.int64()),
@@ -195,12 +198,14 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or asks something else now."""
         rows = rows_in(path, batch, len(self.keys))
-        expected = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
-        is_other = (keys_in(batch.column(KEY)) != expected).any(axis=1)
+        marks = keys_in(batch.column(MODEL))
+        expected_keys = whole_keys(self.keys[rows], marks)
+        is_other = (keys_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if is_other.any():
+            first_row = rows[is_other][0]
             raise AnswersDamaged(
                 path,
-                f"its record of row {rows[is_other][0]} belongs to another row, or to another prompt of it",
+                f"its record of row {first_row} belongs to another row, or to another prompt of it",
             )
 
 
@@ -220,28 +225,32 @@ def keys_in(column: pa.Array) -> Keys:
 def _as_column(keys: Keys) -> pa.Array:
     """Return keys or marks as a log's column."""
     buffer = pa.py_buffer(np.ascontiguousarray(keys, "<u8"))
-    return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [None, buffer])
+    no_nulls = None
+    return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [no_nulls, buffer])
 
 
 def _value(answer: Answer | None, column: str) -> Any:
+    """Return an answer's value in a column; None for the row of a record without an answer."""
     return None if answer is None else answer.column(column)
 
 
 def _progress_text(record: Record) -> str | None:
+    """Return how far a record's row is, as JSON; None if the row has an answer."""
     return None if record.progress is None else json.dumps(record.progress.to_json())
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     """Yield the records of a log's batch."""
     answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
-    beside = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
-    for values, answer in zip(beside, answers, strict=True):
+    own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
+    for values, answer in zip(own_values, answers, strict=True):
         row = values[ROW]
         mark = values[MODEL]
-        if values[UNDER_WAY] is None:
+        progress_text = values[UNDER_WAY]
+        if progress_text is None:
             yield Record(row, mark, answer, values[TOKENS])
         else:
-            progress = Progress.from_json(json.loads(values[UNDER_WAY]))
+            progress = Progress.from_json(json.loads(progress_text))
             yield Record(row, mark, progress=progress)
 
 
@@ -251,8 +260,8 @@ def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
     nested = [field.name for field in batch.schema if _holds_structs(field.type)]
     for number, values in enumerate(batch.drop_columns(nested).to_pylist()):
         for name in nested:
-            value = batch.column(name).slice(number, 1)
-            values[name] = None if value.null_count else value
+            array_of_row = batch.column(name).slice(number, 1)
+            values[name] = None if array_of_row.null_count else array_of_row
         values["reused"] = values.pop(SOURCE)
         yield _answer(values)
 
@@ -271,13 +280,17 @@ _ANSWER_FIELDS = {field.name for field in fields(Answer)} - {"columns"}
 
 def _answer(values: Mapping[str, Any]) -> Answer:
     """Return an answer from its values by column. Each kind of answer has only some of the columns."""
-    known: dict[str, Any] = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
+    answer_fields: dict[str, Any] = {  # for answers without these columns
+        "completion": None,
+        "finish_reason": "stop",
+        "completion_tokens": 0,
+    }
     columns: dict[str, Any] = {}
     for name, value in values.items():
         if name in _ANSWER_FIELDS:
-            known[name] = tuple(value) if isinstance(value, list) else value
+            answer_fields[name] = tuple(value) if isinstance(value, list) else value
         elif isinstance(value, list) and value and isinstance(value[0], float):
             columns[name] = array("f", value)  # an embedding
         else:
             columns[name] = value
-    return Answer(**known, columns=columns)
+    return Answer(**answer_fields, columns=columns)

@@ -1,9 +1,12 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-Each part has a file of keys. Its numbers are little-endian. First comes a digest of the run, the shard and all that
-follows; then the number of models that answered, in 64 bits; then the models' marks (jobs.parquet.asks.row_keys); and
-last each row's whole key. A shard without a part may have logs of answers (answer_log.py). Their records have the same
-keys.
+Each part has a file of keys. Its numbers are little-endian. The file has, in this order:
+- a digest of the run, the shard and all that follows
+- the number of models that answered, in 64 bits
+- the marks of these models (jobs.parquet.asks.row_keys)
+- each row's whole key
+
+A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
 """
 
 import os
@@ -65,10 +68,11 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: the rows' keys, with the model's mark; zeros for a row without an answer. marks: each row's mark of its model.
+    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark of its model.
     """
-    models = np.unique(marks, axis=0)
-    body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys.tobytes()
+    distinct_marks = np.unique(marks, axis=0)
+    packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
+    body = packed_count + distinct_marks.tobytes() + keys.tobytes()
     content = _digest(plan.run, shard, body) + body
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
@@ -91,7 +95,10 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
 
     digest = content[:_DIGEST_BYTES]
     body = content[_DIGEST_BYTES:]
-    if digest != _digest(run, shard, body) or len(body) % SIZE != _COUNT_BYTES:
+    is_as_written = digest == _digest(run, shard, body)
+    # After the count come marks and keys, of SIZE bytes each.
+    has_whole_keys = len(body) % SIZE == _COUNT_BYTES
+    if not is_as_written or not has_whole_keys:
         raise PartDamaged(path, "it holds no keys, or others than were written for it")
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
@@ -117,13 +124,14 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found. num_known: how many can be found.
+    keys: the known keys. A key of zeros is never found. all: the same keys. num_known: how many keys can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.all = keys
         self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
+        #: The places of the known keys, ordered by the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
         #: How many of several equal keys were found. The count stands at the place of the first of these keys.
@@ -138,6 +146,7 @@ class KnownKeys:
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
+        # The known keys whose first half is that of keys[i] are self._order[lows[i]:highs[i]].
         first_halves = np.ascontiguousarray(keys[:, 0])
         lows = np.searchsorted(self._first_halves, first_halves, "left")
         highs = np.searchsorted(self._first_halves, first_halves, "right")
@@ -145,20 +154,21 @@ class KnownKeys:
         is_key = keys.any(axis=1)
         found_places = np.full(len(keys), -1, np.int64)
 
+        # Nearly all keys have one candidate or none. They are found without a loop.
         has_one = (num_candidates == 1) & is_key
-        places = self._order[lows[has_one]].astype(np.int64)
-        is_equal = self._second_halves[places] == keys[has_one, 1]
-        found_places[has_one] = np.where(is_equal, places, -1)
+        only_candidates = self._order[lows[has_one]].astype(np.int64)
+        is_equal = self._second_halves[only_candidates] == keys[has_one, 1]
+        found_places[has_one] = np.where(is_equal, only_candidates, -1)
 
         for row in np.flatnonzero((num_candidates > 1) & is_key):
             end = min(highs[row], lows[row] + MAX_EQUAL)
             candidates = self._order[lows[row] : end]
             equal = candidates[self._second_halves[candidates] == keys[row, 1]]
             if len(equal):
-                first = equal[0]  # counts for all that are equal
-                turn = self._num_taken[first] % len(equal)
+                first_place = equal[0]  # where the equal keys are counted
+                turn = self._num_taken[first_place] % len(equal)
                 found_places[row] = equal[turn]
-                self._num_taken[first] += 1
+                self._num_taken[first_place] += 1
         return found_places
 
 
@@ -173,7 +183,7 @@ class ReusedRun:
     """What a new run has taken from an old one.
 
     rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if at least half of the rows were taken that could be: those of the new run, or the old answers.
+    differently; empty if the new run has taken at least half of what it could take.
     """
 
     output: str
@@ -238,9 +248,10 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        marks = [NO_KEYS]
+        marks = [NO_KEYS]  # arrays of marks; an empty one, in case no part has any
         for part in self.parts:
             storage.check_interrupted()
+            # A view: writing to it changes `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
@@ -268,13 +279,15 @@ class OldRuns:
             raise CannotReuse(output, f"{age} version of Tokenmill has planned it") from None
 
         run = ReusedRun(output, written_plan.run)
-        # The folder may have been moved.
-        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))
+        # The folder may have been moved since the plan was written.
+        spec = replace(written_plan.spec, output=output)
+        plan = replace(written_plan, spec=spec)
         self.plans.append(plan)
         self.reused.append(run)
-        answered = _answered(storage, plan)
+        logs_by_shard = _logs_by_shard(storage, plan)  # of the shards that have answers
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
-            for shard in set(range(len(plan.shards))) - answered.keys():
+            all_shards = set(range(len(plan.shards)))
+            for shard in all_shards - logs_by_shard.keys():
                 run.pass_over(plan.part_path(shard), "it is gone")
         reason = _unlike(plan, self._new)
         if reason is not None:
@@ -285,8 +298,8 @@ class OldRuns:
         if self.parts:
             last_part = self.parts[-1]
             first = last_part.first + last_part.num_rows
-        for shard, journal in sorted(answered.items()):
-            part = OldPart(plan, shard, first, run, tuple(journal))
+        for shard, logs in sorted(logs_by_shard.items()):
+            part = OldPart(plan, shard, first, run, tuple(logs))
             self.parts.append(part)
             first += part.num_rows
 
@@ -302,8 +315,10 @@ class OldRuns:
                 with open_log(self._storage, path, columns) as (file, _):
                     for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                         is_good = np.asarray(batch.column("error").is_null())
-                        keys[rows[is_good]] = answer_keys[is_good]
-                        marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
+                        good_rows = rows[is_good]
+                        keys[good_rows] = answer_keys[is_good]
+                        marks_of_batch = keys_in(batch.column(MODEL))
+                        marks.append(np.unique(marks_of_batch, axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
         return marks
@@ -317,10 +332,11 @@ class OldRuns:
         left out, and so are files that are damaged or lack a column.
         """
         for part in self.parts:
+            # places[begin:end]: the places in this part
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
             if begin == end:
                 continue
-            wanted = places[begin:end] - part.first
+            wanted = places[begin:end] - part.first  # rows of the shard
             is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
@@ -342,26 +358,28 @@ class OldRuns:
         prefix = ""
         if not part.journal:
             prefix = part.plan.spec.output_prefix
-            # The part has the same rows as its file of keys.
+            # Raises PartDamaged unless the part has as many rows as its file of keys.
             read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
         if _max_lengths(part.plan) != _max_lengths(self._new):
+            # An answer that the old length has cut may be longer now, so it is left out.
             cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
-        opened = self._opened_log if part.journal else self._opened_part
-        with opened(part, path, names) as (file_schema, batches):
+        open_file = self._opened_log if part.journal else self._opened_part
+        with open_file(part, path, names) as (file_schema, batches):
             _check_fields(path, file_schema, answer_schema)
             for rows, batch in batches:
                 self._storage.check_interrupted()
-                first, last = _wanted_range(wanted, rows, part.num_rows)
-                places, indices = _places_of(wanted[first:last], rows)
-                chosen = batch.take(pa.array(places))
-                is_good = np.asarray(chosen.column(f"{prefix}error").is_null())
+                # wanted[first:end]: the wanted rows that this batch may have
+                first, end = _wanted_range(wanted, rows, part.num_rows)
+                places_in_batch, indices = _places_of(wanted[first:end], rows)
+                wanted_rows = batch.take(pa.array(places_in_batch))
+                is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
-                    is_good &= _is_whole(chosen.column(name))
-                values = chosen.select(answer_schema.names).columns
+                    is_good &= _is_whole(wanted_rows.column(name))
+                values = wanted_rows.select(answer_schema.names).columns
                 answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
                 yield first + indices[is_good], answers.filter(pa.array(is_good))
 
@@ -410,17 +428,21 @@ def _numbered(file: TableReading) -> Batches:
 def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
     """Raise PartDamaged if a file lacks a column, or has it with another type."""
     for column in wanted:
-        place = schema.get_field_index(column.name)
-        if place < 0 or schema.field(place).type != column.type:
+        number = schema.get_field_index(column.name)
+        if number < 0 or schema.field(number).type != column.type:
             raise PartDamaged(path, f"it has no column {column.name!r} of {column.type}")
 
 
 def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int]:
-    """Return the range of `wanted` that can be in a batch. rows: the row numbers of the batch."""
+    """Return the range of `wanted` that can be in a batch: its first index and its end.
+
+    rows: the row numbers of the batch. num_rows: how many rows the shard has.
+    """
+    # A batch without rows gives an empty range.
     lowest = rows.min(initial=num_rows)
     highest = rows.max(initial=-1)
-    first, last = np.searchsorted(wanted, [lowest, highest + 1])
-    return int(first), int(last)
+    first, end = np.searchsorted(wanted, [lowest, highest + 1])
+    return int(first), int(end)
 
 
 def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
@@ -429,6 +451,7 @@ def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another.
     """
     order = np.argsort(rows, kind="stable")
+    # places[i]: the place in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
     places = order[np.searchsorted(rows, wanted, sorter=order)]
     indices = np.flatnonzero(rows[places] == wanted)
     return places[indices], indices
@@ -453,9 +476,7 @@ def _unlike(old: Plan, new: Plan) -> str | None:
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
         )
     if old.spec.prompts:
-        return (
-            "its rows have several prompts, and the other max_model_len may have cut each of them"
-        )
+        return "its rows have several prompts, and its smaller max_model_len may have cut the answer to each"
     return None
 
 
@@ -485,22 +506,22 @@ def _is_cut(value: str | list[str] | None) -> bool:
     return value is not None and (value == "length" or _CUT_CHOICE in value)
 
 
-def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
+def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     """Return the paths of the logs of each shard that has answers. The list of a shard with a part is empty.
 
     Raises CannotReuse for parts without keys.
     """
-    logs_of: dict[int, list[str]] = {}
+    logs_by_shard: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)
     for name in storage.names(folder):
         match = _ANSWERS.match(name)
         if match is not None:
             shard = int(match["shard"])
-            logs_of.setdefault(shard, []).append(os.path.join(folder, name))
+            logs_by_shard.setdefault(shard, []).append(os.path.join(folder, name))
 
     shards = part_shards(storage.names(plan.spec.parts_folder))
     if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
     for shard in shards:
-        logs_of[shard] = []
-    return {shard: paths for shard, paths in logs_of.items() if shard < len(plan.shards)}
+        logs_by_shard[shard] = []
+    return {shard: paths for shard, paths in logs_by_shard.items() if shard < len(plan.shards)}

@@ -1,8 +1,8 @@
 """Answers that rows have before their shard is asked. Logs (answer_log.py) keep these answers until the run ends.
 
 Planning takes answers from earlier runs and puts their logs beside the plan. The first model of a cascade keeps its
-answers for the job that asks the second model. These logs lie beside the journals, and later runs read them as
-journals.
+answers for the job that asks the second model. The logs of a cascade lie beside the journals, and later runs read them
+as journals.
 """
 
 import os
@@ -33,24 +33,27 @@ def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets
         storage.check_interrupted()
         path = plan.reused_path(shard)
         first_row = pa.scalar(int(first_rows[shard]))
-        rows = pc.subtract(records.column(ROW), first_row)
+        rows_of_shard = pc.subtract(records.column(ROW), first_row)
+        records = records.set_column(0, ROW, rows_of_shard)  # ROW is a log's first column
         with writing(path), storage.open_output(path) as sink:
-            write_log(sink, log_owner(plan, shard, ask_name), records.set_column(0, ROW, rows))
+            write_log(sink, log_owner(plan, shard, ask_name), records)
 
 
 def _by_shard(
     buckets: RowBuckets, first_rows: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield each shard that has records, with its records."""
-    tables: list[pa.Table] = []
+    tables: list[pa.Table] = []  # the records of last_shard
     last_shard = -1
     for table in buckets.sorted():
+        # shards[i]: the shard of record i
         shards = np.searchsorted(first_rows, table.column(ROW).to_numpy(), "right") - 1
         for shard in map(int, np.unique(shards)):
             if tables and shard != last_shard:
                 yield last_shard, pa.concat_tables(tables)
                 tables = []
-            tables.append(table.filter(pa.array(shards == shard)))
+            is_in_shard = pa.array(shards == shard)
+            tables.append(table.filter(is_in_shard))
             last_shard = shard
     if tables:
         yield last_shard, pa.concat_tables(tables)
@@ -67,6 +70,7 @@ def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> l
 
 
 def _kept_path(plan: Plan, shard: int) -> str:
+    """Return the path of the log in which the first model's answers are kept."""
     return os.path.join(plan.spec.output, JOURNAL, f"_kept.{shard:05d}.answers")
 
 

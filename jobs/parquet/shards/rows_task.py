@@ -15,7 +15,7 @@ from jobs.runs.plans.plan import Plan
 
 
 class RowsTask(ItemsTask):
-    """Asks rows, and drops their texts at its end."""
+    """Asks rows, and frees the memory of their texts when it is closed."""
 
     runner: ItemRunner[Answer] | None = None
     _texts: ShardTexts | None = None
@@ -39,7 +39,8 @@ def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> Non
     A BatchWorker leaves such a shard on its queue, but one of RQ's own workers takes any shard.
     """
     model = plan.model_of(is_second)
-    if not is_served(model.pin, {context.model.pin, *context.adapters.pinned}):
+    served_names = {context.model.pin, *context.adapters.pinned}
+    if not is_served(model.pin, served_names):
         raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
 
 
@@ -52,7 +53,8 @@ def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str
             "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead",
         )
     path = storage.resolve(plan_path)
-    plan = context.files.plan((path, storage.stat(path)), lambda: load_plan(storage, path))
+    state_of_file = (path, storage.stat(path))
+    plan = context.files.plan(state_of_file, lambda: load_plan(storage, path))
     if plan.run != run:
         raise PlanDamaged(path, f"it belongs to run {plan.run}, the job to {run}")
     if path != os.path.join(plan.spec.output, PLAN):

@@ -20,6 +20,10 @@ from jobs.items.under_way import Answered
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.answer_log import AnswerLog, Record
 
+#: The kinds of logs, as their names say them: of answers, and of rows under way.
+_ANSWERS = "answers"
+_PROGRESS = "now"
+
 
 @dataclass
 class Journalled:
@@ -42,8 +46,8 @@ class Journalled:
             self.answers[row] = record
             self.under_way.pop(row, None)
         elif row not in self.answers:
-            known = self.under_way.get(row)
-            if known is None or record.progress.length > known.length:
+            known_progress = self.under_way.get(row)
+            if known_progress is None or record.progress.length > known_progress.length:
                 self.under_way[row] = record.progress
 
 
@@ -58,9 +62,12 @@ class ShardJournal:
         self._prefix = f"_{shard:05d}."
         self._log = log
         self._mark = mark
+        #: The names of all logs that were read and written.
         self._names: set[str] = set()
+        #: The name of this execution's last log of rows under way.
         self._progress_name: str | None = None
         self._num_files = 0
+        #: How many of the runner's answers are in logs.
         self._num_written = 0
         self._is_closed = False
         self._writing = threading.Lock()
@@ -99,14 +106,14 @@ class ShardJournal:
             records = []
             for row in answered:
                 records.append(Record(row.place, self._mark, row.answer, row.num_tokens))
-            self._put("answers", records)
+            self._put(_ANSWERS, records)
             self._num_written += len(answered)
         if under_way:
             records = []
             for place, progress in under_way.items():
                 records.append(Record(place, self._mark, progress=progress))
             earlier_name = self._progress_name
-            self._progress_name = self._put("now", records)
+            self._progress_name = self._put(_PROGRESS, records)
             if earlier_name is not None:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 

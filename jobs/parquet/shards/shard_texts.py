@@ -35,7 +35,9 @@ class ShardTexts:
         self._columns = columns
         self._shard_bytes = shard_bytes
         self._remedy = remedy
+        #: Each distinct row, by itself. Equal rows share the first one's texts.
         self._known: dict[Row, Row] = {}
+        #: The bytes that are counted in `shard_bytes`.
         self._bytes = 0
         self.rows: list[Row | RowProblem] = []
 
@@ -44,22 +46,25 @@ class ShardTexts:
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
-                known = self._known.setdefault(row, row)
-                if known is row:  # equal rows share their texts
+                equal_row = self._known.setdefault(row, row)  # the first one of all equal rows
+                if equal_row is row:
                     num_bytes += row.num_bytes
-                row = known
+                row = equal_row  # equal rows share their texts
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:
-                columns = ", ".join(map(repr, self._columns))
-                problem = (
-                    f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
-                    f"take {self._bytes + num_bytes} bytes"
-                )
-                limit = self._shard_bytes.limit
-                factor = ""  # the limit is the setting itself, not a multiple
-                raise ShardTooLarge(self._path, problem, limit, factor, self._remedy)
-            self._shard_bytes.hold(num_bytes, self._bytes)
+                raise self._too_large(self._bytes + num_bytes)
+            self._shard_bytes.hold(num_bytes, already_held=self._bytes)
             self._bytes += num_bytes
+
+    def _too_large(self, num_bytes: int) -> ShardTooLarge:
+        """Return the error for rows that take more bytes than a shard may."""
+        columns = ", ".join(map(repr, self._columns))
+        problem = (
+            f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
+            f"take {num_bytes} bytes"
+        )
+        factor = ""  # the limit is the setting itself, not a multiple
+        return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
 
     def gathered(self) -> list[Row | RowProblem]:
         """Return the rows once all are there. From then on the rows belong to the caller."""
@@ -121,9 +126,10 @@ def rendered_shards(
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
-        texts = ShardTexts(
-            plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit)
-        )
+        path = plan.files[shard.file].path
+        # These rows have a count of their own, because they are gone when the next shard is read.
+        shard_bytes = ShardBytes(context.shard_bytes.limit)
+        texts = ShardTexts(path, source.columns, shard_bytes)
         texts.add(shard_rows(context, plan, shard, reader, source))
         yield plan.first_row(number), texts.gathered()
 
@@ -136,15 +142,16 @@ def shard_readers(
     A shard gets the same reader as the shard before it where possible. A reader only moves forwards.
     """
     reader = None
-    file = -1
-    with ExitStack() as readers:
+    file_number = -1
+    with ExitStack() as open_readers:
         for number in shards:
             shard = plan.shards[number]
             if not shard.rows:
                 continue
-            if reader is None or shard.file != file or not reader.reaches(shard):
-                readers.close()
-                file = shard.file
-                path = plan.rows_path(plan.files[file])
-                reader = readers.enter_context(closing(RowReader(storage, path, shard, columns)))
+            if reader is None or shard.file != file_number or not reader.reaches(shard):
+                open_readers.close()
+                file_number = shard.file
+                path = plan.rows_path(plan.files[file_number])
+                reader = RowReader(storage, path, shard, columns)
+                open_readers.enter_context(closing(reader))
             yield number, reader

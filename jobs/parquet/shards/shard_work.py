@@ -48,8 +48,11 @@ class ShardWork(RowsTask):
     """An open shard. If its part is there already, nothing is asked and the part is counted."""
 
     _journal: ShardJournal | None = None
+    #: How many rows the first model has left to the second one.
     _num_escalated = 0
+    #: How many rows cannot be asked, because no prompt could be made of them.
     _num_unasked = 0
+    #: The answers that earlier executions have left in the journal, and their generated tokens.
     _rows_resumed = 0
     _tokens_resumed = 0
 
@@ -58,7 +61,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, which gets the job that asks the second model of a cascade.
+        queue: the run's queue, for the job that asks a cascade's second model, because this job may lie on another
+        queue. None for any other job.
         """
         self._context = context
         self._folder = folder
@@ -131,7 +135,7 @@ class ShardWork(RowsTask):
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
-        num_low = self._escalate()
+        num_low = self._escalate()  # if the second model is asked, its job writes the part
         stats = None
         if self.runner is not None and not num_low:
             stats = self._publish(self.runner)
@@ -143,18 +147,19 @@ class ShardWork(RowsTask):
         if stats is None:  # another execution was first, and its part counts
             stats = self._folder.part_stats(self._number)
         has_ended = self._folder.record_part(stats, self._queue)
+        num_unasked = None if self.runner is None else self._num_unasked
         return {
             "run": stats.run,
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
-            "rows_unasked": None if self.runner is None else self._num_unasked,
+            "rows_unasked": num_unasked,
             "run_finished": has_ended,
             "tokens": stats.completion_tokens,
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, and let other shards have the file."""
+        """Free the memory of the rows that are not answered. The shard reads its file no more."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
@@ -178,7 +183,7 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        num_low = self._shard.rows
+        num_low = self._shard.rows  # at most, if an earlier execution has kept the answers
         if self.runner is not None:
             records = self._good_records(self.runner.answers())
             num_low -= len(records)
@@ -186,7 +191,9 @@ class ShardWork(RowsTask):
                 return 0
             try:
                 keep_answers(folder, number, self._log, records)
-            except (OSError, RunError):  # as in _publish
+            except (OSError, RunError):
+                # If two executions write, the slower one may find that the run has ended, and that the folder of
+                # journals is removed.
                 if not folder.has_part(number):
                     raise
                 return 0
@@ -195,7 +202,7 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return the answers that the second model does not replace: all but this model's own with low margins."""
+        """Return the answers that stay. The second model replaces the answers of this model that have a low margin."""
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
@@ -228,7 +235,8 @@ class ShardWork(RowsTask):
             rows_escalated=self._num_escalated,
         )
         keys = whole_keys(self._log.keys, self._marks)
-        keys[[answer.error is not None for answer in answers]] = 0
+        has_failed = [answer.error is not None for answer in answers]
+        keys[has_failed] = 0
 
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
@@ -263,15 +271,16 @@ class ShardWork(RowsTask):
         second = self._folder.plan.second
         if second is None:
             return answers
-        name_of: dict[bytes, str] = {}
+        have_same_name = first.name == second.name
+        names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
-            name = model.name if first.name != second.name else str(model)
-            name_of[model_mark(model).tobytes()] = name
+            name = str(model) if have_same_name else model.name
+            names_by_mark[model_mark(model).tobytes()] = name
         named_answers = []
         for mark, answer in zip(self._marks, answers, strict=True):
             if answer.error is None:
-                columns = {**answer.columns, part.MODEL: name_of.get(mark.tobytes())}
-                answer = replace(answer, columns=columns)
+                model_name = names_by_mark.get(mark.tobytes())  # None for a model of an earlier run
+                answer = replace(answer, columns={**answer.columns, part.MODEL: model_name})
             named_answers.append(answer)
         return named_answers
 
@@ -300,12 +309,16 @@ class ShardWork(RowsTask):
 
         keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
-        fields = kind_of(plan.spec).fields(plan.spec, part.embedding_size(plan.spec, context.model))
+        embedding_size = part.embedding_size(plan.spec, context.model)
+        fields = kind_of(plan.spec).fields(plan.spec, embedding_size)
         self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
         self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
         journalled = self._journal.read()
+        #: For each row, the mark of the model that answers it.
         self._marks = np.repeat(mark, len(rows), axis=0)
-        for record in [*self._earlier_records(len(rows)), *journalled.answers.values()]:
+        records = self._earlier_records(len(rows))
+        records += journalled.answers.values()
+        for record in records:
             assert record.answer is not None
             rows[record.row] = record.answer
             self._marks[record.row] = as_keys(record.mark)

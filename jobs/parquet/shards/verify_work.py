@@ -72,8 +72,9 @@ class VerifyWork(RowsTask):
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
 
-        most = MAX_ANSWERS // max(spec.n, len(spec.labels or ()))
-        self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, most)
+        answers_of_row = max(spec.n, len(spec.labels or ()))
+        max_rows = MAX_ANSWERS // answers_of_row
+        self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
         self._num_other_models = 0
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
@@ -113,11 +114,11 @@ class VerifyWork(RowsTask):
             with ExitStack() as stack:
                 storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
                 for file_number in sorted(files):
-                    file = plan.files[file_number]
-                    file = replace(file, path=storage.resolve(file.path))
+                    named_file = plan.files[file_number]
+                    file = replace(named_file, path=storage.resolve(named_file.path))
                     stack.enter_context(unchanged(storage, plan, file))
-                for start, rendered in rendered_shards(context, storage, plan, ask.source, wanted):
-                    for number, row in enumerate(rendered, start):
+                for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
+                    for number, row in enumerate(rows, start):
                         if number not in wanted:
                             continue
                         if self._is_comparable(row, ask, keys.get(number)):
@@ -125,7 +126,7 @@ class VerifyWork(RowsTask):
                         else:
                             del self._recorded[number]
 
-            numbers = list(self._recorded)
+            numbers = list(self._recorded)  # in the order of the rows in `_texts`
             self.runner = row_runner(
                 self._texts.gathered(),
                 ask,
@@ -140,12 +141,16 @@ class VerifyWork(RowsTask):
     def _is_comparable(
         self, row: Row | RowProblem, ask: RowAsk, recorded_key: bytes | None
     ) -> bool:
-        """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, or None."""
+        """Whether this model should give the recorded answer. Counts a row that another model has answered.
+
+        recorded_key: the row's whole key in the run; None if the run's model has answered the whole shard.
+        """
         if isinstance(row, RowProblem):
             return True  # the run has recorded an answer, so this is a difference
         if recorded_key is not None:
-            key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
-            if key.tobytes() != recorded_key:
+            keys = row_keys(ask.key_of, [row])
+            whole_key = whole_keys(keys, model_mark(self._plan.model))
+            if whole_key.tobytes() != recorded_key:
                 self._num_other_models += 1
                 return False
         # A reused answer may come from a run in which the row had another number, and so another seed.
@@ -183,12 +188,13 @@ def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) 
     if np.array_equal(marks, model_mark(plan.model)):
         return {}
     first_row = plan.first_row(shard)
-    key_of = {}
+    keys_by_row = {}
     for row in rows:
         place = row - first_row
-        if 0 <= place < len(keys) and keys[place].any():
-            key_of[row] = keys[place].tobytes()
-    return key_of
+        is_in_shard = 0 <= place < len(keys)
+        if is_in_shard and keys[place].any():
+            keys_by_row[row] = keys[place].tobytes()
+    return keys_by_row
 
 
 _SAMPLE = re.compile(r"(?P<number>\d{1,12}(?:\.\d{1,9})?)(?P<percent_sign>%?)", re.ASCII)
@@ -202,7 +208,7 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     match = _SAMPLE.fullmatch(sample)
     if match is None or Fraction(match["number"]) == 0:
         raise InvalidValue(
-            "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
+            "sample is {}, expected a share such as 1%, or a number of rows from 1", brief(sample)
         )
     size = Fraction(match["number"])
     if match["percent_sign"]:

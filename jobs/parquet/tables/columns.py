@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -22,8 +23,14 @@ AS_JSON = "\0json:"
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
-_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-_BYTES = (
+#: Arrow's tests for types of texts, and for types of bytes.
+_TEXT_TESTS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_null,
+)
+_BYTES_TESTS = (
     pa.types.is_binary,
     pa.types.is_large_binary,
     pa.types.is_fixed_size_binary,
@@ -35,14 +42,14 @@ def is_text(kind: pa.DataType) -> bool:
     """Whether values are texts. A column that only has nulls counts as a column of texts."""
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
-    return any(is_kind(kind) for is_kind in _TEXTS)
+    return any(is_of_type(kind) for is_of_type in _TEXT_TESTS)
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Whether values are bytes."""
     if pa.types.is_dictionary(kind):
         return is_bytes(kind.value_type)
-    return any(is_kind(kind) for is_kind in _BYTES)
+    return any(is_of_type(kind) for is_of_type in _BYTES_TESTS)
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -55,7 +62,7 @@ def is_list(kind: pa.DataType) -> bool:
 class ColumnChoice(NamedTuple):
     """A choice of a file's columns. Names that the file does not have are ignored.
 
-    names: the columns to read; None for all columns that are not in `without`.
+    names: the columns to read; None for all columns. without: the columns that are left out if `names` is None.
     """
 
     names: Sequence[str] | None = None
@@ -64,6 +71,7 @@ class ColumnChoice(NamedTuple):
     def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
+            # Our own columns about the chosen columns are read with them.
             as_json = [AS_JSON + name for name in self.names]
             return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
         if not self.without:
@@ -94,7 +102,10 @@ def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
     if not json_columns:
         return batch
 
-    columns = [batch.column(json_columns.get(name, name)) for name in names]
+    columns = []
+    for name in names:
+        read_name = json_columns.get(name, name)  # the extra column, if the column has one
+        columns.append(batch.column(read_name))
     schema = schema_with_json(batch.select(names).schema, json_columns)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -103,8 +114,10 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
     """Return a schema in which the named columns are texts of JSON."""
     fields = []
     for field in schema:
-        is_json = field.name in names
-        fields.append(pa.field(field.name, pa.string(), metadata=JSON) if is_json else field)
+        if field.name in names:
+            fields.append(pa.field(field.name, pa.string(), metadata=JSON))
+        else:
+            fields.append(field)
     return pa.schema(fields, metadata=schema.metadata)
 
 
@@ -127,18 +140,23 @@ def with_added_values(
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:
-            arrays.append(pa.repeat(pa.scalar(value, column.type), batch.num_rows))
+            scalar = pa.scalar(value, column.type)
+            arrays.append(pa.repeat(scalar, batch.num_rows))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def num_values(column: pa.Array) -> int:
     """Return how many values a column's lists, structs and maps hold, at all depths. Each takes memory in Python."""
     if pa.types.is_struct(column.type):
+        # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
+        # A slice of a column has the items of the whole column. The items of the slice lie between its offsets.
         first = int(column.offsets[0].as_py())
         end = int(column.offsets[-1].as_py())
-        return 2 * (end - first) + num_values(column.items.slice(first, end - first))
+        num_items = end - first
+        num_keys = num_items
+        return num_keys + num_items + num_values(column.items.slice(first, num_items))
     if is_list(column.type):
         values = column.flatten()
         return len(values) + num_values(values)
@@ -201,9 +219,11 @@ def python_rows(
     """Yield each row's values by column, or the row's problem if a value cannot be read."""
     if not columns:
         yield from repeat({}, rows.num_rows)
-    values_by_column = [
-        as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns
-    ]
+        return
+    values_by_column = []
+    for name in columns:
+        values_of_column = row_values(name, rows.column(name))
+        values_by_column.append(as_written(rows.field(name), values_of_column))
     for values in zip(*values_by_column, strict=True):
         problems = [value for value in values if isinstance(value, RowProblem)]
         if problems:
@@ -232,7 +252,8 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
-    form = (field.metadata or {}).get(_OWN_KEY)
+    metadata = field.metadata or {}
+    form = metadata.get(_OWN_KEY)  # how the file writes the values; None for the usual form
     if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         values = map(_whole_as_integer, values)
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
@@ -267,6 +288,7 @@ def _from_json(name: str, text: Any) -> Any:
     if not isinstance(text, str):
         return text
     if len(text) > MAX_NESTED_VALUES:
+        # A value follows a comma, or begins a list or an object.
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(map(without_texts.count, ",[{"))
         if count > MAX_NESTED_VALUES:
@@ -279,15 +301,14 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
 
     is_ours: the values are answers, which may be larger than a prompt.
     """
-    values = _python_values(name, column)
-    if is_ours:
-        values = (scalar.as_py() for scalar in column)
+    values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
     if not holds(column.type, pa.types.is_map):
         return values
     return _maps_as_dicts(values, column.type)
 
 
 def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+    """Yield a column's values and problems, with dicts in place of Arrow's maps."""
     for value in values:
         is_problem = isinstance(value, RowProblem)
         yield value if is_problem else with_dicts(value, kind)
@@ -296,12 +317,8 @@ def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
     """Return each row's value, or its RowProblem. A small column is converted at once."""
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
-        try:
-            values = column.to_pylist()
-        except _NO_PYTHON_VALUE:
-            pass
-        else:
-            return iter(values)
+        with suppress(*_NO_PYTHON_VALUE):
+            return iter(column.to_pylist())
     return (_value(name, column.slice(row, 1)) for row in range(len(column)))
 
 
@@ -309,12 +326,13 @@ def _num_bytes(column: pa.Array) -> int:
     """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
+        # At worst, one entry takes nearly all bytes of the dictionary, and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)
 
 
 def _value(name: str, row: pa.Array) -> Any:
-    """Return the one value in `row`, or its RowProblem. name: the column's."""
+    """Return the one value in `row`, or its RowProblem. name: the column's name."""
     try:
         problem = _too_large(name, row)
         if problem is not None:

@@ -15,6 +15,7 @@ from jobs.errors import InvalidJob, unlike
 #: The rows of a row group. The reader of a shard must skip at most this many rows before the shard.
 GROUP_ROWS = 10_000
 
+#: Tests for types that pyarrow's Parquet files do not have, and the types that take their place.
 _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
     pa.types.is_string_view: pa.large_string(),
     pa.types.is_binary_view: pa.large_binary(),
@@ -41,7 +42,7 @@ def write_table_file(source: Any, folder: str) -> str:
         path = os.path.join(folder, f"{digest.hexdigest()}.parquet")
         os.replace(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # it has its name already
             os.unlink(temporary)
     return path
 
@@ -52,12 +53,11 @@ def _arrow_table(source: Any) -> pa.Table:
         table = _as_table(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
-    for place, field in enumerate(table.schema):
-        for is_view, plain in _VIEWS.items():
-            if is_view(field.type):  # pyarrow's Parquet files have no such type
-                table = table.set_column(
-                    place, field.with_type(plain), table.column(place).cast(plain)
-                )
+    for number, field in enumerate(table.schema):
+        for is_view, plain_type in _VIEWS.items():
+            if is_view(field.type):
+                column = table.column(number).cast(plain_type)
+                table = table.set_column(number, field.with_type(plain_type), column)
     return table
 
 
@@ -66,7 +66,8 @@ def _as_table(source: Any) -> pa.Table:
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
-    if package == "polars" and hasattr(source, "to_arrow"):  # without views of texts
+    # A DataFrame of polars has `to_arrow`, whose result has no views of texts. A LazyFrame has `collect`.
+    if package == "polars" and hasattr(source, "to_arrow"):
         source = source.to_arrow()
     if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(

@@ -34,15 +34,15 @@ def write_groups(
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
     groups = grouped(slices)
-    first_groups = list(islice(groups, 1))
+    first_groups = list(islice(groups, 1))  # one group, or none; `groups` has the others
     if schema is None:
         [(_, _, first_pieces)] = first_groups
         schema = first_pieces[0].schema
 
     rows_of_groups: list[int] = []
     with pq.ParquetWriter(sink, schema) as writer:
-        for num_rows, _, group in chain(first_groups, groups):
-            writer.write_table(pa.Table.from_batches(group))
+        for num_rows, _, group_pieces in chain(first_groups, groups):
+            writer.write_table(pa.Table.from_batches(group_pieces))
             rows_of_groups.append(num_rows)
     return rows_of_groups
 
@@ -74,9 +74,9 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of about GROUP_BYTES at most, with as many rows each. A piece has at least one row."""
-    num_bytes = max(GROUP_BYTES, batch.nbytes)
-    piece_rows = max(1, batch.num_rows * GROUP_BYTES // num_bytes)
+    """Cut a batch into pieces with the same number of rows, at least one. A piece has about GROUP_BYTES at most."""
+    batch_bytes = max(GROUP_BYTES, batch.nbytes)  # a small batch is one piece
+    piece_rows = max(1, batch.num_rows * GROUP_BYTES // batch_bytes)
     return (batch.slice(start, piece_rows) for start in range(0, batch.num_rows, piece_rows))
 
 
@@ -100,10 +100,12 @@ class RowBuckets(ExitStack):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
+        #: How many places a bucket has.
         self._bucket_rows = max(BUCKET_ROWS, math.ceil(rows / MAX_BUCKETS))
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
+        #: By bucket, the path of its file, and the stream that writes into the file.
         self._streams: dict[int, tuple[str, Any]] = {}
         self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
 
@@ -128,9 +130,9 @@ class RowBuckets(ExitStack):
                 ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
                 rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
                 num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
+                # Take a few rows at a time, by their ranks, because `take` joins a column's chunks, and a joined column
+                # holds at most 2 GiB of text.
                 for start in range(0, len(ranks), num_rows):
-                    # Take a few rows at a time, because `take` joins a column's chunks, and a joined column holds at
-                    # most 2 GiB of text.
                     is_next = (ranks >= start) & (ranks < start + num_rows)
                     next_rows = table if is_next.all() else table.filter(pa.array(is_next))
                     order = np.argsort(next_rows[_PLACE.name].to_numpy())
@@ -145,11 +147,12 @@ class RowBuckets(ExitStack):
         self._waiting = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
-        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows
+        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows  # for each row, its bucket
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))
                 stream = self.enter_context(pa.ipc.new_stream(path, table.schema))
                 self._streams[bucket] = (path, stream)
             _, stream = self._streams[bucket]
-            stream.write_table(table.filter(pa.array(buckets == bucket)))
+            is_in_bucket = pa.array(buckets == bucket)
+            stream.write_table(table.filter(is_in_bucket))

@@ -16,6 +16,8 @@ from sandbox.child import Body, Worker
 #: The most bytes of all columns that are read at once. Without a limit, pyarrow holds all compressed columns of a row
 #: group.
 READ_BYTES = 1 << 24
+#: The fewest bytes of a column that are read at once.
+MIN_COLUMN_BYTES = 1 << 16
 
 #: The key of a part's statistics in the metadata of its footer.
 STATISTICS = b"tokenmill"
@@ -28,13 +30,15 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
     def do(worker: Worker) -> Replies:
         """Answer the worker's question about a file, whose bytes the worker sends."""
         question = worker.question
-        fetched = FetchedFile(
-            lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"]
-        )
+
+        def fetch(start: int, end: int) -> bytes | bytearray:
+            return worker.fetch({"at": start, "size": end - start})
+
+        fetched_file = FetchedFile(fetch, question["size"])
         try:
             with (
                 reading(question["path"], question["input_format"]),
-                pa.PythonFile(fetched, "r") as source,
+                pa.PythonFile(fetched_file, "r") as source,
             ):
                 yield from task(question, source)
         except JobsError as error:
@@ -52,7 +56,8 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         if any(group.num_rows < 0 for group in groups):
             raise CorruptParquet(question["path"], "a row group has less than no row")
         statistics = (footer.metadata or {}).get(STATISTICS, b"")
-        if statistics and question["size"] < footer.serialized_size + _compressed_bytes(groups):
+        least_bytes = footer.serialized_size + _compressed_bytes(groups)
+        if statistics and question["size"] < least_bytes:
             raise CorruptParquet(question["path"], "bytes before its footer are gone")
         contents = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
@@ -80,25 +85,28 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
     with _parquet_file(source) as file:
         yield {}, file.schema_arrow.serialize().to_pybytes()
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
-        skip = question["skip"]
+        rows_to_skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        row_bytes = 1.0
+        most_row_bytes = 1.0  # the bytes of a row, in the row group with the largest rows
         for group in map(file.metadata.row_group, groups):
-            row_bytes = max(row_bytes, group.total_byte_size / max(1, group.num_rows))
-        batch_rows = max(1, min(question["rows"], int(GROUP_BYTES / row_bytes)))
+            row_bytes = group.total_byte_size / max(1, group.num_rows)
+            most_row_bytes = max(most_row_bytes, row_bytes)
+        rows_in_group_bytes = int(GROUP_BYTES / most_row_bytes)
+        batch_rows = max(1, min(question["rows"], rows_in_group_bytes))
         batches = file.iter_batches(
             batch_rows, row_groups=groups, columns=columns, use_threads=False
         )
         for batch in batches:
-            for piece in pieces(batch.slice(skip)):
+            for piece in pieces(batch.slice(rows_to_skip)):  # none of a batch that is skipped whole
                 yield {}, packed(piece)
-            skip = max(0, skip - batch.num_rows)
+            rows_to_skip = max(0, rows_to_skip - batch.num_rows)
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:
     """Open a Parquet file so that it reads few bytes of each column at once."""
     footer = pq.read_metadata(source)
-    read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
+    bytes_of_column = READ_BYTES // max(1, footer.num_columns)
+    read_bytes = min(FETCH_BYTES, max(bytes_of_column, MIN_COLUMN_BYTES))
     return pq.ParquetFile(
         source,
         metadata=footer,

@@ -69,9 +69,8 @@ def look_at(
 
     def look() -> Contents:
         with open_table(storage, path, input_format) as ask:
-            [reply] = ask(task, question)
-        contents, schema = reply
-        return Contents(read_schema(schema), **contents)
+            [(contents, packed_schema)] = ask(task, question)
+        return Contents(read_schema(packed_schema), **contents)
 
     return asked_again(path, look)
 
@@ -87,13 +86,15 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
         raise TableNotRead(path, str(error)) from None
 
 
-def read_schema(schema: bytes | bytearray) -> pa.Schema:
+def read_schema(packed_schema: bytes | bytearray) -> pa.Schema:
     """Return a file's schema without the columns that only we use."""
-    whole = pa.ipc.read_schema(pa.py_buffer(schema))
-    fields = [
-        field for field in whole if field.name != PROBLEM and not field.name.startswith(AS_JSON)
-    ]
-    return pa.schema(fields, metadata=whole.metadata)
+    schema = pa.ipc.read_schema(pa.py_buffer(packed_schema))
+    fields = []
+    for column in schema:
+        is_ours = column.name == PROBLEM or column.name.startswith(AS_JSON)
+        if not is_ours:
+            fields.append(column)
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 class TableReading:
@@ -107,7 +108,7 @@ class TableReading:
         self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0
     ) -> None:
         self.batches = _read(storage, path, columns, first_group)
-        self.schema: pa.Schema = next(self.batches)
+        self.schema: pa.Schema = next(self.batches)  # it comes before the batches
 
     def close(self) -> None:
         """End the pass, and give the child back."""
@@ -120,10 +121,10 @@ def _read(
     """Yield a file's schema, then its batches. A child that fails is replaced by one that goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)
+    batch_rows = list(BATCH_ROWS)  # the first number is used
     was_replaced = False
     share: float = CHILD_SHARE
-    while True:
+    while True:  # for each child, until one comes to the file's end
         question = {
             "columns": columns,
             "first_group": first_group,
@@ -133,9 +134,9 @@ def _read(
         try:
             with open_table(storage, path, share=share) as ask:
                 replies = ask(_READ, question)
-                _, packed = next(replies)
+                _, packed_schema = next(replies)
                 if schema is None:
-                    schema = read_schema(packed)
+                    schema = read_schema(packed_schema)
                     yield schema
                 for _, body in replies:
                     batch = pa.ipc.open_stream(pa.py_buffer(body)).read_next_batch()
@@ -143,6 +144,7 @@ def _read(
                     yield batch
                 return
         except ChildFailed as error:
+            # Each of these remedies ends after some failures.
             is_out_of_memory = isinstance(error, ChildOutOfMemory)
             may_take_more = share < BYTES_SHARE and _has_bytes(schema, columns)
             if isinstance(error, ChildDied) and not was_replaced:
@@ -159,7 +161,9 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
     """Whether a chosen column holds bytes."""
     if schema is None:
         return False
-    names = columns.chosen_from(schema.names) or schema.names
+    names = columns.chosen_from(schema.names)
+    if not names:  # None for all columns
+        names = schema.names
     return any(holds(schema.field(name).type, is_bytes) for name in names if name != PROBLEM)
 
 
@@ -167,15 +171,17 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file, and lend a function that has a child do a task with it.
+    """Open a file in a child process, and lend a function that sends the child a task.
 
-    share: the share of a shard's bytes that the child may take; by default the format's.
+    share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default that of the format.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE
-    limits = Limits(LIMIT_S, max(MIN_BYTES, int(storage.shard_bytes * share)))
+    max_bytes = max(MIN_BYTES, int(storage.shard_bytes * share))
+    limits = Limits(LIMIT_S, max_bytes)
     stack = ExitStack()
 
+    # `source`, `size` and `child` are set below, before `ask` is lent.
     def fetch(wanted: Mapping[str, Any]) -> bytes:
         """Read the bytes that the child asks for."""
         storage.check_interrupted()
@@ -191,7 +197,8 @@ def open_table(
         for message, body in replies:
             if "error" in message:
                 replies.close()
-                raise getattr(errors, message["error"])(*message["args"])
+                error_class = getattr(errors, message["error"])
+                raise error_class(*message["args"])
             yield message, body
 
     try:
@@ -222,7 +229,8 @@ class RowReader(TableReading):
         self._path = path
         self._limit = SHARD_TIMES * storage.shard_bytes
         self._unread: pa.RecordBatch | None = None
-        #: The row that comes next, counted within the file.
+        #: The row that comes next, counted within the file. The first batch begins a row group, so it may have rows
+        #: before the shard.
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
@@ -248,12 +256,13 @@ class RowReader(TableReading):
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
                 )
 
-            # The batch may begin before the shard, and end after it.
+            # The batch may begin before the shard, and end after it. num_passed: its rows up to the shard's end.
+            # num_before: its rows before the shard's beginning.
             num_passed = min(batch.num_rows, end - self.next_row)
             num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._unread = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
-            if num_passed == num_before:
+            if num_passed == num_before:  # no row of the batch is in the shard
                 continue
 
             batch = batch.slice(num_before, num_passed - num_before)

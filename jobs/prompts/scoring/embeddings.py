@@ -60,18 +60,18 @@ class Embeddings(Scoring):
         dimensions = options["dimensions"]
         if dimensions is not None and dimensions > model.embedding_size:
             raise InvalidJob(
-                f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+                f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size} numbers"
             )
         prompt_name = options["prompt_name"]
         if prompt_name is not None and prompt_name not in model.embedding_prompts:
             raise InvalidValue(
-                "prompt_name is {}, and {} has {}",
+                "prompt_name is {}, and the model {} has prompts of these names: {}",
                 brief(prompt_name),
                 brief(model.name),
                 ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
             )
-        count = dimensions or model.embedding_size
-        check_shard(count, "numbers of an embedding", options["rows_per_shard"], MAX_NUMBERS)
+        num_numbers = model.embedding_size if dimensions is None else dimensions
+        check_shard(num_numbers, "numbers of an embedding", options["rows_per_shard"], MAX_NUMBERS)
 
     def scored(self, completion: Completion) -> Scored:
         """Return the numbers as an array of float32."""
@@ -108,7 +108,8 @@ def _response(
     for index, answer in enumerate(answers):
         scored = scoring.scored(answer.first)
         numbers = scored.values.get("embedding", ())
-        entry = {"object": "embedding", "index": index, "embedding": _shown(numbers, is_base64)}
+        encoded = _encoded(numbers, is_base64)
+        entry = {"object": "embedding", "index": index, "embedding": encoded}
         if scored.error is not None:
             entry["error"] = scored.error
         entries.append(entry)
@@ -120,7 +121,7 @@ def _response(
     }
 
 
-def _shown(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
+def _encoded(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
     """Return an embedding as its response shows it."""
     if is_base64:
         return b64encode(array("f", numbers)).decode()

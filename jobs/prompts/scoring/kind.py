@@ -22,7 +22,7 @@ MAX_PROBABILITIES = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The result of a prompt. values: its values by the names of their columns. error: why there are none."""
+    """The result of a prompt. values: by the names of their columns. error: why there are no values."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -57,7 +57,7 @@ class Scoring(abc.ABC):
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model cannot score so, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model cannot score in this way, or a shard of the run would hold too much."""
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt. chat: the options of a chat; then the prompt is the chat's messages."""
@@ -71,7 +71,10 @@ class Scoring(abc.ABC):
         """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
-            requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))
+            if isinstance(prompt, Unusable):
+                requests.append(prompt)
+            else:
+                requests.append(self.request(prompt))
         return requests
 
     @abc.abstractmethod

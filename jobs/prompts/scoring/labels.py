@@ -49,7 +49,7 @@ def parse_labels(name: str, labels: object) -> list[str]:
 class Labels(Scoring):
     """Asks for the log-likelihood of each label.
 
-    prior: the log-likelihoods after the prompt without content, or why that prompt failed.
+    prior: the log-likelihoods after the prompt without content, or why that prompt failed; None without calibration.
     """
 
     labels: Sequence[str]
@@ -89,8 +89,8 @@ class Labels(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the softmax over the labels' log-likelihoods.
 
-        The answer is the likeliest label, or the first of equally likely labels. The margin is its probability minus
-        that of the second likeliest label.
+        The answer is the likeliest label, or the first of equally likely labels. The margin is the answer's probability
+        minus the probability of the second likeliest label.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)
@@ -98,7 +98,7 @@ class Labels(Scoring):
             return Scored(error=self.prior)
         scores = _logprobs(completion)
         if self.prior is not None:
-            scores = [score - before for score, before in zip(scores, self.prior, strict=True)]
+            scores = [score - prior for score, prior in zip(scores, self.prior, strict=True)]
         if not all(map(isfinite, scores)):
             return Scored(error=NOT_FINITE)
 
@@ -107,8 +107,9 @@ class Labels(Scoring):
         total = fsum(weights)
         probabilities = [weight / total for weight in weights]
         best, second = sorted(probabilities, reverse=True)[:2]
+        place = probabilities.index(best)
         values = {
-            "label": self.labels[probabilities.index(best)],
+            "label": self.labels[place],
             "probability": best,
             "probabilities": tuple(zip(self.labels, probabilities, strict=True)),
             "margin": best - second,
@@ -191,7 +192,7 @@ def _prompt_without_content(calibrate: object) -> str:
 
 
 def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
-    """Return the chat that calibrates: by default these messages, with CONTENT_FREE in the last. Raises InvalidJob."""
+    """Return the chat that calibrates: by default these messages, the last with CONTENT_FREE. Raises InvalidJob."""
     if calibrate is True:
         *before, last = messages
         return [*before, {**last, "content": CONTENT_FREE}]

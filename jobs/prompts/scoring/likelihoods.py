@@ -22,14 +22,15 @@ def loglikelihood_task(
 ) -> PromptTask:
     """Return the task of `jobs.loglikelihood`. Raises InvalidJob."""
     model_name = parse_model(model)
-    scored = _continuations(continuations)
+    texts_or_ids = _continuations(continuations)
     request = Request(
         prompt=one_prompt(prompt, "prompt"),
         messages=None,
-        sampling={"continuations": scored, **truncation(truncate_prompt_tokens)},
+        sampling={"continuations": texts_or_ids, **truncation(truncate_prompt_tokens)},
         kind="score",
     )
-    return PromptTask([request], partial(_response, continuations=scored), model_name)
+    respond = partial(_response, continuations=texts_or_ids)
+    return PromptTask([request], respond, model_name)
 
 
 def _continuations(continuations: object) -> list[str | list[int]]:

@@ -81,7 +81,8 @@ class Relevance(Scoring):
         scored = _YES_OR_NO.scored(completion)
         if scored.error is not None:
             return Scored(error=NO_RELEVANCE)
-        return Scored({"score": dict(scored.values["probabilities"])["yes"]})
+        probability_of = dict(scored.values["probabilities"])  # by label
+        return Scored({"score": probability_of["yes"]})
 
 
 def rerank_task(
@@ -96,16 +97,17 @@ def rerank_task(
     """Return the task of `jobs.rerank`. top_n: how many results are returned. Raises InvalidJob."""
     model_name = parse_model(model)
     query = checked_text(query, "query")
-    instruction = checked_text(
-        RERANK_INSTRUCTION if instruction is None else instruction, "instruction"
-    )
+    if instruction is None:
+        instruction = RERANK_INSTRUCTION
+    instruction = checked_text(instruction, "instruction")
     texts = _documents(documents)
-    before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
+    without_document = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
     problem = (
         f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
     )
     remedy = "shorten them, or make several jobs of the documents"
-    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, problem, remedy)
+    num_bytes = len(without_document.encode()) * len(texts)
+    check_limit(num_bytes, MAX_RERANK_BYTES, problem, remedy)
     num_results = None if top_n is None else whole_number("top_n", top_n)
     shown_documents = texts if truth("return_documents", return_documents) else None
 
@@ -140,7 +142,10 @@ def _response(
     documents: list[str] | None,
     num_results: int | None,
 ) -> dict[str, Any]:
-    """Return the documents, the most relevant first. documents: their texts; None leaves the texts out."""
+    """Return the documents, the most relevant first.
+
+    documents: their texts; None leaves the texts out. num_results: how many are returned; None returns all.
+    """
     results = []
     for number, answer in enumerate(answers):
         scored = scoring.scored(answer.first)

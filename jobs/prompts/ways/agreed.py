@@ -76,10 +76,10 @@ class Agreement(Way):
                 sampling = reseeded(sampling, f"sample {len(votes.samples)}")
             [drawn] = yield [replace(request, sampling=sampling)]
             rounds.append(drawn)
-            good = [sample for sample in drawn if sample.finish_reason != "error"]
-            if not good:
+            good_samples = [sample for sample in drawn if sample.finish_reason != "error"]
+            if not good_samples:
                 break  # the answer is made of the earlier samples
-            for sample in good:
+            for sample in good_samples:
                 answer = yield from self._compared(sample)
                 votes.add(sample, answer)
 

@@ -39,20 +39,20 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
         values = {name: options[name] for name in way.options if name in options}
         if not values:
             continue
-        main_name = next(iter(way.options))
+        main_name = way.main_option()
         if main_name not in values:
             name = next(iter(values))
             raise InvalidJob(f"{name} is for {main_name}, which is missing: give {main_name} too")
         ways.append(way.of(values))
     if len(ways) > 1:
-        names = " and ".join(next(iter(way.options)) for way in ways)
+        names = " and ".join(way.main_option() for way in ways)
         raise InvalidJob(f"{names} do not go together: each says how a prompt gets its answer")
     return ways[0] if ways else None
 
 
 def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
     """Raise InvalidJob for a way together with several answers of a prompt, or with answers that are tried again."""
-    name = next(iter(way.options))
+    name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")
     if repairs.is_asked_for:

@@ -46,7 +46,7 @@ def after_calls(
     function_of: the dotted names of functions, by the names of tools.
     """
     calls = with_ids(answer.tool_calls or (), f"{len(messages)}/{answer.text}")
-    turn: Parts = [{"role": "assistant", "content": answer.text, "tool_calls": calls}]
+    call_and_results: Parts = [{"role": "assistant", "content": answer.text, "tool_calls": calls}]
     error: str | None = None
     for call in calls:
         name = call["function"]["name"]
@@ -54,13 +54,14 @@ def after_calls(
             error = f"the tool {name} has no function: give it with tool"
             break
         question = RepairOptions({TOOL: function_of[name]})
-        reply = yield Check(question, call["function"]["arguments"])
-        outcome = json.loads(reply)
+        outcome_json = yield Check(question, call["function"]["arguments"])
+        outcome = json.loads(outcome_json)
         if "error" in outcome:
             error = f"tool {name}: {outcome['error']}"
             break
-        turn.append({"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]})
+        result = {"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]}
+        call_and_results.append(result)
     try:
-        return ChatAfterCalls(normal_messages([*messages, *turn]), error)
-    except InvalidJob as problem:
+        return ChatAfterCalls(normal_messages([*messages, *call_and_results]), error)
+    except InvalidJob as problem:  # the results are too long, for example
         return ChatAfterCalls(messages, error or f"the results of tools: {problem}")

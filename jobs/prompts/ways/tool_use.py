@@ -69,7 +69,7 @@ class ToolUse(Way):
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Ask a chat, run the tools that its answer calls, and go on until an answer calls no tool."""
-        messages = request.messages or []
+        messages = request.messages or []  # only a chat has tools, so there are messages
         answers: list[Completion] = []
         error: str | None = None
         while error is None:
@@ -94,5 +94,6 @@ class ToolUse(Way):
                 messages = chat.messages
                 error = chat.error
 
-        extras = {"messages": with_pictures(messages, lambda _: None), "turns": len(answers)}
+        without_pictures = with_pictures(messages, lambda picture: None)
+        extras = {"messages": without_pictures, "turns": len(answers)}
         return merged(answers[-1], prefills=answers, samples=answers, extras=extras, error=error)

@@ -15,13 +15,13 @@ class Votes:
     agree: float
     max_samples: int
     samples: list[Completion] = field(default_factory=list)
-    _alike: dict[str, list[Completion]] = field(default_factory=dict)
+    _samples_by_answer: dict[str, list[Completion]] = field(default_factory=dict)
 
     def add(self, sample: Completion, answer: str | None) -> None:
         """Count a sample. answer: None for a sample that agrees with no other."""
         self.samples.append(sample)
         if answer is not None:
-            self._alike.setdefault(answer, []).append(sample)
+            self._samples_by_answer.setdefault(answer, []).append(sample)
 
     @property
     def num_left(self) -> int:
@@ -33,9 +33,10 @@ class Votes:
         """Whether more samples are needed, and enough of them can still agree."""
         if not self.samples:
             return True
-        agrees = self.share >= self.agree
-        can_agree = (len(self._commonest) + self.num_left) / self.max_samples >= self.agree
-        return self.num_left > 0 and not agrees and can_agree
+        if self.num_left == 0 or self.share >= self.agree:
+            return False
+        highest_share = (len(self._commonest) + self.num_left) / self.max_samples
+        return highest_share >= self.agree
 
     @property
     def share(self) -> float:
@@ -45,10 +46,11 @@ class Votes:
     @property
     def winner(self) -> Completion:
         """The first sample with the commonest answer; the first of all samples if none has an answer."""
-        return (self._commonest or self.samples)[0]
+        candidates = self._commonest or self.samples
+        return candidates[0]
 
     @property
     def _commonest(self) -> list[Completion]:
         """The samples that give the commonest answer."""
         # If answers are equally common, the earliest wins: max keeps the first one.
-        return max(self._alike.values(), key=len, default=[])
+        return max(self._samples_by_answer.values(), key=len, default=[])

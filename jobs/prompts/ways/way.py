@@ -40,6 +40,11 @@ class Way(abc.ABC):
         """Return the way that parsed options ask for."""
         return cls(**values)
 
+    @classmethod
+    def main_option(cls) -> str:
+        """Return the name of the argument that asks for the way."""
+        return next(iter(cls.options))
+
     @abc.abstractmethod
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob for sampling values or tools that cannot be combined with this way."""

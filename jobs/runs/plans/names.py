@@ -64,7 +64,9 @@ def is_named(name: str, wanted: str | None) -> bool:
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
-    return file_format == (JSONL if wanted == OPENAI_BATCH else wanted)
+    if wanted == OPENAI_BATCH:
+        return file_format == JSONL
+    return file_format == wanted
 
 
 def one_format(names: Iterable[str], wanted: str | None = None) -> str:
@@ -76,10 +78,11 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
         return wanted
     first_names: dict[str, str] = {}  # the first file's name, by format
     for name in names:
-        first_names.setdefault(named_format(name) or PARQUET, name)
+        file_format = named_format(name) or PARQUET
+        first_names.setdefault(file_format, name)
     if len(first_names) > 1:
-        (first_format, first_name), (other_format, other_name) = list(first_names.items())[:2]
-        raise MixedFormats(other_name, other_format, first_name, first_format)
+        first, other = list(first_names)[:2]
+        raise MixedFormats(first_names[other], other, first_names[first], first)
     return next(iter(first_names), PARQUET)
 
 

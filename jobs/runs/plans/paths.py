@@ -27,10 +27,10 @@ def run_path(path: object) -> str:
     if uri is not None:
         scheme, authority, inner, query = uri.groups()
         scheme = scheme.lower()
-        host = authority.rpartition("@")[2]
+        _, _, host = authority.rpartition("@")
         # Errors show no user, password or query, because these may hold a store's keys. A password that is not encoded
         # may hold a slash, so it may reach beyond the authority. So the last @ of all is looked for.
-        without_secrets = (authority + inner).rpartition("@")[2]
+        _, _, without_secrets = (authority + inner).rpartition("@")
         safe = f"{scheme}://{without_secrets}"
         if scheme in STORES:
             return _stored_path(scheme, authority, inner, query, safe)

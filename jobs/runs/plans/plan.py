@@ -18,7 +18,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Redis keeps the shares of at most this many shards. In a run with more shards, all shards count as equal.
+#: Redis keeps each shard's share of the run's work for at most this many shards. In a run with more shards, all count
+#: as equal.
 MAX_SHARES = 10_000
 
 
@@ -98,7 +99,7 @@ class Plan:
     seed: the source of every row's seed.
     added_columns: columns that come after the files' own.
     columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns that prompts read as each row's own JSON. A type would be the same for all rows.
+    as_json: columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
     sizes: the bytes of the rows that each shard asks.
     second: the model that answers rows with low margins again.
     planned_at: Unix seconds. Chats take it as the present time.
@@ -159,12 +160,14 @@ class Plan:
 
     def model_of(self, is_second: bool) -> PinnedModel:
         """Return the model that a job asks. is_second: the job asks a cascade's second model."""
-        return self.second if is_second and self.second else self.model
+        if is_second and self.second is not None:
+            return self.second
+        return self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
         """Return the queues of a shard's jobs, the first job's first. queue: the run's queue.
 
-        Each comes with a flag: whether its job asks the second model.
+        Beside each queue stands whether its job asks the second model.
         """
         queues = [(queue, False)]
         if self.second:
@@ -178,13 +181,14 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        if self.input_format == PARQUET and not file.num_chosen:
+        has_chosen_rows = bool(file.num_chosen)  # a file with none of its rows chosen is not read
+        if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
-        text = json.dumps([file.fingerprint, file.rows, self.columns])
-        if file.num_chosen:
+        content = json.dumps([file.fingerprint, file.rows, self.columns])
+        if has_chosen_rows:
             assert self.reused is not None
-            text += self.reused.name
-        name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
+            content += self.reused.name
+        name = f"{blake2b(content.encode(), digest_size=16).hexdigest()}.parquet"
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
@@ -194,17 +198,24 @@ class Plan:
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold these rows, in ascending order."""
-        starts = [self.first_row(shard) for shard in range(len(self.shards))]
-        return sorted({bisect_right(starts, row) - 1 for row in rows})
+        first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
+        shards = set()
+        for row in rows:
+            # The shard before the first one that begins behind this row.
+            shards.add(bisect_right(first_rows, row) - 1)
+        return sorted(shards)
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row. Cached, because each of ten thousand shards needs it."""
+        """Return the number of each file's first row, and at the end the number of all rows.
+
+        Cached, because each of ten thousand shards needs it.
+        """
         return [0, *accumulate(file.num_asked for file in self.files)]
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the numbers by which rows are found. Nothing else would show that a number has changed."""
+        """Return a digest of the numbers by which rows are found. It shows if one of them has changed in the file."""
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)
         for number_or_shard in (self.seed, *rows_of_files, *self.shards):
@@ -263,7 +274,7 @@ class Plan:
 
 
 def _as_object(value: Any) -> dict[str, Any]:
-    """Return a record as a mapping. Older versions know no model with adapters, so none are left out."""
+    """Return a record as a mapping. A model without adapters lacks that field, which older versions do not know."""
     content = asdict(value)
     if isinstance(value, PinnedModel) and not value.adapters:
         del content["adapters"]
@@ -277,6 +288,7 @@ def _model(content: dict[str, Any]) -> PinnedModel:
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
+    """Return the file that a plan has written with `_as_object`."""
     return PlannedFile(**{**content, "values": tuple(content["values"])})
 
 
@@ -285,19 +297,22 @@ _WRITTEN_OTHERWISE = ("spec", "shards", "input_folder")
 
 
 def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return Plan.shares. rows, sizes: each shard's number of rows and of bytes."""
-    scale = 10**9
-    all_rows = sum(rows) or 1
-    all_bytes = sum(sizes) or 1
+    """Return each shard's share of all rows plus its share of all bytes, in billionths.
+
+    rows, sizes: each shard's number of rows and of bytes.
+    """
+    all_rows = max(1, sum(rows))
+    all_bytes = max(1, sum(sizes))
     shares = []
     for num_rows, num_bytes in zip(rows, sizes, strict=True):
-        shares.append(round(scale * (num_rows / all_rows + num_bytes / all_bytes)))
+        share = num_rows / all_rows + num_bytes / all_bytes
+        shares.append(round(10**9 * share))
     return shares
 
 
 #: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
-#: The fewest rows of such a shard: enough to keep a worker's batch filled.
+#: The fewest rows of a shard near a run's end: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
 
@@ -315,6 +330,7 @@ def cut_shards(
     if limit is not None:
         rows = min(rows, limit)
 
+    # This finds a far too small rows_per_shard before millions of shards are made.
     are_too_many = rows // rows_per_shard > MAX_SHARDS
     shards: list[Shard] = []
     if not are_too_many:
@@ -334,22 +350,25 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
     """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
     min_rows = max_rows
     if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
-        min_rows = max(max_rows // TAIL_SHARE, min(max_rows, MIN_TAIL_ROWS))
-    for number, groups in enumerate(row_groups):
-        ends = list(accumulate(groups))
+        fills_batch = min(max_rows, MIN_TAIL_ROWS)
+        min_rows = max(max_rows // TAIL_SHARE, fills_batch)
+    for file, groups in enumerate(row_groups):
+        ends = list(accumulate(groups))  # ends[i]: the row after row group i
+        num_rows_of_file = sum(groups)
         start = 0
-        while num_left and ends and start < ends[-1]:
-            wanted = min(max_rows, max(min_rows, num_left // TAIL_SHARE))
-            rows = min(wanted, ends[-1] - start, num_left)
-            yield _shard(number, ends, start, rows)
+        while num_left and start < num_rows_of_file:
+            wanted = max(min_rows, num_left // TAIL_SHARE)
+            rows = min(wanted, max_rows, num_rows_of_file - start, num_left)
+            yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
     """Return the shard of one range of rows. ends: for each row group, the row after its last row."""
-    first_group = bisect_right(ends, start)
-    last_group = bisect_left(ends, start + rows)
+    first_group = bisect_right(ends, start)  # the first group that ends behind row `start`
+    range_end = start + rows
+    last_group = bisect_left(ends, range_end)  # the first group that ends there or later
     group_start = ends[first_group - 1] if first_group > 0 else 0
     return Shard(
         file=file,

@@ -62,7 +62,7 @@ class Template:
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build. A template may repeat a long value many times."""
-        sizes: dict[str | None, int] = {None: 0}
+        sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
         num_chars = 0
@@ -73,10 +73,9 @@ class Template:
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages of a chat, with the values in place of their columns' names."""
-        value_texts: dict[str | None, str] = {
-            column: f"{value}" for column, value in values.items()
-        }
-        value_texts[None] = ""
+        value_texts: dict[str | None, str] = {None: ""}  # None: no column follows the literal
+        for column, value in values.items():
+            value_texts[column] = f"{value}"
         filled = []
         for text in self.texts:
             filled.append("".join([literal + value_texts[column] for literal, column in text]))
@@ -119,7 +118,7 @@ def _is_column_name(text: str) -> bool:
     return not is_jinja_tag
 
 
-#: The most prompts of a row. Each prompt is a turn in the batch.
+#: The most prompts of a row. Each one waits for the answer to the one before.
 MAX_STEPS = 20
 
 #: Columns that a row has only once, however many prompts it has.
@@ -161,9 +160,9 @@ class PromptStep:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns that the output has for this prompt, and what each holds, by the name in an answer.
+        """Return the columns that the output has for this prompt, each with the field of the answer that it holds.
 
-        For example, the prompt `summary` has summary: completion, and summary_finish_reason: finish_reason.
+        For example, for the prompt `summary`: {"summary": "completion", "summary_finish_reason": "finish_reason"}.
         """
         if self.is_scored:
             return {name: name for name in Labels.columns}
@@ -198,10 +197,12 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     template_texts(value["template"])
 
     sampling = value.get("sampling")
-    if sampling is not None and not isinstance(sampling, dict):
+    if sampling is None:
+        sampling = {}
+    if not isinstance(sampling, dict):
         raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
     for key in ("n", "seed"):
-        if (sampling or {}).get(key) is not None:
+        if sampling.get(key) is not None:
             raise InvalidJob(
                 f"prompt {name!r} has {key} of its own, which is one for all prompts of a run"
             )
@@ -229,7 +230,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         )
     sampling = parse_sampling(value)
     if is_chat:
-        split_chat_options(sampling)
+        split_chat_options(sampling)  # raises for options that are not valid
     else:
         refuse_chat_options(sampling)
 
@@ -269,7 +270,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # Both are read before they are merged, so that both use the same names.
+        # The prompt's values and the run's are read before they are merged, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )
@@ -280,14 +281,16 @@ def make_steps(
             )
 
         is_scored = has_labels and number == len(prompts)
+        values_of_run = dict(sampling)
         if is_scored:
             check_read(prompt_sampling, "labels", PROMPT_VALUES, f"the sampling of prompt {name!r}")
+            # The run's values for generated answers are for the earlier prompts.
             read_by_scoring = set(PROMPT_VALUES)
             if forces_call(sampling):
                 read_by_scoring.discard("tool_choice")
-            sampling = {key: value for key, value in sampling.items() if key in read_by_scoring}
+            values_of_run = {key: sampling[key] for key in sampling if key in read_by_scoring}
 
-        merged = run_sampling({**sampling, **prompt_sampling}, rows_per_shard, is_chat=is_chat)
+        merged = run_sampling({**values_of_run, **prompt_sampling}, rows_per_shard, is_chat=is_chat)
         values, chat = split_chat_options(merged)
         steps.append(PromptStep(name, template, values, chat, is_scored))
     _check_names(steps)
@@ -311,9 +314,9 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
                 f"the template of prompt {step.name!r} names no column and no earlier prompt, so that every "
                 "row would ask the same: write {column} where a row's value goes"
             )
-        for later in steps[number:]:
-            if later.name in columns:
+        for itself_or_later in steps[number:]:
+            if itself_or_later.name in columns:
                 raise InvalidJob(
-                    f"the template of prompt {step.name!r} names {later.name!r}, which has no answer yet "
-                    "there: name columns and earlier prompts"
+                    f"the template of prompt {step.name!r} names {itself_or_later.name!r}, which has no "
+                    "answer yet there: name columns and earlier prompts"
                 )

@@ -71,7 +71,8 @@ class _Reader:
             return _type_of_values(schema["enum"], path)
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return self._any([{**schema, "type": kind} for kind in kinds], path, references)
+            schemas_of_one_type = [{**schema, "type": kind} for kind in kinds]
+            return self._any(schemas_of_one_type, path, references)
         return self._plain(kinds, schema, path, references)
 
     def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
@@ -81,7 +82,7 @@ class _Reader:
         schema = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise _unfit(path, f"{brief(reference)} is not in this schema")
-        _, *steps = reference.removeprefix("#").split("/")
+        _, *steps = reference.split("/")  # "#/$defs/date" has the steps "$defs" and "date"
         for step in steps:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if not isinstance(schema, dict) or name not in schema:
@@ -90,7 +91,7 @@ class _Reader:
         return self.type_of(schema, path, (*references, reference))
 
     def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the one type of several schemas. One of these may be the schema of null."""
+        """Return the type that several schemas have in common. One of them may be the schema of null."""
         types = []
         is_nullable = False
         for option in options:
@@ -136,7 +137,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
-    """Return the one type of the values of an enum."""
+    """Return the type that the values of an enum have in common. One of them may be null."""
     types = []
     is_nullable = False
     for value in values:
@@ -154,18 +155,18 @@ _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: S
 
 
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
-    """Return the one type that values of several types have in a column."""
+    """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
     if not types:
         raise _unfit(path, "its schema names null alone")
     is_nullable = is_nullable or any(kind.is_nullable for kind in types)
-    first, *further = [replace(kind, is_nullable=is_nullable) for kind in types]
-    for other in further:
-        if {first.kind, other.kind} == {INTEGER, NUMBER}:
-            first = replace(first, kind=NUMBER)
-        elif first != other:
-            kinds = first.kind if first.kind == other.kind else f"{first.kind} and {other.kind}"
+    common, *others = [replace(kind, is_nullable=is_nullable) for kind in types]
+    for other in others:
+        if {common.kind, other.kind} == {INTEGER, NUMBER}:
+            common = replace(common, kind=NUMBER)
+        elif common != other:
+            kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
             raise _unfit(path, f"it may be values of unlike types ({kinds})")
-    return first
+    return common
 
 
 def _unfit(path: str, reason: str) -> InvalidJob:

@@ -147,7 +147,7 @@ class RunSpec:
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             sources = [OPENAI_BATCH]
-            # A value that the option may have. The format of batches replaces it below, which no option may name.
+            # OPENAI_BATCH replaces this below. Producers may not give that value, so its parser would refuse it here.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}
@@ -160,7 +160,8 @@ class RunSpec:
 
         values = {}
         for name, value in arguments.items():
-            values[name] = _PARSERS[name](name, value) if name in _PARSERS else value
+            parse = _PARSERS.get(name)
+            values[name] = value if parse is None else parse(name, value)
         values["way_options"] = way_options
         completes_column = sources in ([], ["prompt_column"]) and "query_column" not in arguments
         if not completes_column:
@@ -183,9 +184,9 @@ class RunSpec:
         """Return the arguments of jobs.score_parquet that are not at their defaults."""
         content = asdict(self)
         for option in fields(self):
-            default = (
-                option.default if option.default_factory is MISSING else option.default_factory()
-            )
+            default = option.default
+            if option.default_factory is not MISSING:
+                default = option.default_factory()
             if content[option.name] == default:
                 del content[option.name]
         way_options = content.pop("way_options", {})
@@ -259,7 +260,7 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's columns."""
+        """Return how answers are checked, and when rows are asked again."""
         return RepairOptions(
             self.check, self.max_attempts, self.continue_on_length, self.repair_template
         )
@@ -268,15 +269,15 @@ class RunSpec:
     def parsed_types(self) -> Mapping[str, ValueType]:
         """Return the types of the values that answers are parsed into, by the names of their prompts.
 
-        The name is "" if rows have one prompt. Answers to prompts that are left out stay texts. Raises InvalidJob.
+        The name is "" if rows have one prompt. Answers to a prompt that has no entry stay texts. Raises InvalidJob.
         """
         if not self.parse:
             return {}
-        samplings = {step.name: step.sampling for step in self.steps if not step.is_scored}
-        if not samplings:
-            samplings = {"": self.sampling}
+        sampling_of = {step.name: step.sampling for step in self.steps if not step.is_scored}
+        if not sampling_of:
+            sampling_of = {"": self.sampling}
         schemas = {}
-        for name, sampling in samplings.items():
+        for name, sampling in sampling_of.items():
             structured = sampling.get("structured_outputs")
             schema = structured.get("json") if isinstance(structured, dict) else None
             if schema is None:
@@ -308,7 +309,7 @@ class RunSpec:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return a version of the functions that look at answers, from their files. Raises InvalidJob."""
+        """Return a version of the functions that look at answers, made of their files. Raises InvalidJob."""
         version = checks.version(self.repairs)
         if self.way is not None:
             version += self.way.version(checks)
@@ -344,7 +345,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def _from_json(schema: Any) -> Any:
-    """Return a schema that may be given as its JSON. Raises InvalidJob."""
+    """Return a schema, which may be given as its JSON text. Raises InvalidJob."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -354,9 +355,9 @@ def _from_json(schema: Any) -> Any:
 
 
 def _sources(options: Mapping[str, Any]) -> list[str]:
-    """Return a list of the one option that says what each row asks; empty for the default column of prompts.
+    """Return the option that says what each row asks, in a list. The list is empty for the default column of prompts.
 
-    Raises InvalidJob for more than one.
+    Raises InvalidJob for more than one such option.
     """
     sources = [
         name
@@ -384,7 +385,7 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     _check_template(spec)
     # Reading the steps raises an error if they are not valid.
     samplings = [step.sampling for step in spec.steps] or [spec.sampling]
-    has_logprobs = any(name in sampling for sampling in samplings for name in LOGPROBS)
+    has_logprobs = any(sampling.keys() & set(LOGPROBS) for sampling in samplings)
     _check_used(
         "logprob_type" in options,
         has_logprobs,
@@ -398,9 +399,11 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
+    # With labels and several prompts, answers to all but the last are generated.
+    generates = not spec.labels or spec.prompts is not None
     _check_used(
         spec.parse,
-        spec.task == checks.GENERATE and (not spec.labels or spec.prompts is not None),
+        spec.task == checks.GENERATE and generates,
         "parse is for generated answers: leave it out",
     )
     # Reading the types raises an error for a schema that fits into no column.
@@ -558,7 +561,7 @@ def _check_template(spec: RunSpec) -> None:
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
     """Raise InvalidJob for an argument that cannot be combined with a way to the answer."""
-    name = next(iter(way.options))
+    name = way.main_option()
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -95,8 +95,8 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
         pipe.hlen(key)
-        _, length = pipe.execute()
-        if reasons.rows and length < MAX_PARTS:
+        _, num_parts = pipe.execute()
+        if reasons.rows and num_parts < MAX_PARTS:
             commonest = reasons.commonest(MAX_OF_PART)
             records = [[reason.text, reason.rows, reason.examples] for reason in commonest]
             pipe.hset(key, str(shard), json.dumps(records))
@@ -146,6 +146,13 @@ class PartCount:
         return self.total is not None and self.done >= self.total
 
 
+class Verdict(NamedTuple):
+    """Why a run must stop, for people. submission: the number of the submission whose limit demands it."""
+
+    reason: str
+    submission: int
+
+
 class RunState:
     """Reads and writes the keys of one run.
 
@@ -155,7 +162,6 @@ class RunState:
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = connection
         self.run = run
-        self._redis = connection
         self._lease = lease
         self._key = run_key(run)
         self._parts_key = run_key(run, "parts")
@@ -165,32 +171,32 @@ class RunState:
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts of the plan, or why there is no plan. The facts outlive the planning job. Raises RunBusy."""
-        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]
+        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
             self._put(pipe, facts, *outdated)
-            self._list(pipe)
+            self._list_run(pipe)
 
         self._change(write)
 
-    def _list(self, pipe: Pipeline) -> None:
+    def _list_run(self, pipe: Pipeline) -> None:
         """Have `pipe` put the run first in the list of runs, and drop old runs from the list."""
         now_ms = _now_ms()
         pipe.zadd(RUNS_KEY, {self.run: now_ms})
         pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - LISTED_S * 1000)
         pipe.expire(RUNS_KEY, LISTED_S)
 
-    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
-        """Have `pipe` remove the fields `gone` from the run's hash, and write `facts`."""
-        if gone:
-            pipe.hdel(self._key, *gone)
+    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *outdated: str) -> None:
+        """Have `pipe` remove the fields `outdated` from the run's hash, and write `facts`."""
+        if outdated:
+            pipe.hdel(self._key, *outdated)
         pipe.hset(self._key, mapping=dict(facts))
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
         """Return the facts from `describe`, and the marks of the run's end. Raises UnknownRun if Redis lost the run."""
-        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in fields.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
@@ -198,12 +204,12 @@ class RunState:
 
     def submission(self) -> int:
         """Return the number of the last submission, 0 for none. It is greater than any earlier one."""
-        number: Any = self._redis.hget(self._key, "submission")
+        number: Any = self.connection.hget(self._key, "submission")
         return _number(number)
 
     def cancelled_submission(self) -> int:
         """Return the number of the last cancelled submission, 0 for none. Its jobs and earlier jobs must stop."""
-        number: Any = self._redis.hget(self._key, "cancelled_submission")
+        number: Any = self.connection.hget(self._key, "cancelled_submission")
         return _number(number)
 
     def submit(
@@ -226,6 +232,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
+            # The clock counts too, because Redis may have lost the numbers of earlier submissions.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts: dict[str, str | int] = {
@@ -262,7 +269,7 @@ class RunState:
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
-        self._list(pipe)
+        self._list_run(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
         """Submit the run with its planning job, if the job was enqueued without a submission.
@@ -288,7 +295,7 @@ class RunState:
     def cancel(self, submission: int, **reason: str) -> None:
         """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
 
-        reason: `stopped`, with the reason, if no person cancelled it.
+        reason: `stopped="why"` if the run was stopped, and not cancelled by a person.
         """
 
         def mark(pipe: Pipeline) -> None:
@@ -313,14 +320,14 @@ class RunState:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
-        return transact(self._redis, checked, self._key)
+        return transact(self.connection, checked, self._key)
 
     def begin(self, moment: float) -> float | None:
         """Note when work on the submission began, unless the time is noted already. Raises RunCancelled.
 
         Returns the submission's deadline in Unix seconds; None if it has none.
         """
-        with self._redis.pipeline() as pipe:
+        with self.connection.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
             pipe.hget(self._key, DEADLINE)
             pipe.hsetnx(self._key, "began_at", str(moment))
@@ -331,23 +338,22 @@ class RunState:
 
     def deadline(self) -> float | None:
         """Return the last submission's deadline in Unix seconds; None without a deadline."""
-        text: Any = self._redis.hget(self._key, DEADLINE)
+        text: Any = self.connection.hget(self._key, DEADLINE)
         return stored.seconds(stored.text(text or b""))
 
     def is_cancelled(self) -> bool:
         """Whether the last submission was cancelled or stopped."""
-        return bool(self._redis.hexists(self._key, "cancelled"))
+        return bool(self.connection.hexists(self._key, "cancelled"))
 
-    def judge(
-        self, *, is_whole: bool = False, client: Redis | None = None
-    ) -> tuple[str, int] | None:
-        """Return why the run must stop, and the submission whose limit demands it; None if the run goes on.
+    def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
+        """Return why the run must stop; None if it goes on.
 
         The parts recorded since the submission are judged, without the rows that the deadline has left unasked.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
         matter. client: used for reading, such as a pipeline that watches the run.
         """
-        client = client or self._redis
+        if client is None:
+            client = self.connection
         if is_whole:
             totals: Any = client.hmget(self._key, "total_rows", "total_errors", "total_expired")
             rows, errors, expired = map(_number, totals)
@@ -357,8 +363,9 @@ class RunState:
             judged: Any = client.hmget(self._key, "judged_rows", "judged_errors")
             rows, errors = map(_number, judged)
         fields: Any = client.hmget(self._key, "max_errors", "submission")
-        text, submission = fields
-        limit = ErrorLimit.from_stored(stored.text(text) if text else None)
+        limit_bytes, submission = fields
+        limit_text = stored.text(limit_bytes) if limit_bytes else None
+        limit = ErrorLimit.from_stored(limit_text)
         # A limit that somebody set counts for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
@@ -367,7 +374,7 @@ class RunState:
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )
-        return reason, _number(submission)
+        return Verdict(reason, _number(submission))
 
     def record_failed(self, shard: int) -> PartCount:
         """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
@@ -393,7 +400,7 @@ class RunState:
         if manifest:
             facts |= {f"total_{name}": manifest[name] for name in COUNTED}
             facts["worked_s"] = str(manifest["statistics"]["working_seconds"])
-        with self._redis.pipeline() as pipe:
+        with self.connection.pipeline() as pipe:
             self._put(pipe, facts)
             pipe.execute()
 
@@ -441,14 +448,14 @@ class RunState:
 
         def amend(pipe: Pipeline) -> PartCount:
             is_lost = self._is_lost(pipe)  # then only parts that were found are recorded
-            current: dict[int, bytes | None] = {}
+            record_now: dict[int, bytes | None] = {}  # by shard
             if shards and not is_lost:
-                records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
-                current = dict(zip(shards, records_now, strict=True))
-            new = [stats for shard, stats in unrecorded.items() if current.get(shard) is None]
-            dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
+                records: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
+                record_now = dict(zip(shards, records, strict=True))
+            new = [stats for shard, stats in unrecorded.items() if record_now.get(shard) is None]
+            dropped = [shard for shard, record in gone.items() if record_now.get(shard) == record]
 
-            counts = Counter(dict.fromkeys(TOTALS, 0))
+            counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
             for stats in new:
                 counts.update(_counts(stats))
             for shard in dropped:
@@ -462,8 +469,8 @@ class RunState:
                 pipe.hdel(self._parts_key, *map(str, dropped))
             for name, count in counts.items():
                 pipe.hincrby(self._key, name, count)
-            records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
-            pipe.hset(self._parts_key, mapping={_TOTAL: total, **records})
+            new_records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
+            pipe.hset(self._parts_key, mapping={_TOTAL: total, **new_records})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
@@ -473,9 +480,9 @@ class RunState:
 
     def records(self) -> dict[int, bytes]:
         """Return the record of each part. Empty if Redis has lost the run, even if parts were recorded since."""
-        if self._is_lost(self._redis):
+        if self._is_lost(self.connection):
             return {}
-        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
     def _is_lost(self, client: Redis) -> bool:
@@ -486,14 +493,14 @@ class RunState:
 
     def recorded(self) -> set[int]:
         """Return the shards that have a part."""
-        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        fields = cast("list[bytes]", self.connection.hkeys(self._parts_key))
         return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
         """Return the statistics of the shards that have a part."""
         if not shards:
             return {}
-        records: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        records: Any = self.connection.hmget(self._parts_key, [str(shard) for shard in shards])
         parts = {}
         for shard, record in zip(shards, records, strict=True):
             if record is not None:
@@ -501,7 +508,7 @@ class RunState:
         return parts
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change that no planner, submission or cancel comes between. Raises RunBusy.
+        """Make a change as one transaction, which no planner, submission or cancel interrupts. Raises RunBusy.
 
         `change` is called again if one of these came after its reads.
         """
@@ -515,14 +522,14 @@ class RunState:
         """Make a change as one transaction. Raises RunBusy if there is a lease and its job is not held any more."""
         lease = self._lease
         if lease is None:
-            return transact(self._redis, change, *watched)
+            return transact(self.connection, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
             if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
-        return transact(self._redis, checked, lease.key, *watched)
+        return transact(self.connection, checked, lease.key, *watched)
 
 
 def _counts(part: PartStats) -> dict[str, int]:
@@ -531,8 +538,10 @@ def _counts(part: PartStats) -> dict[str, int]:
 
 
 def _number(raw: bytes | None) -> int:
+    """Return a number that Redis has; 0 if the field is missing."""
     return int(raw or 0)
 
 
 def _now_ms() -> int:
+    """Return the time in milliseconds since 1970."""
     return int(time.time() * 1000)

@@ -52,11 +52,14 @@ class ErrorLimit:
         if type(value) not in (int, str):
             raise unlike("max_errors", value, expected)
         match = _LIMIT.fullmatch(str(value).strip())
-        if match is not None and match["rows"]:
-            return cls(rows=int(match["rows"]))
-        if match is None or float(match["percent"]) > 100:
+        if match is None:
             raise unlike("max_errors", value, expected)
-        return cls(share=float(match["percent"]) / 100)
+        if match["rows"] is not None:
+            return cls(rows=int(match["rows"]))
+        percent = float(match["percent"])
+        if percent > 100:
+            raise unlike("max_errors", value, expected)
+        return cls(share=percent / 100)
 
     @classmethod
     def from_stored(cls, text: str | None) -> ErrorLimit:
@@ -70,15 +73,20 @@ class ErrorLimit:
     ) -> str | None:
         """Say that too many rows have an error. Return None if there are not too many.
 
-        A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
-        also judged before MIN_JUDGED_ROWS rows are finished.
+        is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
+        judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
         """
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
-        max_errors = self.rows if self.share is None else self.share * rows
-        is_too_early = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
-        if max_errors is None or errors <= max_errors or is_too_early:
+        max_errors: float | None
+        if self.share is None:
+            max_errors = self.rows
+        else:
+            max_errors = self.share * rows
+            if rows < MIN_JUDGED_ROWS and not judges_few:
+                return None
+        if max_errors is None or errors <= max_errors:
             return None
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
@@ -108,7 +116,7 @@ class Submission:
     webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called then.
     reuse: outputs of earlier runs whose answers are taken.
     deadline: when to begin no more rows, in Unix seconds.
-    priority: the run gets this many times the share of a run with priority 1.
+    priority: the run's share of the queue's workers, as a multiple of a run's with priority 1.
     """
 
     queue: str
@@ -135,7 +143,7 @@ class Submission:
         model = parse_model(wishes["model"])
         limit = ErrorLimit.parse(wishes["max_errors"])
         if wishes[WEBHOOK] is not None:
-            host_of(wishes[WEBHOOK])
+            host_of(wishes[WEBHOOK])  # raises for a URL that is not valid
 
         deadline = None
         if wishes[DEADLINE] is not None:
@@ -143,10 +151,12 @@ class Submission:
         priority = 1
         if wishes[PRIORITY] is not None:
             priority = whole_number(PRIORITY, wishes[PRIORITY], MAX_PRIORITY)
-        reuse = [] if wishes["reuse"] is None else wishes["reuse"]
-        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
-        if not isinstance(reuse, list | tuple):
+        reuse = wishes["reuse"]
+        if reuse is None:
+            reuse = []
+        elif not isinstance(reuse, list | tuple):
             reuse = [reuse]
+        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         submission = cls(
             queue=queue,
             model=model,

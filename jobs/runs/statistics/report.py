@@ -1,5 +1,6 @@
 """Makes a page about a finished run from its manifest and some rows. The page has no script and fetches nothing."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -107,16 +108,19 @@ def _figures(
     worker_seconds = statistics["worker_seconds"]
     prompt_tokens = manifest["prompt_tokens"]
     cached_tokens = manifest["cached_tokens"]
+    rows_a_second = "-"
+    tokens_a_second = "-"
+    if seconds > 0:
+        rows_a_second = _number(manifest["rows"] / seconds)
+        tokens_a_second = _number(manifest["generated_tokens"] / seconds)
+    cached_share = f"{cached_tokens / prompt_tokens:.1%}" if prompt_tokens else "-"
     figures = [
         ("Time", duration_text(seconds)),
-        ("Rows a second", _number(manifest["rows"] / seconds) if seconds > 0 else "-"),
+        ("Rows a second", rows_a_second),
         ("Prompt tokens", f"{prompt_tokens:,}"),
-        ("Of these cached", f"{cached_tokens / prompt_tokens:.1%}" if prompt_tokens else "-"),
+        ("Of these cached", cached_share),
         ("Answer tokens", f"{manifest['completion_tokens']:,}"),
-        (
-            "Tokens a second",
-            _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-",
-        ),
+        ("Tokens a second", tokens_a_second),
         ("Time of workers", duration_text(worker_seconds)),
     ]
     shown_if_any = {
@@ -159,41 +163,43 @@ _ASKED = {
 }
 #: Arguments that are not listed, because every run has them, or they stand elsewhere on the page.
 _SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
+#: The most input files that the page names.
 MAX_INPUTS = 10
 
 
 def _asked(manifest: Mapping[str, Any]) -> str:
     """Return what the run asked: its files, its arguments, and where the answers are."""
     arguments = manifest.get("arguments", {})
-    values: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Any]] = []  # a title, and the value beside it
     for name, title in _ASKED.items():
         if arguments.get(name) is not None:
-            values.append((title, arguments[name]))
+            entries.append((title, arguments[name]))
     if arguments and not any(name in arguments for name in _SOURCES):
-        values.insert(0, ("Column of prompts", "prompt"))
+        entries.insert(0, ("Column of prompts", "prompt"))
     if manifest.get("sampling"):
-        values.append(("Sampling", manifest["sampling"]))
+        entries.append(("Sampling", manifest["sampling"]))
     if "seed" in manifest:
-        values.append(("Seed", str(manifest["seed"])))
+        entries.append(("Seed", str(manifest["seed"])))
     further_options = {
         name: value for name, value in arguments.items() if name not in _SHOWN_ELSEWHERE
     }
     if further_options:
-        values.append(("Other options", further_options))
+        entries.append(("Other options", further_options))
     inputs = manifest.get("inputs", [])
     if inputs:
         lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]
         if len(inputs) > MAX_INPUTS:
             lines.append(f"and {len(inputs) - MAX_INPUTS:,} more files")
-        values.append(("Input", "\n".join(lines)))
+        entries.append(("Input", "\n".join(lines)))
     if "output" in arguments:
-        values.append(("Output", arguments["output"]))
-    if not values:
+        entries.append(("Output", arguments["output"]))
+    if not entries:
         return ""
-    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in values)
+    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in entries)
     return f"<h2>What was asked</h2><table>{rows}</table>"
 
 
+#: Arguments that say where prompts come from. Without any of them, they come from the column "prompt".
 _SOURCES = (
     "template",
     "prompts",
@@ -205,7 +211,7 @@ _SOURCES = (
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return the numbers of answers by reason of their end, by label, and by result of their check."""
+    """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
     tables = []
     by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
     for title, key in by_title.items():
@@ -242,7 +248,7 @@ MAX_VALUE_LINES = 40
 
 
 def _long(value: Any) -> str:
-    """Return a text with its line breaks, or another value as JSON."""
+    """Return the beginning of a text with its line breaks, or of another value as JSON; "" for None."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else to_json(value)
@@ -258,13 +264,14 @@ def _long(value: Any) -> str:
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
     """Return the chart of tokens generated a second."""
-    width = timeline["bin_s"]
-    tokens = timeline["tokens"]
-    if width <= 0 or not any(tokens):
+    bin_s = timeline["bin_s"]
+    tokens = timeline["tokens"]  # by bin
+    if bin_s <= 0 or not any(tokens):
         return ""
-    marks = [duration_text(width * place) for place in range(len(tokens))]
+    tokens_per_s = [count / bin_s for count in tokens]
+    marks = [duration_text(bin_s * place) for place in range(len(tokens))]
     note = "<p class=soft>A shard's tokens count evenly from its beginning to its end.</p>"
-    return _chart("Tokens generated a second", [count / width for count in tokens], marks) + note
+    return _chart("Tokens generated a second", tokens_per_s, marks) + note
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
@@ -274,9 +281,9 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     counts = {int(bound): count for bound, count in lengths.items()}
     # Ranges without rows are drawn too, so that a few long answers stand apart from the others.
     bounds = [bound for bound in BOUNDS if min(counts) <= bound <= max(counts)]
-    chart = _chart(
-        title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds]
-    )
+    bars = [counts.get(bound, 0) for bound in bounds]
+    marks = [f"{bound:,}" for bound in bounds]
+    chart = _chart(title, bars, marks)
     note = "Rows by their number of tokens. A bar's number is the most tokens that it counts."
     return f"<section>{chart}<p class=soft>{note}</p></section>"
 
@@ -286,7 +293,7 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
     highest = max(values)
     bars_height = _HEIGHT - _BELOW
     step = (_WIDTH - _LEFT) / len(values)
-    bars_per_mark = max(1, -(-len(values) // 7))
+    bars_per_mark = math.ceil(len(values) / 7)
     shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
     for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
         left = _LEFT + place * step
@@ -309,7 +316,7 @@ def _table(
 ) -> str:
     """Return a table, and below it how many rows are left out. Return "" if there are no rows.
 
-    noun: says what the rows that are left out are.
+    noun: names what is left out.
     """
     if not rows:
         return ""
@@ -323,7 +330,10 @@ def _table(
 
 
 def _cell(value: Any) -> str:
-    return f"<td class=n>{value:,}</td>" if isinstance(value, int) else f"<td>{_text(value)}</td>"
+    """Return a cell of a table. Numbers stand to the right."""
+    if isinstance(value, int):
+        return f"<td class=n>{value:,}</td>"
+    return f"<td>{_text(value)}</td>"
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
@@ -350,8 +360,14 @@ def _workers(statistics: Mapping[str, Any]) -> str:
     rows = []
     for worker in workers:
         name = worker["name"] or "not told"
-        counts = (worker["rows"], worker["errors"], worker["generated_tokens"])
-        rows.append((name, *counts, duration_text(worker["seconds"])))
+        row = (
+            name,
+            worker["rows"],
+            worker["errors"],
+            worker["generated_tokens"],
+            duration_text(worker["seconds"]),
+        )
+        rows.append(row)
     heads = ("Name", "Rows", "Errors", "Tokens", "Time")
     num_left_out = statistics["num_workers"] - len(workers)
     return _table("Workers", heads, rows, num_left_out=num_left_out, noun="workers")
@@ -363,4 +379,7 @@ def _text(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+    """Return a number without decimals if it is large or whole; else with three digits."""
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

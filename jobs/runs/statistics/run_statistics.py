@@ -142,7 +142,7 @@ class Reasons:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows with an error."""
+        """Return the number of rows that were counted, with any reason."""
         return sum(reason.rows for reason in self._by_kind.values())
 
     def rows_with(self, text: str) -> int:
@@ -162,7 +162,7 @@ class Reasons:
             text = OTHERS
         reason = self._by_kind.setdefault(kind, Reason(text))
         if rows and reason.examples and rows[0] < reason.examples[0]:
-            reason.text = text
+            reason.text = text  # the first row's error stands for all
         reason.rows += len(rows) if count is None else count
         reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
 
@@ -188,8 +188,9 @@ BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
     """Count lengths by the range of BOUNDS that they fall into. The keys are the ranges' upper bounds."""
     counts: Counter[int] = Counter()
+    last_range = len(BOUNDS) - 1  # counts all longer ones too
     for length in lengths:
-        place = min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)
+        place = min(bisect_left(BOUNDS, length), last_range)
         counts[BOUNDS[place]] += 1
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
@@ -214,7 +215,9 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     latest_end = -inf
     for start, end in sorted(spans):
         if start > latest_end:
-            latest_end = max(start, end)
+            latest_end = max(
+                start, end
+            )  # a clock that was set back may put an end before its start
             merged.append((start, latest_end))
         else:
             latest_end = max(latest_end, end)
@@ -297,32 +300,40 @@ class RunStatistics:
 
 
 def _by_bound(lengths: Counter[int]) -> dict[str, int]:
+    """Return counts of lengths as a manifest has them, in ascending order. lengths: by their upper bound."""
     return {str(bound): lengths[bound] for bound in sorted(lengths)}
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Divide the busy times into equal bins; return a bin's seconds, and the tokens generated in each bin."""
-    worked_before = [0.0, *accumulate(end - start for start, end in busy)]  # seconds, by busy time
-    starts = [start for start, _ in busy]
-    tokens = [0.0] * min(MAX_BINS, 3 * len(parts))
-    working_s = worked_before[-1]
-    width = working_s / max(1, len(tokens))
-    if width <= 0:
-        return {"bin_s": 0.0, "tokens": [sum(part.tokens for part in parts)] if parts else []}
+    """Divide the busy times into equal bins; return a bin's seconds, and the tokens generated in each bin.
 
-    last_bin = len(tokens) - 1
+    busy: starts and ends of the times in which workers had shards, in order. Each part lies within one of them.
+    """
+    starts = [start for start, _ in busy]
+    # worked_before[i]: the working seconds before busy time i. The last one is all working seconds.
+    worked_before = [0.0, *accumulate(end - start for start, end in busy)]
+    num_bins = min(MAX_BINS, 3 * len(parts))
+    bin_s = worked_before[-1] / max(1, num_bins)
+    if bin_s <= 0:  # there are no parts, or they took no time
+        all_tokens = sum(part.tokens for part in parts)
+        return {"bin_s": 0.0, "tokens": [all_tokens] if parts else []}
+
+    tokens = [0.0] * num_bins
+    last_bin = num_bins - 1
     for part in parts:
-        # Began and ended count the seconds of the busy times alone.
-        span = bisect_right(starts, part.start) - 1
-        began = worked_before[span] + part.start - starts[span]
+        # `began` and `ended` are in working seconds, so that idle times do not count.
+        busy_index = bisect_right(starts, part.start) - 1
+        began = worked_before[busy_index] + part.start - starts[busy_index]
         ended = began + max(0.0, part.end - part.start)
-        first_bin = min(last_bin, int(began / width))
-        final_bin = min(last_bin, int(ended / width))
+        first_bin = min(last_bin, int(began / bin_s))
+        final_bin = min(last_bin, int(ended / bin_s))
+        if first_bin == final_bin:
+            tokens[first_bin] += part.tokens
+            continue
         for place in range(first_bin, final_bin + 1):
-            left = place * width
-            right = left + width
-            share = 1.0
-            if final_bin > first_bin:
-                share = (min(ended, right) - max(began, left)) / (ended - began)
+            bin_start = place * bin_s
+            bin_end = bin_start + bin_s
+            overlap_s = min(ended, bin_end) - max(began, bin_start)
+            share = overlap_s / (ended - began)
             tokens[place] += part.tokens * share
-    return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}
+    return {"bin_s": bin_s, "tokens": [round(count, 1) for count in tokens]}

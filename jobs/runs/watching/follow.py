@@ -63,6 +63,7 @@ class Watch:
         self.waits_for: str | None = None
 
     def __call__(self) -> RunSnapshot:
+        """Look at the run, and note what it waits for. Raises the errors of `look`."""
         try:
             snapshot = self._look()
         except (ConnectionError, TimeoutError) as error:
@@ -81,10 +82,11 @@ def follow(
 ) -> Followed:
     """Look at a run until it ends. If Redis or the workers are away, wait until they are back.
 
-    Raises the errors of the first look.
+    show: called with each look. warn: called with a sentence when the run begins to wait for something. Raises the
+    errors of the first look.
     """
     snapshot = look()
-    previous = snapshot
+    previous: RunSnapshot | None = None
     warned_needs: list[str] = []
     is_redis_away = False
 
@@ -115,8 +117,8 @@ def follow(
             is_redis_away = False
 
 
-def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
-    """Return how the run ended; None if it goes on. previous: the look before this one."""
+def _end(snapshot: RunSnapshot, previous: RunSnapshot | None) -> End | None:
+    """Return how the run ended; None if it goes on. previous: the look before this one; None for the first look."""
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in REFUSED:
@@ -130,5 +132,5 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
 
     # A look is several reads, and the last shard may end between two of them. So a run counts as stranded only when two
     # looks in a row found it idle.
-    is_second_look = snapshot is not previous
-    return End.STRANDED if is_second_look and previous.is_idle else None
+    was_idle = previous is not None and previous.is_idle
+    return End.STRANDED if was_idle else None

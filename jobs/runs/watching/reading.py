@@ -98,8 +98,10 @@ class _Measured(NamedTuple):
 
 
 class RunLook:
-    """Collects what one look sees of a run.
+    """Collects what one look sees of a run. Call `see_queues`, then `see_parts` and the others.
 
+    length: the number of waiting jobs of all runs on the run's queues.
+    started, failed: the ids of jobs that run or have failed, by shard. running: those of `started` without a part.
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
@@ -141,43 +143,43 @@ class RunLook:
     ) -> None:
         """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: the shards with a part, among the shards with a running or failed job. Another execution has written
-        the part.
+        with_part: the shards that have a part and also a running or failed job. Another execution has written the part.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
 
-        # If every shard has a part and the run has not finished, a job has failed while it ended the run.
+        # A failed job does not count if its shard runs again, or has a part. But if every shard has a part and the run
+        # has not finished, a job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
         if not failed_at_end:
             superseded.update(with_part)
-        shards = sorted(self.failed.keys() - superseded)
-        self.failed = {shard: self.failed[shard] for shard in shards}
+        still_failed = sorted(self.failed.keys() - superseded)
+        self.failed = {shard: self.failed[shard] for shard in still_failed}
 
     def see_stopped(self, connection: Redis) -> None:
         """Find out which failed jobs an earlier cancel has stopped."""
-        cancelled = _number(self.facts, "cancelled_submission")
-        if not cancelled:
+        cancelled_submission = _number(self.facts, "cancelled_submission")
+        if not cancelled_submission:
             self.stopped = set()
             return
 
-        failed = list(self.failed.values())
+        failed_ids = list(self.failed.values())
         with connection.pipeline(transaction=False) as pipe:
-            for job_id in failed:
+            for job_id in failed_ids:
                 pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
             replies = pipe.execute()
         self.stopped = set()
-        for job_id, reply in zip(failed, replies, strict=True):
+        for job_id, reply in zip(failed_ids, replies, strict=True):
             submission = stored.count(stored.text(reply or b"")) or 0
-            if submission <= cancelled:
+            if submission <= cancelled_submission:
                 self.stopped.add(job_id)
 
     @property
-    def is_still(self) -> bool:
+    def seems_idle(self) -> bool:
         """Whether the run is planned and not over, and no shard is seen to run."""
         if self.is_finished or "cancelled" in self.facts:
             return False
@@ -193,20 +195,24 @@ class RunLook:
         return are_left and not self.is_worked_on
 
     def seek(self, connection: Redis) -> None:
-        """Look for the jobs of unfinished shards one by one, to see whether a worker holds them or they are gone."""
+        """Look for the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
-        if not self.length:
+        if (
+            not self.length
+        ):  # while jobs wait, the run goes on whether or not a worker holds one of its jobs
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or planned
-            self.claimed = num_held(connection, chain.from_iterable(map(self._job_ids, shards)))
+            job_ids = chain.from_iterable(map(self._job_ids, shards))
+            self.claimed = num_held(connection, job_ids)
 
         sought = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
             for shard in sought[:MAX_SOUGHT]:
                 pipe.exists(*map(rq_jobs.job_key, self._job_ids(shard)))
             num_existing = pipe.execute()
+        # Nobody runs a stopped job again, so its shard counts as gone too.
         self.gone = num_existing.count(0) + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
@@ -221,12 +227,11 @@ class RunLook:
         facts = self.facts
         progress = self.progress
         counts = self.counts
-        # The names of the facts with the model's identity and with its text.
-        model_facts = ("model", "model_text")
+        awaited_model = self._awaited(workers, facts["queue"], "model", "model_text")
         if self.plan_status in WAITING:
-            model_facts = ("plan_model", "plan_model")
-        # A submission's number is its time in milliseconds.
-        submitted_at = _number(facts, "submission") / 1000 or None
+            awaited_model = self._awaited(workers, facts["queue"], "plan_model", "plan_model")
+        submission = _number(facts, "submission")
+        submitted_at = submission / 1000 if submission else None  # the number is a time in ms
 
         rows = stored.count(facts.get("rows"))
         rows_under_way = sum(shard.rows for shard in progress)
@@ -244,6 +249,13 @@ class RunLook:
         if measured is not None:
             rows_per_s = (measured.rows + rows_under_way) / measured.seconds
             tokens_per_s = (measured.tokens + tokens_under_way) / measured.seconds
+
+        limit = ErrorLimit.from_stored(facts.get("max_errors"))
+        too_many_errors = limit.excess(
+            counts["rows"] - counts["expired"],
+            counts["errors"] - counts["expired"],
+            is_whole=self.is_finished,
+        )
 
         listening = listening_on(workers, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
@@ -272,16 +284,12 @@ class RunLook:
             silent_workers=tuple(sorted(busy_workers - _alive(workers))),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
-            awaited_model=self._awaited(workers, facts["queue"], *model_facts),
+            awaited_model=awaited_model,
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
             reuse_differs=_shown(facts, REUSE_DIFFERS),
-            too_many_errors=ErrorLimit.from_stored(facts.get("max_errors")).excess(
-                counts["rows"] - counts["expired"],
-                counts["errors"] - counts["expired"],
-                is_whole=self.is_finished,
-            ),
+            too_many_errors=too_many_errors,
             deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
             submitted_at=submitted_at,
@@ -302,7 +310,7 @@ class RunLook:
         A run on which nobody works has no rates, because old ones would mislead. worked_s: see RunSnapshot.
         """
         facts = self.facts
-        if worked_s:
+        if worked_s:  # the run has finished
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
@@ -320,7 +328,8 @@ class RunLook:
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
-        state = RunState(connection, self.run)
+        if self.is_stalled:
+            return None
         alive = _alive(workers)
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
@@ -329,17 +338,19 @@ class RunLook:
 
         # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
         # under way. Parts after the shards under way come from an earlier submission, and count as older.
+        state = RunState(connection, self.run)
         recorded = state.recorded()
         in_order = sorted(recorded)
-        num_before = bisect(in_order, max(self.running, default=-1))
+        last_running = max(self.running, default=-1)
+        num_before = bisect(in_order, last_running)
         oldest_first = [*in_order[num_before:], *in_order[:num_before]]
         latest = state.parts_of(oldest_first[-MAX_LOOKED:])
 
+        # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         parts = PartsDone(recorded, latest, self.counts)
-        left_s = time_left(shares, self.shards, rows, parts, running, time.time())
-        return None if self.is_stalled else left_s
+        return time_left(shares, self.shards, rows, parts, running, time.time())
 
     def _plan_error(self, connection: Redis) -> str | None:
         """Say why the last planning made no plan; None if it made one, or may still make one."""
@@ -368,7 +379,9 @@ class RunLook:
             return None
         text = _shown(self.facts, text_fact)
         others = other_lengths(workers, queue, identity)
-        return f"{text}, but {others}" if text and others else text
+        if text and others:
+            return f"{text}, but {others}"
+        return text
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
@@ -394,20 +407,19 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     workers = [worker for worker in read_workers(connection) if worker.queues]
     alive = [worker for worker in workers if not worker.is_silent]
 
-    max_entries: dict[
-        str, int
-    ] = {}  # by queue; the entries of a finished run's queue do not matter
+    max_entries: dict[str, int] = {}  # by queue
     for look in looks:
         for name in look.queues:
             if not look.is_finished:
                 max_entries[name] = most
-            max_entries.setdefault(name, 1)
+            max_entries.setdefault(name, 1)  # a finished run needs no entries, and 0 would read all
     queues = {name: read_queue(connection, name, number) for name, number in max_entries.items()}
     for look in looks:
         look.see_queues(queues)
     # Parts are read after the queues. So a shard that ends in between is seen as done, and not as lost.
     _read_parts(connection, looks)
 
+    is_close_look = most == 0
     snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
@@ -418,10 +430,10 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
 
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
         may_lack_jobs = num_left > look.length
-        if look.is_still and (most == 0 or may_lack_jobs):
+        if look.seems_idle and (is_close_look or may_lack_jobs):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
-        if most == 0 and snapshot.state == "running":
+        if is_close_look and snapshot.state == "running":
             snapshot = replace(snapshot, left_s=look.left_s(connection, workers))
         snapshots.append(snapshot)
     return snapshots
@@ -510,20 +522,23 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
         replies = pipe.execute(raise_on_error=False)
     progress = []
     for reply in replies:
-        is_error = not isinstance(reply, list)
-        progress.append(Progress() if is_error else _progress(*reply))
+        if isinstance(reply, list):
+            progress.append(_progress(*reply))
+        else:  # an error, because producers may write to these keys too
+            progress.append(Progress())
     return progress
 
 
 def _progress(
-    meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
+    reported: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
-    """Return the progress that a job's hash tells."""
-    shown = stored.json_object(meta)
+    """Return the progress that the fields of a job's hash tell. reported: what the job has reported, as JSON."""
+    shown = stored.json_object(reported)
+    tokens_of_answers = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
     return Progress(
         rows=stored.count(shown.get("rows_done")) or 0,
-        tokens=(stored.count(shown.get("tokens")) or 0) + tokens_open,
+        tokens=tokens_of_answers + tokens_open,
         rows_open=stored.count(shown.get("rows_open")) or 0,
         tokens_open=tokens_open,
         shard_rows=stored.count(shown.get("rows")) or 0,
@@ -563,7 +578,7 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
     """Read a queue's waiting, running and failed jobs.
 
     The places are read in the order in which jobs move on, so that no job is missed. most: the most entries of a
-    registry.
+    registry; 0 for all.
     """
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
@@ -576,7 +591,7 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
 
 
 def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
-    """Have each look see its run's counts, the number of its parts, and which of the shards with a job have a part."""
+    """Have each look see its run's counts, its number of parts, and which shards with a job have a part."""
     shards_with_jobs = [list({*look.started, *look.failed}) for look in looks]
     with connection.pipeline(transaction=False) as pipe:
         for look, shards in zip(looks, shards_with_jobs, strict=True):
@@ -641,4 +656,5 @@ def _shown(facts: Mapping[str, str], name: str) -> str | None:
 
 
 def _number(facts: Mapping[str, str], name: str) -> int:
+    """Return a fact that is a count; 0 if it is missing or no number."""
     return stored.count(facts.get(name)) or 0

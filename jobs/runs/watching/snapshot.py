@@ -51,7 +51,7 @@ class RunSnapshot:
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
-    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
+    submitted_by: the user and machine that submitted it last, which nobody has checked; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
@@ -154,7 +154,10 @@ class RunSnapshot:
 
     @property
     def deadline_holds(self) -> bool | None:
-        """Whether the run is expected to end before its deadline. None without a deadline, or if not known yet."""
+        """Whether the run is expected to end before its deadline.
+
+        None without a deadline, for a finished run, or if that is not known yet.
+        """
         if self.deadline is None or self.finished:
             return None
         until_deadline_s = self.deadline - time.time()
@@ -175,7 +178,8 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            return self.plan_status is None  # someone deleted the planning job
+            # A planning job that has ended still has a status. Without one, somebody has deleted the job.
+            return self.plan_status is None
         if not self.queue_length:
             return True
         # If every shard has a part, the job that must end the run may still wait.
@@ -299,6 +303,7 @@ def no_worker_text(queue: str, listened: Sequence[str]) -> str:
 
 
 def _not_served(queue: str | None, model: str) -> str:
+    """Say that a queue lacks a worker for a model."""
     return f"no worker on queue {queue!r} serves model {model}: start one there"
 
 
@@ -316,21 +321,21 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:
             num_ahead = place
             break
-    ahead = waiting_ids[:num_ahead]
-    running = []
+    ids_ahead = waiting_ids[:num_ahead]
+    running_ids = []
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
-        running.append(job_id)
-    if not ahead and not running:
+        running_ids.append(job_id)
+    if not ids_ahead and not running_ids:
         return []
 
     count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
-    runs: dict[str, None] = {}
-    for job_id in (*running, *ahead):
+    runs: dict[str, None] = {}  # a set that keeps the order
+    for job_id in (*running_ids, *ids_ahead):
         prefix, _, _ = job_id.partition("-")
         if is_run_id(prefix):
             runs[prefix] = None
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [
-        f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"
+        f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}{of_runs}"
     ]

@@ -15,8 +15,8 @@ LATELY_S = 2.0
 class Progress:
     """The progress that a shard's job reports.
 
-    rows: the answered rows, of shard_rows. tokens: the generated tokens. rows_open: the rows that are being answered.
-    tokens_open: the tokens that were generated for these so far. has_job: whether Redis has the job.
+    rows: how many of shard_rows are answered. tokens: the generated tokens. rows_open: the rows that are being
+    answered. tokens_open: the tokens that were generated for the open rows so far. has_job: whether Redis has the job.
     """
 
     rows: int = 0
@@ -65,37 +65,39 @@ def time_left(
     """
     if not shards or rows is None:
         return None
-    work = json.loads(shares_text or "[]")
-    if len(work) < shards:
-        work = [1] * shards  # as if all shards were equal
+    work_of = json.loads(shares_text or "[]")  # by shard
+    if len(work_of) < shards:
+        work_of = [1] * shards  # as if all shards were equal
 
     spans = []
     for shard, part in parts.latest.items():
         if shard < shards:
-            generated = work[shard] * _generated_share(vars(part))
-            spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
+            generated_work = work_of[shard] * _generated_share(vars(part))
+            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
 
     # Equal rows are answered once, so only rows with a new text take time.
     share_so_far = _generated_share(parts.counts)
     new_now, new_later = _new_shares(parts.counts["rows"], share_so_far, rows)
-    remaining = [
-        work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
-    ]
+    remaining = []
+    for shard in range(shards):
+        if shard not in parts.shards and shard not in running:
+            remaining.append(work_of[shard])
     tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
         if progress.started_at is not None and shard < shards:
             rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
-            done = min(1.0, rows_done / max(1, progress.shard_rows))
-            done_work = work[shard] * done * new_now
-            spans.append(Span(progress.worker, progress.started_at, now, done_work))
-            remaining.append(work[shard] * (1 - done))
+            share_done = min(1.0, rows_done / max(1, progress.shard_rows))
+            generated_work = work_of[shard] * share_done * new_now
+            spans.append(Span(progress.worker, progress.started_at, now, generated_work))
+            remaining.append(work_of[shard] * (1 - share_done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how many seconds the busy workers take for `work`, at their rate of late; None if no worker is busy."""
+    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy."""
     began_at = min((span.began_at for span in spans), default=now)
-    rate = _rate(spans, since=(began_at + now) / 2)
+    half_time = (began_at + now) / 2
+    rate = _rate(spans, since=half_time)
     if rate == 0:  # nothing was done in the last half of the time
         rate = _rate(spans, since=began_at)
     workers = {span.worker for span in spans if now - span.ended_at < LATELY_S}
@@ -117,22 +119,22 @@ def _rate(spans: Sequence[Span], since: float) -> float:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
         # A worker may have several shards at once. The time that they share counts once.
-        counted_until = busy_until.get(span.worker, began_at)
-        busy_s += max(0.0, ended_at - max(began_at, counted_until))
-        busy_until[span.worker] = max(ended_at, busy_until.get(span.worker, ended_at))
+        counted_until = max(began_at, busy_until.get(span.worker, began_at))
+        busy_s += max(0.0, ended_at - counted_until)
+        busy_until[span.worker] = max(ended_at, counted_until)
     return work / busy_s if busy_s > 0 else 0.0
 
 
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
     """Return the share of rows with a new text, among the next rows and among all remaining rows.
 
-    Equal texts are computed once. If rows are drawn from n texts, x rows hold n * (1 - exp(-x / n))
-    different ones. n is chosen so that this gives the `share` of the rows so far.
+    Equal texts are computed once. If rows are drawn from n texts, x rows hold n * (1 - exp(-x / n)) different texts.
+    n is chosen so that the `rows` so far, of `all_rows`, hold `share` * `rows` different texts.
     """
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
 
-    # Bisect for x / n.
+    # Bisect for x = rows / n, at which 1 - exp(-x) = share * x.
     low = 0.0
     high = 1 / max(share, 1e-9)
     for _ in range(60):
@@ -142,11 +144,14 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
         else:
             high = middle
 
-    more = low * (all_rows - rows) / rows
-    new_now = exp(-low)
-    if more <= 0:
+    rows_per_text = low
+    new_now = exp(-rows_per_text)
+    remaining_per_text = rows_per_text * (all_rows - rows) / rows
+    if remaining_per_text <= 0:
         return new_now, 1.0
-    return new_now, new_now * -expm1(-more) / more
+    # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
+    new_later = new_now * -expm1(-remaining_per_text) / remaining_per_text
+    return new_now, new_later
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
@@ -158,9 +163,9 @@ def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> 
 
 
 def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
-    """Return how many rows' work has been done on rows that are being answered.
+    """Return the work done on rows that are being answered, as a number of rows.
 
-    Without it, rows of equal length would end together, and nothing would seem to be done in between.
+    Without this work, rows of equal length would end together, and nothing would seem to be done in between.
     """
     if tokens_of_row == 0:
         return 0.0

@@ -63,6 +63,8 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
     for job in runs.jobs[:9]:
         runs.run(job)
     monkeypatch.setattr(reading, "MAX_LOOKED", 4)
+    # As if a worker were busy: the time left is estimated then.
+    monkeypatch.setattr(reading.RunLook, "is_stalled", False)
     read, parts_of = list[list[int]](), RunState.parts_of
     monkeypatch.setattr(
         RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards)

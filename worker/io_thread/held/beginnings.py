@@ -38,10 +38,13 @@ class Beginnings:
     def show(self, store: JobStore) -> list[ClaimedJob]:
         """Write new beginnings, then start functions. Returns the lost jobs. After a RedisError call it again."""
         functions = list(self._functions.values())
-        begun = [*self._unshown.values(), *(job for job, _ in functions)]
+        begun = list(self._unshown.values())
+        begun += [job for job, _ in functions]
 
         def write(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
-            return store.begin([(job.claimed, job.began_at or datetime.now(UTC)) for job in jobs])
+            # A function begins now: it has no `began_at` until it is handed over below.
+            now = datetime.now(UTC)
+            return store.begin([(job.claimed, job.began_at or now) for job in jobs])
 
         lost = self._guard.batch(begun, lambda job: job, write)
         self._unshown.clear()
@@ -61,6 +64,7 @@ class Beginnings:
 
 def _start_clock(job: HeldJob, moment: float, present: float) -> None:
     """Note that a job began at `moment`. present: the monotonic seconds now."""
+    age_s = present - moment
     job.started_at = moment
-    job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
+    job.began_at = datetime.now(UTC) - timedelta(seconds=age_s)
     job.limit_s = job.claimed.record.limit_s

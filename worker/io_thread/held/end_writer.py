@@ -79,6 +79,7 @@ class EndWriter:
         self._guard = guard
         self._log = log
         self._clock = clock
+        # By the job's number: all ends that are not written yet, and the state of those that are written by themselves.
         self._waiting: dict[int, _End] = {}
         self._alone: dict[int, _Alone] = {}
 
@@ -96,23 +97,23 @@ class EndWriter:
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError, an error of the server, call it again."""
+        """Write the ends that wait. After a RedisError, call it again."""
         for batch in list(self._batches()):
             try:
-                written = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
-            except RedisError:
+                replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
+            except RedisError:  # one of these ends may be to blame
                 for end in batch:
                     self._alone[end.job.number] = _Alone()
                 raise
-            for end, reply in written:
+            for end, reply in replies:
                 with self._guard.around(end.job):
                     self._done(end.job, end.outcome, reply)
 
-        for number, state in list(self._alone.items()):
-            if self._clock() >= state.not_before and number in self._waiting:
+        for number, alone in list(self._alone.items()):
+            if self._clock() >= alone.not_before and number in self._waiting:
                 end = self._waiting[number]
                 with self._guard.around(end.job):
-                    self._write_alone(store, end.job, end.outcome, state)
+                    self._write_alone(store, end.job, end.outcome, alone)
 
     def _batches(self) -> Iterator[list[_End]]:
         """Yield the waiting ends in batches. Ends that are written alone are left out."""
@@ -130,20 +131,20 @@ class EndWriter:
         if batch:
             yield batch
 
-    def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, state: _Alone) -> None:
+    def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, alone: _Alone) -> None:
         """Write one end by itself. If only this end is refused, count that, and give up after a few times."""
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
             # This raises if the server takes no other write either.
-            is_lost = store.renew([outcome.claimed])
-            if is_lost:
+            lost_jobs = store.renew([outcome.claimed])
+            if lost_jobs:
                 self._done(job, outcome, "lost")
                 return
-            state.not_before = self._clock() + _PAUSE_S
+            alone.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
-                return
-            state.num_refusals += 1
+                return  # the network is to blame, not this end
+            alone.num_refusals += 1
             self._log.error(
                 "job %s: Redis does not take its end of %d bytes (%s: %s)",
                 job.claimed.job_id,
@@ -151,18 +152,18 @@ class EndWriter:
                 type(error).__name__,
                 error,
             )
-            if state.num_refusals >= _MAX_REFUSALS:
-                self._give_up(job, outcome, error, state)
+            if alone.num_refusals >= _MAX_REFUSALS:
+                self._give_up(job, outcome, error, alone)
         else:
             self._done(job, outcome, reply)
 
-    def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, state: _Alone) -> None:
+    def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, alone: _Alone) -> None:
         """Put a failure in place of an end that the server refuses. Drop the end if that is refused too."""
-        if state.is_replaced:
+        if alone.is_replaced:
             self._done(job, outcome, "refused")
             return
-        state.num_refusals = 0
-        state.is_replaced = True
+        alone.num_refusals = 0
+        alone.is_replaced = True
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(

@@ -144,7 +144,7 @@ class HeldJob:
     # Its record and copies
 
     def hold(self, record: JobRecord) -> None:
-        """Hold this record of its hash from now on."""
+        """From now on hold this record of the job's hash in place of the earlier one."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
@@ -164,7 +164,7 @@ class HeldJob:
         return self._awaited
 
     def awaits(self, call_key: object) -> bool:
-        """Whether the job still waits for the call with this key of `await_call`."""
+        """Whether the job still waits for the call that got this key from `await_call`."""
         return self._awaited is call_key
 
     def interrupt_function(self, reason: type[BaseException]) -> None:
@@ -182,7 +182,7 @@ class HeldJob:
 
     @property
     def is_slow(self) -> bool:
-        """Whether one of its calls is slow or has been."""
+        """Whether one of its calls is slow or has been. Once true, it stays true."""
         if self.call is not None and self.call.running_s > SLOW_S:
             self.was_slow = True
         return self.was_slow
@@ -209,7 +209,7 @@ class HeldJob:
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
-    def unread(self) -> float:
+    def num_unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
         if self.num_requests is None:
             return float("inf")
@@ -241,6 +241,7 @@ class HeldJob:
         if self.open_task is None:
             return None
         reported = self.open_task.progress()
+        # A task may return the same object for some seconds, so that Redis is not written to more often.
         if reported is None or reported is self.reported_progress:
             return None
         self.reported_progress = reported
@@ -258,15 +259,16 @@ class HeldJob:
 
         running: the token ids of all sequences in the engine, by request id and sample index.
         """
-        tokens: dict[int, Mapping[int, Sequence[int]]] = {}
+        tokens_by_request: dict[int, Mapping[int, Sequence[int]]] = {}
         undelivered = {**self.open_requests, **self.inspected}
         for index, completions in undelivered.items():
-            completed = {}
+            # Samples that have ended have left the engine.
+            tokens_by_sample = dict(running.get(self.request_id(index), {}))
             for completion in completions:
                 if completion.finish_reason != "error":
-                    completed[completion.index] = completion.token_ids
-            tokens[index] = {**running.get(self.request_id(index), {}), **completed}
-        return tokens
+                    tokens_by_sample[completion.index] = completion.token_ids
+            tokens_by_request[index] = tokens_by_sample
+        return tokens_by_request
 
     @property
     def request_ids(self) -> list[str]:
@@ -326,7 +328,8 @@ class HeldJobs:
     def find(self, job_id: str, execution_id: str | None) -> HeldJob | None:
         """Return the oldest job with this id and, if given, this execution. Two executions of a job may be held."""
         for job in self._jobs.values():
-            if job.claimed.job_id == job_id and execution_id in (None, job.claimed.execution_id):
+            is_execution = execution_id is None or execution_id == job.claimed.execution_id
+            if job.claimed.job_id == job_id and is_execution:
                 return job
         return None
 
@@ -350,10 +353,9 @@ class HeldJobs:
 
 def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
     """Describe a job that has ended with this outcome, for metrics and traces."""
-    summary = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
-    rows = summary.get("rows")
-    row_errors = summary.get("errors")
-    rows_unasked = summary.get("rows_unasked")
+    summary: dict[str, Any] = {}
+    if job.is_file and isinstance(outcome.value, dict):
+        summary = outcome.value
     return EndedJob(
         queue=job.claimed.queue_name,
         job_id=job.claimed.job_id,
@@ -364,10 +366,16 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
         enqueued_at=_moment(job.claimed.record.fields.get(b"enqueued_at", b"")),
         began_at=None if job.began_at is None else job.began_at.timestamp(),
         ended_at=outcome.ended_at.timestamp(),
-        rows=rows if isinstance(rows, int) else 0,
-        row_errors=row_errors if isinstance(row_errors, int) else 0,
-        rows_unasked=rows_unasked if isinstance(rows_unasked, int) else None,
+        rows=_count_in(summary, "rows") or 0,
+        row_errors=_count_in(summary, "errors") or 0,
+        rows_unasked=_count_in(summary, "rows_unasked"),
     )
+
+
+def _count_in(summary: Mapping[str, Any], name: str) -> int | None:
+    """Return a count in a shard's value; None if it is missing or no number."""
+    count = summary.get(name)
+    return count if isinstance(count, int) else None
 
 
 def _moment(stored: bytes) -> float | None:

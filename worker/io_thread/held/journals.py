@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
@@ -49,7 +48,9 @@ class Journals:
         self._trouble = LastingTrouble(log, "journals are written again", logging.WARNING)
         self._clock = clock
         self._due_at = clock() + period_s
+        # Until when a leaving worker waits for entries; None while it does not leave.
         self._leave_by: float | None = None
+        # The Tell orders that the engine has not answered yet.
         self._num_unanswered = 0
         # The jobs whose entries are being written, by number; for each the last report that came meanwhile.
         self._writing: dict[int, SampledTokens | None] = {}
@@ -84,14 +85,16 @@ class Journals:
         self._num_unanswered -= 1
         moment = self._clock()
         if self._leave_by is not None and not self._num_unanswered:
+            # The engine has answered. From now on the worker waits for its entries alone.
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
-            running_s = moment - (job.started_at or moment)
-            is_young_prompt = not job.is_file and running_s < self._period_s
+            assert job.started_at is not None  # a streaming job has begun
+            is_young = moment - job.started_at < self._period_s
+            is_young_prompt = is_young and not job.is_file
             if is_young_prompt and self._leave_by is None:
                 continue  # most prompts end before their first entry
             if job.number in self._writing:
-                self._writing[job.number] = report
+                self._writing[job.number] = report  # for the entry after this one
                 continue
             with self._guard.around(job):
                 self._enter(job, report)
@@ -114,7 +117,8 @@ class Journals:
         self._writing[job.number] = None
 
         def done(_: object, error: BaseException | None) -> None:
-            self._post(partial(self._guard.call, job, self._written, job, error))
+            """Have the I/O thread note the end. Called in the pool's thread."""
+            self._post(lambda: self._guard.call(job, self._written, job, error))
 
         self.pool.submit(write, done, is_interruptible=False)
 

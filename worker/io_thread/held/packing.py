@@ -56,13 +56,16 @@ class Packer:
         self._reserve = self._min_reserve
         self._max_functions = max_functions
         self._max_files = max_files
+        # By lane: the jobs with requests that are still to be sent, and the number of sequences in the engine.
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
+        # The files that are being opened, the files whose parts are being written, and the functions.
         self._opening = set[HeldJob]()
         self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
         self._ended_streams: list[HeldJob] = []
-        self._num_left = 0
+        # How many sequences have left the engine since the last refill, and how many had left at each refill before.
+        self._num_departed = 0
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def opening(self, job: HeldJob) -> None:
@@ -89,6 +92,7 @@ class Packer:
     @property
     def _is_behind(self) -> bool:
         """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
+        # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
@@ -142,21 +146,22 @@ class Packer:
 
     def delivered(self, job: HeldJob, num_sequences: int) -> None:
         """Count sequences of a job that have left the engine."""
-        self._num_left += num_sequences
+        self._num_departed += num_sequences
         self._in_engine[job.lane] -= num_sequences
         job.num_in_engine -= num_sequences
 
     def claim_room(self, lane: int) -> int:
         """Return how many more sequences' worth of jobs the lane should claim now.
 
-        While requests of open jobs are left, only the next file is claimed, as soon as they fill less than one batch.
-        Opening a file takes many steps. Functions and unopened files take no room.
+        While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
+        left than the engine has slots. Opening the next file takes many steps. Functions and unopened files take no
+        room.
         """
-        num_unread = sum(job.unread for job in self._streams[lane])
+        num_unread = sum(job.num_unread for job in self._streams[lane])
         if num_unread == 0:
             return self._refill(lane)
-        is_last_a_file = self._streams[lane][-1].is_file
-        if is_last_a_file and num_unread < self.slots:
+        newest_job = self._streams[lane][-1]
+        if newest_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
         return 0
 
@@ -191,7 +196,9 @@ class Packer:
                     request = self._take_request(job, lane)
                 if request is not None:
                     yield job, job.next_index - 1, request
-                elif streams and streams[0] is job:
+                    continue
+                # Its stream has ended, or the guard has failed the job and its stream is gone.
+                if streams and streams[0] is job:
                     self._ended_streams.append(streams.popleft())
 
     def _take_request(self, job: HeldJob, lane: int) -> Request | None:
@@ -220,12 +227,13 @@ class Packer:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
         if not any(self._in_engine):  # an idle worker leaves the next jobs to other workers too
             self._departures.clear()
-            self._num_left = 0
+            self._num_departed = 0
             self._reserve = self._min_reserve
-        elif self._num_left:
-            self._departures.append(self._num_left)
-            self._num_left = 0
-            self._reserve = max(self._min_reserve, min(self.slots, 2 * max(self._departures)))
+        elif self._num_departed:
+            self._departures.append(self._num_departed)
+            self._num_departed = 0
+            wished_reserve = 2 * max(self._departures)
+            self._reserve = max(self._min_reserve, min(self.slots, wished_reserve))
 
     @property
     def in_engine(self) -> Sequence[int]:
@@ -248,7 +256,7 @@ class PayloadBudget:
         self._max_held_bytes = max_held_bytes
         self._waiting: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._held_bytes = [0] * num_lanes
-        self._job_bytes: dict[int, int] = {}
+        self._job_bytes: dict[int, int] = {}  # of each open job, by its number
 
     def add(self, job: HeldJob) -> None:
         """Take a claimed job, to be opened in its turn."""
@@ -283,15 +291,15 @@ class PayloadBudget:
         The caller opens each job before it takes the next one. It calls `opening` before that, and `opened` after it.
         """
         for lane, waiting in enumerate(self._waiting):
-            num_bytes = 0
+            unpacked_bytes = 0
             while (
                 waiting
-                and num_bytes < _TURN_BYTES
+                and unpacked_bytes < _TURN_BYTES
                 and self._held_bytes[lane] < self._max_held_bytes
             ):
                 job = waiting.popleft()
                 yield job
-                num_bytes += job.payload_bytes
+                unpacked_bytes += job.payload_bytes
 
     def opening(self, job: HeldJob) -> None:
         """Count the bytes of a job's hash, before the job is opened."""

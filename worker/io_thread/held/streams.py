@@ -48,6 +48,7 @@ class Inspections:
 
         is_wanted: whether the inspection is still needed, asked when its turn has come.
         """
+        # A task's next inspection comes one turn after its last one, and never in a turn that is over.
         turn = 1 + max(self._turn, self._turns.get(task, 0))
         self._turns[task] = turn
 
@@ -58,6 +59,7 @@ class Inspections:
                 task.inspect(index, completions)
 
         def done(_: Any, error: BaseException | None) -> None:
+            """Have the I/O thread go on. Called in the pool's thread."""
             self._post(lambda: then(error))
 
         self._pool.submit(inspect, done, is_interruptible=False, order=turn)
@@ -88,7 +90,7 @@ class Streams:
         self._packer = packer
         self._beginnings = beginnings
         self._orders = orders
-        self._changed: dict[int, HeldJob] = {}
+        self._changed: dict[int, HeldJob] = {}  # the jobs for the next `feed`, by number
         self.completion_tokens = 0
         """Tokens of answers since the worker's start."""
 
@@ -143,7 +145,9 @@ class Streams:
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
-        if completion.finish_reason == "error" or len(samples) == job.num_samples[index]:
+        has_failed = completion.finish_reason == "error"  # then its request gets no further samples
+        has_all = len(samples) == job.num_samples[index]
+        if has_failed or has_all:
             self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
@@ -156,13 +160,16 @@ class Streams:
             self._deliver(job, index, ordered)
             return
         job.inspected[index] = ordered
-        self._inspections.submit(
-            job.open_task,
-            index,
-            ordered,
-            lambda: index in job.inspected,
-            lambda error: self._guard.call(job, self._inspected, job, index, ordered, error),
-        )
+
+        def is_wanted() -> bool:
+            """Whether the job was neither stopped nor lost meanwhile."""
+            return index in job.inspected
+
+        def then(error: BaseException | None) -> None:
+            """Go on in the I/O thread."""
+            self._guard.call(job, self._inspected, job, index, ordered, error)
+
+        self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
 
     def _inspected(
         self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None

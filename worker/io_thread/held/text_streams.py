@@ -55,20 +55,27 @@ class TextStreams:
         if len(self._waiting) >= MAX_WAITING:
             return
         streamed = job.streamed.get(sample, _NO_TEXT)
-        num_tokens = len(streamed.token_ids)
-        new_token_ids = partial.token_ids[num_tokens:]
+        num_tokens_before = len(streamed.token_ids)
+        new_token_ids = partial.token_ids[num_tokens_before:]
+        # For each part of the answer: its name, its text that Redis has, and its text now.
         parts = (
             ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
             ("text", streamed.text, partial.text),
         )
         for part, old_text, text in parts:
-            offset = len(old_text)
-            if len(text) > offset:
-                piece = TextPiece(
-                    sample, part, offset, text[offset:], num_tokens, new_token_ids, job.owner_digest
-                )
-                self._waiting.append(WaitingPiece(job.claimed, piece))
-                job.streamed[sample] = partial
+            if len(text) <= len(old_text):
+                continue
+            piece = TextPiece(
+                sample=sample,
+                part=part,
+                offset=len(old_text),
+                text=text[len(old_text) :],
+                num_tokens_before=num_tokens_before,
+                token_ids=new_token_ids,
+                owner=job.owner_digest,
+            )
+            self._waiting.append(WaitingPiece(job.claimed, piece))
+            job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces. After a RedisError the pieces still wait."""

@@ -5,14 +5,14 @@
 --   {'alive'} if the job's worker has shown a sign of life since the caller looked;
 --   {'dropped'} if the job has ended, waits elsewhere, or is gone. Only the trace of its worker is removed then.
 local queue, id, eid = args.queue, args.id, args.eid
-local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
+local job = 'rq:job:' .. id
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'
 
 if eid == '' then
   if call('LREM', intermediate, 1, id) == 0 then return {'alive'} end
   call('DEL', intermediate .. ':first_seen:' .. id)
 else
-  local score = tonumber(call('ZSCORE', wip, member) or '')
+  local score = tonumber(call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) or '')
   if not score or score < 0 or score > tonumber(args.now_ts) then return {'alive'} end
   let_go(queue, id, eid)
 end

@@ -2,8 +2,8 @@
 -- job's field `sequences` says. Nothing is claimed while `rq suspend` holds all workers, or after Redis came back with
 -- older data, until a person confirms that.
 --
--- As with RQ's own workers, a job only has to stand in the queue. Jobs that are gone or cancelled are dropped from it,
--- and jobs that this claim or a running execution has taken and nobody has enqueued again since.
+-- As with RQ's own workers, a job only has to stand in the queue. Jobs that are deleted or cancelled are dropped from
+-- it. So are jobs that this claim or an open execution has taken, unless somebody has enqueued them again since.
 --
 -- These jobs stay where they are in the queue, for other workers:
 --   jobs whose field `tokenmill_model` has a line that is not among `models`: the model, or an adapter;
@@ -39,11 +39,12 @@ local claimed = {}
 for _, done in ipairs(args.done_tokens) do call('DEL', 'tokenmill:claim:' .. done) end
 local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
-  for i = 1, #earlier, 2 do
-    local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
+  for i = 1, #earlier, 2 do -- an id, then the last job that was left before it
+    local id, job_left_before = earlier[i], earlier[i + 1]
+    local eid = token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      local deaths, journal = left_of(id)
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal, pieces_of(id)}
+      local deaths, journal = deaths_and_journal(id)
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, job_left_before, journal, pieces_of(id)}
     end
   end
   return {claimed, 0, '', '', 0, args.epoch}
@@ -85,14 +86,20 @@ local function serves_all(needed)
   return true
 end
 local waiting = 'rq:queue:' .. queue
-local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
+local sequences = 0 -- that the claimed jobs bring
+local left = {} -- ids of jobs that stay where they are
+local postponed = {} -- ids of suspects that go to the end of the queue
+local num_foreign = 0
 local num_newer = 0
-local last_left, files_left = '', 0
+local last_left = '' -- the last job that was left for lack of a place
+local files_left = 0
+local is_full = false -- the claim ends
 local page = call('LRANGE', waiting, 0, 99)
 
 -- How many jobs this worker may take beside those that it holds, and how many of those with several sequences.
 -- Computed only if jobs wait.
-local share, large_share, first_left = 1000000, 1000000, ''
+local share, large_share = 1000000, 1000000
+local first_left = '' -- the first job that was left to other workers as their share
 if num_takers > 1 and page[1] then
   local all = call('LLEN', waiting) + call('HLEN', 'tokenmill:held:' .. queue)
   share = math.ceil(all / num_takers) - num_held
@@ -110,42 +117,44 @@ end
 
 -- Decide about the next id of the queue: claim it, put it into `left` or `postponed`, or drop it.
 local function consider(id)
-  local fields = call(
+  local status, enqueued_at, sequences_text, models, kind, format_text, is_followed = unpack(call(
     'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind',
     'tokenmill_format', 'tokenmill_stream'
-  )
+  ))
   -- A hash without the fields that every enqueueing writes may be what a late write left of a deleted job.
-  if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
-  local is_cancelled = fields[1] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
-  if is_cancelled or is_taken(id, fields[2] or '') then return end
-  local format = tonumber(fields[6] or '') or args.format
+  if not (status and enqueued_at) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
+  local is_cancelled = status == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
+  if is_cancelled or is_taken(id, enqueued_at or '') then return end
+  local format = tonumber(format_text or '') or args.format
   local is_newer = format > args.format
-  local is_unread = is_newer or (format < args.format and fields[5] == 'file')
+  local is_unread = is_newer or (format < args.format and kind == 'file')
   num_newer = num_newer + (is_newer and 1 or 0)
-  local is_foreign = is_unread or (fields[4] and not serves_all(fields[4]))
-  local free = places[fields[5] or '']
+  local is_foreign = is_unread or (models and not serves_all(models))
+  local free = places[kind or '']
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
-    files_left = files_left + (fields[5] == 'file' and 1 or 0)
+    files_left = files_left + (kind == 'file' and 1 or 0)
     return
   end
-  local deaths, journal = left_of(id)
-  local pieces = fields[7] and pieces_of(id) or {} -- most jobs are not followed, which saves a command
+  local deaths, journal = deaths_and_journal(id)
+  local pieces = is_followed and pieces_of(id) or {} -- most jobs are not followed, which saves a command
   local is_suspect = deaths >= args.suspect_deaths
-  local num_sequences = math.max(1, tonumber(fields[3]) or 1)
+  local num_sequences = math.max(1, tonumber(sequences_text) or 1)
   if is_suspect and (not args.takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
   elseif num_sequences > 1 and #claimed >= large_share then
     left[#left + 1] = id
-    is_full, first_left = true, id
+    is_full = true
+    first_left = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths, journal, pieces)
-    claimed[#claimed][5] = last_left
+    local entry = open_execution(queue, id, eid, deaths, journal, pieces)
+    entry[5] = last_left
+    claimed[#claimed + 1] = entry
     call('RPUSH', record, id, last_left)
-    if free then places[fields[5]] = free - 1 end
+    if free then places[kind] = free - 1 end
     sequences = sequences + num_sequences
     is_full = is_suspect or sequences >= limit or #claimed >= share or bytes_read >= max_hash_bytes
   end

@@ -1,11 +1,11 @@
--- Let go of a job that has ended and whose dependents are queued. Of end_execution.lua's arguments it takes the first
--- four. A job that was cancelled, or enqueued again under its id, in the meantime is not ours to settle any more.
+-- Let go of a job that has ended and whose dependents are queued. It takes the first four arguments of
+-- end_execution.lua. A job that was cancelled, or enqueued again under its id, in the meantime is not ours to settle.
 local taken_at = holds(queue, id, eid)
 local is_ours = taken_at and not is_queued_again(queue, id, taken_at)
 if call('HGET', job, 'ended_by') == eid then
-  local ended = call('HMGET', job, 'ended_ttl', 'next_run', 'next_repeats_left')
+  local ttl, next_run, repeats_left = unpack(call('HMGET', job, 'ended_ttl', 'next_run', 'next_repeats_left'))
   call('HDEL', job, 'ended_by', 'ended_as', 'ended_ttl', 'next_run', 'next_repeats_left')
-  if is_ours then settle(ended[1] or '', ended[2] or '', ended[3] or '', job .. ':dependents') end
+  if is_ours then settle(ttl or '', next_run or '', repeats_left or '', job .. ':dependents') end
 end
 let_go(queue, id, eid)
 return 'done'

@@ -5,13 +5,14 @@ local registry, queue = args.registry, args.queue
 local from = 'rq:' .. registry .. ':' .. queue
 
 local function take(id)
-  local fields = call(
+  local at_front, at_front_on_retry, ended_at, status = unpack(call(
     'HMGET', 'rq:job:' .. id, 'enqueue_at_front', 'enqueue_at_front_on_retry', 'ended_at', 'status'
-  )
+  ))
   if call('HLEN', 'rq:job:' .. id) == 0 then return end
-  if registry == 'ready' and fields[4] ~= 'ready_to_enqueue' then return end
-  local is_first = fields[1] == '1' or (fields[2] == '1' and (fields[3] or '') ~= '')
-  enqueue(queue, id, is_first, args.now_iso, args.now_ts)
+  if registry == 'ready' and status ~= 'ready_to_enqueue' then return end
+  local is_retry = (ended_at or '') ~= ''
+  local goes_first = at_front == '1' or (is_retry and at_front_on_retry == '1')
+  enqueue(queue, id, goes_first, args.now_iso, args.now_ts)
 end
 
 local due = call('ZRANGEBYSCORE', from, 0, args.now_ts, 'LIMIT', 0, args.most)

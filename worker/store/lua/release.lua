@@ -6,11 +6,12 @@
 --   {'alive', 0} if the job is 'abandoned' but its lease still runs;
 --   {'gone', 0} if its holder has let go of it;
 --   {'dropped', 0} if the job was cancelled, deleted or enqueued again;
---   {'exhausted', deaths, claimed, worker} if max_deaths workers have died with it. The caller holds it now, by the execution
---   `new_eid`, to fail it;
+--   {'exhausted', deaths, claimed, worker} if max_deaths workers have died with it. The caller holds it now, by the
+--   execution `new_eid`, to fail it;
 --   {'ended', 0, claimed} if its end is written. The caller holds it now, by the same execution, to queue dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
-local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
+local job = 'rq:job:' .. id
+local execution = 'rq:execution:' .. id .. ':' .. eid
 
 if not is_open(queue, id, eid) then return {'gone', 0} end
 if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- the lease still runs
@@ -19,9 +20,9 @@ if not taken_at then
   let_go_of_lost(queue, id, eid)
   return {'dropped', 0}
 end
-local fields = call('HMGET', job, 'ended_by', 'ttl', 'status', 'worker_name')
-local worker = fields[3] == 'started' and fields[4] or ''
-if fields[1] == eid then
+local ended_by, ttl, status, worker_name = unpack(call('HMGET', job, 'ended_by', 'ttl', 'status', 'worker_name'))
+local worker = status == 'started' and worker_name or ''
+if ended_by == eid then
   call('HSET', execution, 'id', eid, 'created_at', args.now_ts, 'last_heartbeat', args.now_ts, 'worker_name', args.worker)
   call('EXPIRE', execution, args.lease_s)
   return {'ended', 0, {id, eid, job_hash(id), 0, '', false, {}}}
@@ -30,17 +31,18 @@ local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
 if is_queued then return {'dropped', 0} end
 
-local deaths = left_of(id) + (mode == 'given_back' and 0 or 1)
-if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
-if mode ~= 'given_back' and deaths >= args.max_deaths then
+local is_death = mode ~= 'given_back'
+local deaths = deaths_and_journal(id) + (is_death and 1 or 0)
+if is_death then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
+if is_death and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)
   return {'exhausted', deaths, open_execution(queue, id, args.new_eid), worker}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
 if args.kind ~= '' then call('HSET', job, 'tokenmill_kind', args.kind) end
-expire_in_queue(job, fields[2])
+expire_in_queue(job, ttl)
 call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 if left_before == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', left_before, id) < 1 then
   call('LPUSH', 'rq:queue:' .. queue, id)
 end
-return {'queued', mode == 'given_back' and 0 or deaths, worker}
+return {'queued', is_death and deaths or 0, worker}

@@ -5,15 +5,17 @@
 local waiting = 'rq:queue:' .. args.queue
 local present = call('LRANGE', waiting, 0, args.most - 1)
 
-local is_known, count = {}, {}
+local is_known = {}
+local count = {} -- how often a job stands in the queue
 for _, id in ipairs(args.order) do is_known[id] = true end
 for _, id in ipairs(present) do count[id] = (count[id] or 0) + 1 end
 
-local first, last = {}, {}
+local first, last = {}, {} -- the unknown jobs before all known ones, and the other unknown jobs
+local has_seen_known = false
 for _, id in ipairs(present) do
   if is_known[id] then
-    last.begins = true
-  elseif last.begins then
+    has_seen_known = true
+  elseif has_seen_known then
     last[#last + 1] = id
   else
     first[#first + 1] = id

@@ -76,7 +76,7 @@ class JobRecord:
 
     @property
     def limit_s(self) -> float:
-        """The job's timeout; 0 or less for none."""
+        """The job's timeout, or RQ's default if the job does not say; negative for none."""
         return self.timeout_s or Queue.DEFAULT_TIMEOUT
 
     @property
@@ -127,7 +127,7 @@ def read_record(
             raise ValueError("it has no payload")
         check_json_fields(values)
         for name in values:
-            name.decode()
+            name.decode()  # raises for a name that RQ could not read
         for name, parse in _PARSERS.items():
             text = values.get(name)
             if text is None or (text == b"" and name not in _NEVER_EMPTY):
@@ -271,12 +271,13 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
         return
-    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn. So every
-    # second piece between quotes is outside strings. Two quotes without a bracket between them change nothing, and go
-    # too.
+    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES).replace(b'""', b"")
-    outside_strings = quotes_and_brackets.split(b'"')[::2]
+    quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
+    # Most strings hold no bracket. Without them there is less to split.
+    strings_with_brackets = quotes_and_brackets.replace(b'""', b"")
+    # Every second piece between quotes is outside strings, from the first on.
+    outside_strings = strings_with_brackets.split(b'"')[::2]
     num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:
         raise TooLarge(

@@ -43,7 +43,10 @@ class Policy:
 
     @property
     def retry_wait_s(self) -> int:
-        """The seconds that the next try waits. If there are fewer intervals than tries, the first tries share one."""
+        """The seconds that the next try waits.
+
+        If there are more tries than intervals, the first tries share the first interval.
+        """
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
@@ -57,7 +60,7 @@ class Policy:
     def check(self) -> None:
         """Raise an error, of whatever class, for a value that cannot be used. Users may have given anything."""
         if self.has_retries:
-            _ = self.retry_wait_s
+            _ = self.retry_wait_s  # raises if an interval cannot be used
         if self.repeats_left and self.repeats_left > 0:
             for interval_s in self.repeat_intervals or ():
                 _seconds(interval_s)
@@ -101,25 +104,31 @@ def next_step(
         tries = policy.number_of_retries or 0
         wait_s = _seconds(Retry.get_interval(tries, returned_retry.intervals))
         at_front = bool(policy.enqueue_at_front_on_retry or returned_retry.enqueue_at_front)
-        return NextStep(kept_after_failure_s, wait_s, "number_of_retries", tries + 1, at_front)
+        return NextStep(
+            kept_after_failure_s, wait_s, "number_of_retries", count=tries + 1, at_front=at_front
+        )
     if returned_retry is None and may_retry and policy.has_retries:
         assert policy.retries_left
-        at_front = bool(policy.enqueue_at_front_on_retry)
-        retries_left = policy.retries_left - 1
         return NextStep(
-            kept_after_failure_s, policy.retry_wait_s, "retries_left", retries_left, at_front
+            kept_after_failure_s,
+            policy.retry_wait_s,
+            "retries_left",
+            count=policy.retries_left - 1,
+            at_front=bool(policy.enqueue_at_front_on_retry),
         )
 
+    # A job that has asked for a retry once too often has failed too.
     if returned_retry is not None or not is_finished:
-        return NextStep(
-            DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s
-        )
+        if kept_after_failure_s is None:
+            return NextStep(DEFAULT_FAILURE_TTL)
+        return NextStep(kept_after_failure_s)
 
-    kept_s = _bounded_ttl(default_result_ttl_s if policy.result_ttl is None else policy.result_ttl)
+    result_ttl_s = default_result_ttl_s if policy.result_ttl is None else policy.result_ttl
+    kept_s = _bounded_ttl(result_ttl_s)
     if not policy.repeats_left or policy.repeats_left < 0:
         return NextStep(kept_s)
     wait_s = _seconds(policy.repeat_intervals[0]) if policy.repeat_intervals else 0
-    return NextStep(kept_s, wait_s, "repeats_left", policy.repeats_left - 1)
+    return NextStep(kept_s, wait_s, "repeats_left", count=policy.repeats_left - 1)
 
 
 def _seconds(interval_s: Any) -> int:
@@ -128,4 +137,5 @@ def _seconds(interval_s: Any) -> int:
 
 
 def _bounded_ttl(ttl_s: int) -> int:
+    """Return a time to live that Redis takes. -1 stands for any negative one, which means for ever."""
     return max(-1, min(int(ttl_s), _MAX_TTL_S))

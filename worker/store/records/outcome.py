@@ -96,10 +96,10 @@ class Outcome:
         `result_ttl`, an error of any type is raised.
         """
         if job is None and self.claimed.damage is None:
-            return self  # the policy was checked when it was read
+            return self  # its policy was checked when the job was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
-        outcome.next_step(0)
+        outcome.next_step(0)  # raises if a step cannot be made of it
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
@@ -199,9 +199,9 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
     """
     num_bytes = 0
     num_values = 0
-    waiting = [value]
-    while waiting and num_bytes <= max_bytes:
-        item = waiting.pop()
+    unmeasured = [value]
+    while unmeasured and num_bytes <= max_bytes:
+        item = unmeasured.pop()
         num_values += 1
         if isinstance(item, str):
             num_bytes += len(item) + 2
@@ -209,9 +209,9 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
             # Each item takes at least a character and a comma. An empty list takes its brackets.
             num_bytes += max(2, 2 * len(item))
             if num_bytes <= max_bytes:
-                waiting.extend(item)
+                unmeasured.extend(item)
                 if isinstance(item, dict):
-                    waiting.extend(item.values())
+                    unmeasured.extend(item.values())
         else:
             num_bytes += 1
     return num_bytes, num_values

@@ -109,7 +109,9 @@ class ThreadDeathPenalty(TimerDeathPenalty):
     def __init__(
         self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
     ) -> None:
-        super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
+        # RQ sets the message on the class that it is given, so each limit has a class of its own.
+        own_class = type(exception.__name__, (exception,), {})
+        super().__init__(timeout, own_class, **kwargs)
         self._call = current_call()
         self._lock = threading.Lock()
         self._is_over = False

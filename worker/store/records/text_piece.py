@@ -24,7 +24,7 @@ class TextPiece(NamedTuple):
     owner: str
 
     def to_values(self) -> list[Any]:
-        """Return the fields and values of its entry in the job's stream."""
+        """Return the fields and values of the piece's entry in the job's stream, in turn."""
         values = {
             "sample": self.sample,
             "part": self.part,

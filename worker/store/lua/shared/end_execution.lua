@@ -5,7 +5,8 @@ local ended_iso, started_iso = args.ended_iso, args.started_iso
 local job = 'rq:job:' .. id
 local results = 'rq:results:' .. id
 -- Kept for a while after a job was deleted at its end, for a caller whose reply was lost.
-local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
+local removed_by = 'tokenmill:removed:' .. eid
+local removed_by_ttl_s = 120
 local rate_limit_key -- set by `not_held` if the job is held
 
 local function was_ended_before()
@@ -13,9 +14,11 @@ local function was_ended_before()
   local _, closed_by = tried(call, 'HGET', job, 'closed_by')
   if closed_by == eid then return true end
   local is_stream, latest = tried(call, 'XREVRANGE', results, '+', '-', 'COUNT', 1)
-  latest = is_stream and latest[1]
-  for i = 1, latest and #latest[2] or 0, 2 do
-    if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return true end
+  local entry = is_stream and latest[1]
+  if not entry then return false end
+  local fields = entry[2] -- names and values in turn
+  for i = 1, #fields, 2 do
+    if fields[i] == 'execution_id' and fields[i + 1] == eid then return true end
   end
   return false
 end
@@ -24,9 +27,9 @@ end
 local function not_held()
   local taken_at = holds(queue, id, eid)
   if taken_at then
-    local fields = call('HMGET', job, 'ended_by', 'rate_limit_key')
-    if fields[1] == eid then return 'dependents' end
-    rate_limit_key = fields[2]
+    local ended_by
+    ended_by, rate_limit_key = unpack(call('HMGET', job, 'ended_by', 'rate_limit_key'))
+    if ended_by == eid then return 'dependents' end
     if not is_queued_again(queue, id, taken_at) then return nil end
   end
   let_go_of_lost(queue, id, eid, worker)
@@ -38,9 +41,9 @@ local function count(counter)
   call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', args.working_s)
 end
 
--- Write what RQ writes about a run, and one more field. Copies of the job may have been saved while it ran.
+-- Write what RQ writes about a try, and one more field. Copies of the job may have been saved while it ran.
 local function write_run(name, value)
-  -- They belong to the try that ends here. A reader of the text has all of it in the result.
+  -- These keys belong to the try that ends here. A reader of the text has all of it in the result.
   call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id, 'tokenmill:text:' .. id)
   call(
     'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,

@@ -68,7 +68,8 @@ end
 -- Let go of a job that this execution does not hold any more. If the job was deleted or cancelled, its journal and its
 -- text are deleted too, as nobody goes on with it.
 local function let_go_of_lost(queue, id, eid, worker)
-  local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
+  local cancelled_before = at_claim(queue, id, eid)
+  local cancelled = call('ZSCORE', 'rq:canceled:' .. queue, id)
   local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
   if is_cancelled or not exists(id) then call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:text:' .. id) end
   let_go(queue, id, eid, worker)
@@ -77,10 +78,10 @@ end
 -- Whether the job stands in a queue once more, because it was enqueued again after it was taken (see `holds`).
 -- The queue may be long, so it is searched only if the job's `enqueued_at` has changed.
 local function is_queued_again(queue, id, taken_at)
-  local fields = call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin')
-  if taken_at == (fields[1] or '') then return false end
+  local enqueued_at, origin = unpack(call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin'))
+  if taken_at == (enqueued_at or '') then return false end
   return call('LPOS', 'rq:queue:' .. queue, id)
-    or call('LPOS', 'rq:queue:' .. (fields[2] or queue), id)
+    or call('LPOS', 'rq:queue:' .. (origin or queue), id)
 end
 
 -- A job's own ttl bounds its time in the queue.

@@ -10,10 +10,11 @@ local function let_in(key, now_iso)
     if not id then return end
     local job = 'rq:job:' .. id
     local is_job, fields = tried(call, 'HMGET', job, 'origin', 'status', 'enqueue_at_front')
-    if is_job and fields[1] and fields[2] == 'rate_limited' then
+    local queue, status, at_front = unpack(fields or {})
+    if is_job and queue and status == 'rate_limited' then
       call('ZADD', limit .. ':allowed', since, id)
       call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso)
-      call(fields[3] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. fields[1], id)
+      call(at_front == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
     end
   end
 end
@@ -21,10 +22,9 @@ end
 -- Put a job on its queue. A job with a rate limit waits for a slot first. at_front: whether it goes to the front.
 local function enqueue(queue, id, at_front, now_iso, now_ts)
   local job = 'rq:job:' .. id
-  local fields = call('HMGET', job, 'ttl', 'rate_limit_key', 'rate_limit_concurrency')
-  local key, concurrency = fields[2], fields[3]
+  local ttl, key, concurrency = unpack(call('HMGET', job, 'ttl', 'rate_limit_key', 'rate_limit_concurrency'))
   call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-  expire_in_queue(job, fields[1])
+  expire_in_queue(job, ttl)
   if key and concurrency then
     call('SADD', 'rq:rl-keys', key)
     call('HSET', 'rq:rl:' .. key, 'concurrency', concurrency)
