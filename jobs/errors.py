@@ -143,6 +143,10 @@ class UnknownAdapter(InvalidJob):
     worker's TOKENMILL_ADAPTERS"""
 
 
+class AdapterAwaited(JobsError, fault="server"):
+    """Raised when the files that a job's adapter is pinned to are not here now: (text)."""
+
+
 class AnswerMissing(JobsError):
     """no answer of job {job}, on which this one depends: {found}"""
 

@@ -424,6 +424,10 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
         )
+    if planned.workers and planned.awaited_adapters is not None:
+        raise InvalidJob(
+            f"run {planned.run} cannot be verified: no worker has the files of adapters {planned.awaited_adapters}"
+        )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))
 

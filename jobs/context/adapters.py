@@ -13,7 +13,7 @@ from jobs.errors import InvalidJob, UnknownAdapter
 ADAPTER = "adapter"
 #: The most names that an error lists.
 MAX_LISTED = 20
-#: Stands for the hash of the files if an adapter was not there when its run was planned.
+#: Stands for the hash of an adapter's files if it was not there when its run was planned: the engine's NO_FILES.
 _NO_FILES = "0" * 32
 
 

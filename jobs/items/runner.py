@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
+from jobs.errors import AdapterAwaited
 from jobs.items.item import Ask, Samples, T
 from jobs.items.records import NOTHING, Progress, Reply, Tokens
 from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
@@ -397,8 +398,11 @@ class ItemsTask(OpenTask):
         self.runner.inspect(index, completions)
 
     def deliver(self, index: int, completions: Samples) -> None:
-        """Give the runner completions."""
+        """Give the runner completions. Raises AdapterAwaited if the files of the request's adapter have changed."""
         assert self.runner is not None, "nothing was asked"
+        for completion in completions:
+            if completion.lacks_adapter:
+                raise AdapterAwaited(completion.error)
         self.runner.deliver(index, completions)
 
     def close(self) -> None:

@@ -68,6 +68,14 @@ def test_products_with_packed_weights_fit_every_gpu(tmp_path: Path, target: str)
     assert {each["kernel"] for each in found["kernels"]} == {"packed_product_kernel"}
 
 
+@pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
+def test_delta_nets_fit_every_gpu(tmp_path: Path, target: str) -> None:
+    kernels = ("convolve_kernel", "correct_kernel", "solve_kernel", "chunk_kernel", "gate_kernel")
+    found = static(tmp_path, "--target", target, "--only", "Qwen3.5", "--kernels", *kernels)
+    assert found["problems"] == []
+    assert {each["kernel"] for each in found["kernels"]} == set(kernels)
+
+
 def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:
     """Whatever the row count, of every model; and every kernel with a line in KERNELS is launched."""
     assert static(tmp_path, "--no-compile")["problems"] == []

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jobs.common.keys import FILE, FUNCTION
+from jobs.errors import AdapterAwaited
 from jobs.runs.end_notices import POSTING
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import own_function, task_of
@@ -55,6 +56,7 @@ class JobRunner:
         self._log = log
         self._clock = clock
         self._functions = parts.functions
+        self._enders = parts.enders
         self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
         self._surplus = list[ClaimedJob]()  # claimed, but without a place here
@@ -258,7 +260,10 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
-        """Fail a job in which our code raised, or give it back if the fault is this worker's."""
+        """Fail a job in which our code raised, or give it back if the fault is this worker's, or an adapter's."""
+        if isinstance(error, AdapterAwaited):
+            self._give_back_without_adapter(job, error)
+            return
         if not is_fault(error):
             self._ends.fail(job, error)
             return
@@ -267,6 +272,21 @@ class JobRunner:
         self._log.error(
             "job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault
         )
+
+    def _give_back_without_adapter(self, job: HeldJob, error: AdapterAwaited) -> None:
+        """Give back a job whose adapter has other files now, once this worker has seen which.
+
+        From then on no worker with these files claims a shard. A prompt that named no files takes those that are there.
+        """
+        self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
+        self._withdraw(job, JobStopped)
+
+        def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Let go of the job, also if the folder could not be read."""
+            self._surplus += self._withdraw_all([job])
+
+        refresh = self._environment.shared_context.adapters.refresh
+        self._calls.submit(self._enders, job, PoolCall(refresh, then, is_ours=True))
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
         """Give back the jobs whose requests this worker could not prepare. faults: request ids and errors."""

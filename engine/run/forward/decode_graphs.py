@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.attention.prefix_groups import PrefixTensors
+from engine.attention.state_pool import find_waves
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
@@ -125,7 +126,10 @@ class DecodeGraphs:
             compute()
 
     def fits(self, step: StepBatch) -> bool:
-        """Return whether `run` can take this step: one token of each sequence, all of which sample."""
+        """Return whether `run` can take this step: one token of each sequence, all of which sample.
+
+        States that one sequence reads and another writes take another step: a graph computes all rows at once.
+        """
         num_seqs = len(step.slots)
         is_decode = (
             len(step.token_ids) == len(step.sample_rows) == num_seqs
@@ -133,6 +137,7 @@ class DecodeGraphs:
             and not len(step.pooled_rows)
             and step.pictures is None
             and not len(step.adapters)
+            and not find_waves(step.state_parts).any()
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 
@@ -219,6 +224,7 @@ class DecodeGraphs:
                 self._static.order[:size],
                 prefixes,
             ),
+            states=None if self._static.states is None else self._static.states.first(size),
         )
 
 

@@ -428,7 +428,9 @@ class ModelRunner:
         # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed or model.states or model.index_keys:
+        if capture is None or self._graphs_failed or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
 
@@ -457,6 +459,7 @@ class ModelRunner:
                     self.device,
                     backend.write_rows,
                     backend.prefix_limits,
+                    has_states=bool(model.states),
                 ),
                 max_model_len,
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.prefix_groups import PrefixArrays, PrefixLimits, PrefixTensors
+from engine.attention.state_pool import StateTable
 from engine.kernels.upload import ALIGNMENT, unpack, upload_packed
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import ROW, SamplingBatch
@@ -31,6 +32,7 @@ class StaticRows:
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
     limits: which prefixes that rows have in common are read once; None if none is.
     prefixes: those of the rows, if there are limits; stale without has_prefixes, which says if there are any.
+    states: None if the model keeps none.
     """
 
     def __init__(
@@ -41,7 +43,10 @@ class StaticRows:
         device: torch.device,
         write_rows: WriteRows,
         limits: PrefixLimits | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
+        """has_states: of a model that keeps states."""
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
@@ -64,6 +69,7 @@ class StaticRows:
         )
         self.indices = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self.order = torch.empty_like(self.indices)
+        self.states = StateTable(max_num_seqs, device) if has_states else None
         self._memory = RowMemory(wide, narrow, self.state.block_tables, self.order)
         self.prefixes: PrefixTensors | None = None
         self.has_prefixes = False
@@ -125,6 +131,8 @@ class StaticRows:
         # a sequence's blocks stay what they are while it keeps its row, so its prefix does too
         if has_moved and self.limits is not None:
             self._write_prefixes(self.limits, step, rows)
+        if self.states is not None:
+            self.states.write(step.state_parts, rows)
         self._generations[rows] = step.generations
         self._positions[rows] = step.positions + 1
         self._num_blocks[rows] = num_blocks

@@ -22,7 +22,7 @@ from jobs.common.workers import (
     other_lengths,
     read_workers,
 )
-from jobs.context.served_model import is_served
+from jobs.context.adapters import shown_adapter
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
@@ -285,6 +285,7 @@ class RunLook:
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
             awaited_model=awaited_model,
+            awaited_adapters=self._awaited_adapters(workers),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
@@ -375,13 +376,25 @@ class RunLook:
         """
         models = models_on(workers, queue)
         identity = self.facts.get(identity_fact)
-        if models is None or identity is None or is_served(identity, models):
+        if models is None or identity is None:
+            return None
+        model, _, _ = identity.partition("\n")  # further lines name adapters
+        if model in models:
             return None
         text = _shown(self.facts, text_fact)
         others = other_lengths(workers, queue, identity)
         if text and others:
             return f"{text}, but {others}"
         return text
+
+    def _awaited_adapters(self, workers: Collection[Worker]) -> str | None:
+        """Return the run's adapters whose files no worker of its queue has, as texts; None if none is missing."""
+        models = models_on(workers, self.facts["queue"])
+        _, *adapters = self.facts.get("model", "").split("\n")
+        if models is None:
+            return None
+        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in models]
+        return safe_name(", ".join(missing), MAX_TEXT_CHARS) if missing else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""

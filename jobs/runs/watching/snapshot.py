@@ -48,6 +48,7 @@ class RunSnapshot:
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
+    awaited_adapters: those of the run's adapters whose files no worker of its queue has.
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
@@ -84,6 +85,7 @@ class RunSnapshot:
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
     listened: tuple[str, ...] = ()
+    awaited_adapters: str | None = None
     awaited_second: str | None = None
     planned_by: str | None = None
     second_queue: str | None = None
@@ -267,6 +269,11 @@ def needs(snapshot: RunSnapshot) -> list[str]:
         sentences.append(no_worker_text(queue, snapshot.listened))
     elif snapshot.awaited_model is not None:
         sentences.append(_not_served(queue, snapshot.awaited_model))
+    elif snapshot.awaited_adapters is not None:
+        sentences.append(
+            f"no worker on queue {queue!r} has the files of adapters {snapshot.awaited_adapters}: put these files into "
+            "the folder of its TOKENMILL_ADAPTERS, and the run goes on"
+        )
     return sentences
 
 

@@ -264,9 +264,9 @@ def main() -> None:
 
 
 def _built(model: Model, engine: Engine) -> Engine:
-    """Return the engine as it is for a model: one that keeps states has no graphs."""
+    """Return the engine as it is for a model: one that keeps states has graphs for decodes alone."""
     if model.num_state_layers:
-        return replace(engine, has_graphs=False, has_mixed_graphs=False)
+        return replace(engine, has_mixed_graphs=False)
     return engine
 
 
