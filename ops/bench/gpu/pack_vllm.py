@@ -79,8 +79,8 @@ def pack(wheels: Sequence[Path], out: Path, piece_bytes: int = PIECE_BYTES) -> l
                 _add(archive, name, content)
     data = packed.getvalue()
     out.mkdir(parents=True, exist_ok=True)
-    pieces = []
-    sums = {}
+    pieces: list[Path] = []
+    sums: dict[str, str] = {}
     for start in range(0, len(data), piece_bytes):
         piece = out / f"vllm.tar.xz.{len(pieces)}"
         content = data[start : start + piece_bytes]
