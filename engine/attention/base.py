@@ -15,7 +15,7 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.state_pool import StateParts
+from engine.attention.state_pool import StateBreak, StateParts
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
@@ -205,6 +205,6 @@ class ForwardBatch:
     slot_mapping: Tensor
     sample_rows: Tensor
     attention: AttentionMetadata
-    states: StateParts | None = None
+    states: StateParts | StateBreak | None = None
     pictures: PictureRows | None = None
     adapters: AdapterRows | None = None
