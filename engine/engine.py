@@ -16,6 +16,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
+    AdapterGone,
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
@@ -117,9 +118,6 @@ class Engine:
             self._live_runner: Runner | None = (start_runner or start_own_runner)(
                 config, model, folder
             )
-        self._adapters = Adapters(
-            AdapterFolder(config.adapters), self._live_runner, config.max_adapters
-        )
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -136,6 +134,12 @@ class Engine:
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,
             in_one_step=path.is_single_pass,
+        )
+        self._adapters = Adapters(
+            AdapterFolder(config.adapters),
+            self._live_runner,
+            config.max_adapters,
+            hold=self._scheduler.hold,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._kinds = RequestKinds(
@@ -575,7 +579,10 @@ class Engine:
         unfinished.seqs.remove(seq)
         if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
-        return unfinished.kind.completion(seq)
+        completion = unfinished.kind.completion(seq)
+        if completion is not None and isinstance(seq.error, AdapterGone):
+            completion = replace(completion, lacks_adapter=True)
+        return completion
 
 
 def _check_new(request_id: object, lane: object, unfinished: Container[str]) -> None:

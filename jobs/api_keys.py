@@ -72,7 +72,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # The mark comes first: without any key, a local server would take every request.
+            # `_HAD_KEYS` is set first: without any field here, a local server would take every request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
@@ -145,11 +145,12 @@ def known_keys(connection: Redis) -> KnownKeys:
     digests = [digest for digest in records if digest != _HAD_KEYS.encode()]
     keys = {stored.text(digest): _key(stored.text(digest), records[digest]) for digest in digests}
     limits = {stored.text(name): _limits(record) for name, record in limit_records.items()}
-    return KnownKeys(bool(records), keys, limits)
+    # The field _HAD_KEYS counts too.
+    return KnownKeys(needs_key=bool(records), keys=keys, limits=limits)
 
 
 def _limits(record: bytes) -> ProjectLimits:
-    """Return the limits in a record. A value that is no count is no limit."""
+    """Return the limits in a record. A value that is no count means that there is no limit."""
     values = stored.json_object(record)
     limits = {}
     for field in fields(ProjectLimits):
@@ -170,7 +171,9 @@ def count_request(connection: Redis, project: str, now: float) -> int:
 def _check_project(project: str) -> None:
     """Raise InvalidValue for a name that no project may have."""
     if _PROJECT.fullmatch(project) is None:
-        raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
+        raise unlike(
+            "project", project, "1 to 64 letters, digits, - and _, a letter or digit first"
+        )
 
 
 def _hash(secret: str) -> str:

@@ -125,6 +125,8 @@ class Completion(Protocol):
     def loglikelihoods(self) -> Sequence[LogLikelihood] | None: ...
     @property
     def class_scores(self) -> Mapping[str, float] | None: ...
+    @property
+    def lacks_adapter(self) -> bool: ...
 
 
 class Task(abc.ABC):
@@ -214,7 +216,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. It decides when to claim the next job."""
+        """Return how many requests the task yields in all; None if unknown. By it a worker times its next claim."""
         return None
 
     @property

@@ -148,10 +148,10 @@ def _current_job() -> Job:
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     """Return what a job may use."""
-    lent = _lent(job.connection, attention_backend)
-    lent.adapters.refresh()
+    shared = _shared_context(job.connection, attention_backend)
+    shared.adapters.refresh()
     return replace(
-        lent,
+        shared,
         # These are new for each job, because an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
@@ -163,7 +163,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 
 
 @functools.cache
-def _lent(connection: Redis, attention_backend: str) -> JobContext:
+def _shared_context(connection: Redis, attention_backend: str) -> JobContext:
     """Return what all jobs of this process share."""
     settings = _settings()
     max_model_len = settings.max_model_len or _engine().max_model_len
@@ -189,7 +189,7 @@ def _settings() -> WorkerSettings:
 
 @functools.cache
 def _identity() -> ModelIdentity:
-    """Read who the model is from its files, once in this process."""
+    """Read the model's identity from its files, once in this process."""
     from engine import model_identity
 
     return model_identity(_settings().engine_config())

@@ -273,7 +273,7 @@ def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
     """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
-    num_errors = reasons.rows - reasons.rows_with(CUT)
+    num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
         if not failed_checks and not num_cut:
@@ -342,7 +342,8 @@ def report(
         )
     scored = client.run(run, connection=connection)
     folder = scored.output
-    file_name = REPORT if out is None else MANIFEST  # from which another page is made
+    # Without --out this only shows whether the page is there. With --out, another page is made of the manifest.
+    file_name = REPORT if out is None else MANIFEST
     try:
         text = _text_of(scored, file_name)
     except (OSError, InputNotFound) as error:
@@ -422,6 +423,10 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
+        )
+    if planned.workers and planned.awaited_adapters is not None:
+        raise InvalidJob(
+            f"run {planned.run} cannot be verified: no worker has the files of adapters {planned.awaited_adapters}"
         )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))

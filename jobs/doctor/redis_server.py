@@ -33,7 +33,7 @@ NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: the settings that this user may read. ahead_s: how far its clock is ahead."""
+    """A server that answers. config: the settings that this user may read. ahead_s: its clock's lead over ours."""
 
     client: Redis
     user: str

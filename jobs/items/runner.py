@@ -1,4 +1,7 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+
+A place is the number of a prompt or row among all that the job answers.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +10,7 @@ from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
+from jobs.errors import AdapterAwaited
 from jobs.items.item import Ask, Samples, T
 from jobs.items.records import NOTHING, Progress, Reply, Tokens
 from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
@@ -266,7 +270,7 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
-        """Note that a request is sent; return it as it is sent."""
+        """Note that a request is sent; return it in the form in which it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 
@@ -394,8 +398,11 @@ class ItemsTask(OpenTask):
         self.runner.inspect(index, completions)
 
     def deliver(self, index: int, completions: Samples) -> None:
-        """Give the runner completions."""
+        """Give the runner completions. Raises AdapterAwaited if the files of the request's adapter have changed."""
         assert self.runner is not None, "nothing was asked"
+        for completion in completions:
+            if completion.lacks_adapter:
+                raise AdapterAwaited(completion.error)
         self.runner.deliver(index, completions)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class RunOptions(TypedDict, total=False):
     adapter: str
     """The LoRA adapter that answers, by its name on the workers; by default none."""
     adapter_column: str
-    """The column with each row's own adapter. Null stands for the run's one."""
+    """The column with each row's own adapter. Null stands for the run's adapter."""
     sampling: Mapping[str, Any]
     """Sampling values by name. Values that are given as options of their own override them."""
     sampling_columns: Mapping[str, str]
@@ -143,7 +143,7 @@ class RunOptions(TypedDict, total=False):
     check_regex: str
     """A pattern of Python's re that whole answers must match."""
     check_function: str
-    """A function(row, completion) that returns None or the reason, as "module.name"."""
+    """A function(row, completion) that returns None, or why the answer is not valid; as "module.name"."""
     check_columns: Sequence[str]
     """The columns that the function's row has beside the prompt's columns."""
     max_attempts: int

@@ -5,7 +5,7 @@ usage: python -m ops.bench.engine --model FOLDER --workload W1.json [--threads 2
 
 import argparse
 import gc
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -21,12 +21,15 @@ def generate(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    first_logprobs: int = 0,
 ) -> list[list[int]]:
     """Complete all prompts, each to its full length; return their tokens."""
     params = [
         SamplingParams(max_tokens=n, temperature=temperature, top_p=top_p, ignore_eos=True)
         for n in lengths
     ]
+    if first_logprobs:
+        params[0] = replace(params[0], logprobs=first_logprobs)
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
@@ -36,16 +39,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kv-cache-bytes", type=int)
+    parser.add_argument("--max-num-seqs", type=int, default=EngineConfig.max_num_seqs)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--temperature", type=float, default=0.0)
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
-    config = EngineConfig(options.model, dtype=options.dtype, kv_cache_bytes=options.kv_cache_bytes)
+    config = EngineConfig(
+        options.model,
+        dtype=options.dtype,
+        kv_cache_bytes=options.kv_cache_bytes,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+    )
     with Engine(config) as engine:
         gc.collect()
         gc.freeze()  # as a worker does
         run(
             options,
             "tokenmill",
-            partial(generate, engine),
+            partial(generate, engine, temperature=options.temperature),
             lambda: {"stats": asdict(engine.stats())},
         )
 

@@ -24,7 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -87,9 +87,10 @@ def tree_rss_mib(process: psutil.Process) -> float:
 
 @contextmanager
 def started(name: str, command: str, log: Path) -> Iterator[Peer]:
-    """A peer's process, which ends with the block."""
-    with log.open("w") as errors:
-        process = subprocess.Popen(
+    """A peer's process, which ends with the block: by itself, or killed if the block raises."""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
             command,
             shell=True,
             text=True,
@@ -97,25 +98,27 @@ def started(name: str, command: str, log: Path) -> Iterator[Peer]:
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             yield Peer(name, process, log)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # closes its input, and reads what it still prints
+                process.communicate(timeout=END_S)
         finally:
-            try:
-                process.communicate(
-                    timeout=END_S
-                )  # closes its input, and reads what it still prints
-            except subprocess.TimeoutExpired:
+            # what it started may outlive it
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
 
 
-def take_turns(peers: list[Peer], workload: Path, rounds: int) -> list[dict[str, Any]]:
-    """Run a workload with all peers in each round, each round beginning with another one."""
+def take_turns(
+    peers: Sequence[Peer], workload: Path, rounds: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Run a workload with all peers in each of the numbered rounds, each beginning with another one."""
     records = []
-    for number in range(rounds):
+    for number in rounds:
         first = number % len(peers)
-        for peer in peers[first:] + peers[:first]:
+        for peer in [*peers[first:], *peers[:first]]:
             found = {"name": peer.name, "round": number, **peer.run(workload, SHIFT * (number + 1))}
             records.append(found)
             print(json.dumps({key: found[key] for key in ("name", "round", "tok_s")}), flush=True)
@@ -173,7 +176,7 @@ def run_all(
             peers.append(stack.enter_context(started(name, command, log)))
             peers[-1].wait_until_ready()
         for path in paths:
-            records = take_turns(peers, path.resolve(), options.rounds)
+            records = take_turns(peers, path.resolve(), range(options.rounds))
             print(
                 f"\n{path.stem}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads"
             )

@@ -28,7 +28,7 @@ from ops.bench.make import SHAPES, WORKLOADS, existing_checkpoint
 from ops.bench.report import print_machine, print_table, spread
 from ops.bench.workload import Workload
 
-SAMPLING = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "temperature 0.6": {"temperature": 0.6},
     "greedy": {"temperature": 0.0},
     "temperature 0.6, top_p 0.95": {"temperature": 0.6, "top_p": 0.95},

@@ -1,7 +1,8 @@
 """A workload: prompts as token ids with the number of tokens each is answered with; its file and its timing.
 
 The file is JSON: {"name": ..., "model": ..., "seqs": [{"prompt": [token ids], "max_tokens": n}, ...]}. Every
-sequence is decoded to its full length, whatever end tokens it gives.
+sequence is decoded to its full length, whatever end tokens it gives. `"first_logprobs": n` in it asks for n log
+probabilities of each token of the first sequence.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ from typing import Any
 from ops.bench.parts import seconds_by_part
 
 WARM_UP_SHIFT = 5000  # other token ids, so that no prefix of the counted run is cached
-Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+#: Takes prompts and lengths, and `first_logprobs` where a workload has it; returns the new tokens of each.
+Generate = Callable[..., list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how many tokens to generate for each; `model` is the shape it is meant for."""
+    """Prompts, and how many tokens to generate for each; `model` is the shape it is meant for.
+
+    first_logprobs: log probabilities wanted of each token of the first sequence, 0 for none.
+    """
 
     name: str
     model: str
     prompts: list[list[int]]
     lengths: list[int]
+    first_logprobs: int = 0
 
     def __str__(self) -> str:
         return (
@@ -43,9 +49,8 @@ class Workload:
         """Read a workload's file."""
         found = json.loads(path.read_text())
         prompts = [seq["prompt"] for seq in found["seqs"]]
-        return cls(
-            found["name"], found["model"], prompts, [seq["max_tokens"] for seq in found["seqs"]]
-        )
+        lengths = [seq["max_tokens"] for seq in found["seqs"]]
+        return cls(found["name"], found["model"], prompts, lengths, found.get("first_logprobs", 0))
 
     def shifted(self, shift: int) -> Workload:
         """The same with other token ids, no more of them than before."""
@@ -59,7 +64,16 @@ class Workload:
         """Write a workload's file."""
         pairs = zip(self.prompts, self.lengths, strict=True)
         seqs = [{"prompt": prompt, "max_tokens": length} for prompt, length in pairs]
-        path.write_text(json.dumps({"name": self.name, "model": self.model, "seqs": seqs}))
+        found: dict[str, Any] = {"name": self.name, "model": self.model, "seqs": seqs}
+        if self.first_logprobs:
+            found["first_logprobs"] = self.first_logprobs
+        path.write_text(json.dumps(found))
+
+    def answer(self, generate: Generate) -> list[list[int]]:
+        """Answer all prompts at once; return the new tokens of each."""
+        if self.first_logprobs:
+            return generate(self.prompts, self.lengths, first_logprobs=self.first_logprobs)
+        return generate(self.prompts, self.lengths)
 
 
 def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
@@ -70,7 +84,7 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
     others = workload.shifted(WARM_UP_SHIFT).prompts[:4]
     generate(others, [8] * len(others))
     started, cpu_started = time.perf_counter(), time.process_time()
-    outputs = generate(workload.prompts, workload.lengths)
+    outputs = workload.answer(generate)
     wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     num_tokens = sum(map(len, outputs))
     return {
@@ -106,11 +120,11 @@ def take_turns(generate: Generate) -> None:
         turn = json.loads(line)
         workload = Workload.read(Path(turn["workload"])).shifted(turn["shift"])
         if turn.get("parts"):
-            parts = seconds_by_part(partial(generate, workload.prompts, workload.lengths))
+            parts = seconds_by_part(partial(workload.answer, generate))
             print("RESULT " + json.dumps(parts), flush=True)
             continue
         started = time.perf_counter()
-        outputs = generate(workload.prompts, workload.lengths)
+        outputs = workload.answer(generate)
         tok_s = sum(map(len, outputs)) / (time.perf_counter() - started)
         print("RESULT " + json.dumps({"tok_s": round(tok_s, 2), "outputs": outputs}), flush=True)
 

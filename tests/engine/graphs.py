@@ -14,6 +14,7 @@ from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableB
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePart, StateParts
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.upload import upload
@@ -100,9 +101,11 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         assert order is not None
+        assert prefixes is None
         return StaticDecodes(context_lens, block_tables, order)
 
     def store(

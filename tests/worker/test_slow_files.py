@@ -339,14 +339,14 @@ def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(
     plan(workers, tmp_path, "fine", rows=3)
     bulk = workers.queue("bulk")
     prompt = bulk.enqueue("jobs.complete", "a", max_tokens=1)
-    waits = {"TOKENMILL_FILE_TIMEOUT_S": "3", "TOKENMILL_FUNCTION_GRACE_S": "0.1"}
+    waits = {"TOKENMILL_FILE_TIMEOUT_S": "5", "TOKENMILL_FUNCTION_GRACE_S": "0.1"}
     worker = workers.start("--name", "w", queues=("bulk",), worker_class=WORKER, **waits)
     assert text_of(workers.result(prompt)) == "echo:a"
     wait_until((tmp_path / "fine" / "_SUCCESS").exists)
     for shard in range(3):
         job = workers.job(shard_job_id(stuck, shard))
         failure = str(workers.result(job).exc_string)
-        assert "FileTimeout: opening its file went on for more than 3 s" in failure
+        assert "FileTimeout: opening its file went on for more than 5 s" in failure
         assert failure.rstrip().endswith("tokenmill: server")
         assert job.get_status() == JobStatus.FAILED
     wait_until(
@@ -382,8 +382,8 @@ def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_t
         def check_room(self) -> None:
             self._tell(super().check_room)
 
-        def hold(self, num_bytes: int, own: int = 0) -> None:
-            self._tell(super().hold, num_bytes, own)
+        def hold(self, num_bytes: int, already_held: int = 0) -> None:
+            self._tell(super().hold, num_bytes, already_held)
 
         def _tell(self, call: Callable[..., None], *arguments: int) -> None:
             try:

@@ -13,7 +13,7 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""After so many seconds without a look in vain, all workers of the queue count again. See FairShare."""
+"""Seconds without a look in vain after which all workers of the queue count again. See FairShare."""
 
 
 class FairShare:
@@ -156,7 +156,7 @@ class Claimer:
 
     @property
     def has_all_it_may(self) -> bool:
-        """Whether --max-jobs allows no more."""
+        """Whether --max-jobs allows no further job."""
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:

@@ -64,7 +64,7 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on. Its model is loaded. facts: the values of its key in Redis."""
+        """Serve a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 

@@ -25,7 +25,7 @@ _TURN_MS = 4500
 left out."""
 
 _MEMORY_S = 3600
-"""Seconds for which a queue's memory is kept after its last look."""
+"""Seconds for which Redis keeps what a look at a queue remembers for the next one."""
 
 
 class QueueOrder:

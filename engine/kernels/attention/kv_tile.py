@@ -31,6 +31,12 @@ LOWEST = tl.constexpr(-1e38)
 
 
 @triton.jit
+def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """Return the tokens of each split of the seen context: whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, MAX_SPLITS), TILE) * TILE, SPLIT)
+
+
+@triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return the first token that the query at `position` sees; 0 for the -1 of an empty context."""
     first = position * 0

@@ -103,6 +103,10 @@ class ModelRunner:
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
+                if isinstance(self.backend, CapturableBackend):
+                    self.backend.share_prefixes(
+                        self.model.attention_layers, self._kv_dtype, config.block_size
+                    )
                 self._allocate()
             self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
         except torch.OutOfMemoryError as error:
@@ -454,6 +458,7 @@ class ModelRunner:
                     self._config.block_size,
                     self.device,
                     backend.write_rows,
+                    backend.prefix_limits,
                     has_states=bool(model.states),
                 ),
                 max_model_len,

@@ -73,8 +73,8 @@ _NOT_DECIDING = _FILE_ARGUMENTS | {
     "escalate_below",
 }
 
-#: Arguments that decide a row's later prompts. These are made once the first prompt is answered. Without later prompts,
-#: the arguments change an answer only through its prompt.
+#: Arguments that decide a row's later prompts, which do not exist yet when the row gets its key. If a row has only one
+#: prompt, these arguments change an answer only through that prompt.
 _LATER_PROMPT_ARGUMENTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
@@ -156,10 +156,10 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Say what two runs ask differently, value by value. any_model: leave out the model."""
+    """Say what two runs ask differently, value by value. any_model: whether to leave out the model."""
     lines = []
     new_fingerprints = {new.model.fingerprint}
-    if new.second is not None:
+    if new.second is not None:  # a cascade takes answers of both its models
         new_fingerprints.add(new.second.fingerprint)
     if not any_model and old.model.fingerprint not in new_fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
@@ -183,7 +183,7 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 
 
 def _adapters_only_in(model: PinnedModel, other: PinnedModel) -> str:
-    """Name the adapters of a run that another run has not, with their files. other: the model of the other run."""
+    """Name the adapters that only one of two models has, as errors show them. other: the model that lacks them."""
     adapters = [adapter for adapter in model.adapters if adapter not in other.adapters]
     if not adapters:
         return "none"

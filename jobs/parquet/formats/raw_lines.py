@@ -17,7 +17,7 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # By a line's number: the wanted row that begins there, or None where the row before was the last wanted one.
+    # By a line's number: the wanted row that begins there; None if the first row after a wanted one begins there.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
     with _opened(path, file_format, dialect) as file:

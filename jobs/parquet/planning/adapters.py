@@ -24,7 +24,7 @@ def with_named_adapters(context: JobContext, plan: Plan) -> Plan:
 
 
 def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
-    """Return a plan that pins all adapters that rows may name: for a look at a run, which nobody resumes."""
+    """Return a plan that pins all adapters that rows may name. Only for previews and dry runs, which keep no plan."""
     if not rows_name_adapters(plan.spec):
         return plan
     return _with_adapters(plan, set(context.adapters.pinned))
@@ -68,7 +68,7 @@ def _names_in_arguments(spec: RunSpec) -> set[str]:
 
 
 def _names_in_row(row: Row, spec: RunSpec) -> Iterator[str]:
-    """Yield the texts of a row that may name an adapter. In a batch file's line, the model's name may."""
+    """Yield the texts of a row that may name an adapter. A batch file's line may name one as its model."""
     if spec.input_format != OPENAI_BATCH:
         name = row.own_sampling.get(ADAPTER)
         if isinstance(name, str):

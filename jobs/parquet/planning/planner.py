@@ -70,7 +70,7 @@ def plan_run(
     context: JobContext, storage: Storage, spec: RunSpec, submission: Submission
 ) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
-    storage.resolve(spec.output)
+    storage.resolve(spec.output)  # raises PathOutsideRoots before anything is recorded
     queue = submission.queue
     state = RunState(context.connection, spec.run, context.lease)
     state.open_submission(context.job_id, spec.output, submission)
@@ -184,7 +184,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
             continue
         candidate = PinnedModel(
             name=served.model,
-            fingerprint=names[0],  # as in ServedModel.names
+            fingerprint=names[0],  # ServedModel.names begins with it
             dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),

@@ -71,7 +71,7 @@ class RowSampling:
         self._sampling = dict(sampling)
         self._check_sampling = check
         # The values that a row's null stands for. They are written out, so that rows with equal values have equal
-        # texts. A seed is not among them, because each row makes its own seed of the run's.
+        # texts. A seed is not among them, because each row gets a seed of its own.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)
@@ -100,7 +100,7 @@ class RowSampling:
                 raise WrongColumnType(column, kind, expected)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem."""
+        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):

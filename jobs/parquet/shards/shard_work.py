@@ -159,7 +159,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, and let other shards have the file."""
+        """Free the memory of the rows that are not answered. The shard reads its file no more."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)

@@ -171,9 +171,9 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file, and lend a function that has a child do a task with it.
+    """Open a file in a child process, and lend a function that sends the child a task.
 
-    share: the share of a shard's bytes that the child may take; by default the format's.
+    share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default that of the format.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE

@@ -118,7 +118,7 @@ def _is_column_name(text: str) -> bool:
     return not is_jinja_tag
 
 
-#: The most prompts of a row. Each prompt is a turn in the batch.
+#: The most prompts of a row. Each one waits for the answer to the one before.
 MAX_STEPS = 20
 
 #: Columns that a row has only once, however many prompts it has.
@@ -270,7 +270,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # Both are read before they are merged, so that both use the same names.
+        # The prompt's values and the run's are read before they are merged, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )

@@ -16,6 +16,7 @@ import torch
 
 from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePool, state_parts
 from engine.attention.triton_backend import PACKED, TritonBackend
 from engine.checkpoint.model_config import read_model_config
@@ -66,8 +67,9 @@ class Kernel:
 
 KERNELS = {
     "decode_kernel": Kernel(
-        variants=2, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65
+        variants=4, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65
     ),
+    "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
@@ -180,6 +182,9 @@ def meta_model(
         scales=scales,
     )
     cache.states = StatePool(model.states, 4, META)
+    backend.share_prefixes(layers, FP8 if fp8 else dtype, BLOCK_SIZE)
+    assert backend.prefix_limits is not None
+    backend.prefix_limits = replace(backend.prefix_limits, least_spared_bytes=1)
     return model, backend, cache
 
 
@@ -204,7 +209,7 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
-    """A recorded decode step over static buffers, one that is not recorded, and a mixed step."""
+    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then a mixed step."""
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)
@@ -212,11 +217,20 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
             tokens, tokens, tokens, tokens, attention, state_parts(step.state_parts, META)
         )
 
-    decodes = make_step([1] * num_rows, [1000 + num_rows] * num_rows, BLOCK_SIZE, 4)
+    length = 1000 + num_rows
+    num_blocks = num_rows * -(-length // BLOCK_SIZE)
+    alone = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, num_blocks)
+    sharing = replace(alone, block_tables=np.zeros_like(alone.block_tables))
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
     tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
-    yield make(decodes, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints))
-    for step in decodes, make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4):
+    assert backend.prefix_limits is not None
+    prefixes = PrefixTensors(*upload(backend.prefix_limits.arrange([], num_rows), META))
+    for recorded in (None, prefixes):
+        yield make(
+            alone, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints, recorded)
+        )
+    mixed = make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4)
+    for step in (alone, sharing, mixed):
         metadata, _ = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
         yield make(step, metadata)
 

@@ -13,7 +13,7 @@ from jobs.common.keys import FORMAT, MODEL_FIELD, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.context.adapters import Adapters, LiveAdapters
 from jobs.context.answers import AnswerMemo
-from jobs.errors import InvalidJob, ModelNotServed, RunOfAnotherModel, UnknownAdapter
+from jobs.errors import AdapterAwaited, InvalidJob, ModelNotServed, UnknownAdapter
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, feed, opened_task, run_task
@@ -98,6 +98,13 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(serving: JobContext) 
         run_task(serving, "jobs.complete", "a", model="sqll")
 
 
+def test_a_head_takes_no_adapter_and_the_error_names_what_was_asked_for(
+    serving: JobContext,
+) -> None:
+    with pytest.raises(InvalidJob, match=r"'sql' is an adapter, and .* name 'm', or leave `model`"):
+        run_task(serving, "jobs.classify_text", "a", model="sql")
+
+
 def test_an_adapter_whose_files_cannot_be_used_is_refused_with_the_reason() -> None:
     problems = {"bad": "adapter 'bad' cannot be used: use_dora is set"}
     pinned = [SQL]
@@ -131,24 +138,39 @@ def test_a_run_pins_its_adapter_and_other_workers_leave_its_shards(
     pin = redis.hget(job.key, MODEL_FIELD)
     assert pin == f"{MODEL.pin}\n{SQL}".encode()
     serve(CHANGED, FRENCH)
-    with pytest.raises(RunOfAnotherModel, match=r"with adapters sql \(11111111\)"):
+    with pytest.raises(AdapterAwaited, match=rf"run {run} needs .* adapters sql \(11111111\)"):
         runs.run(job)
     add_worker(redis, "w")
     record = {"models": [*MODEL.names, "sql", CHANGED], "format": FORMAT}
     redis.set(worker_key("w"), json.dumps(record), ex=WORKER_STATS_TTL_S)
     redis.hset("rq:worker:w", "queues", "bulk")
-    shown = invoke("status", run).output
-    assert "serves model m (float32, fingerpr) with adapters sql (11111111): start one" in shown
+    awaited = "no worker on queue 'bulk' has the files of adapters sql (11111111): put these files"
+    assert awaited in invoke("status", run).output
     redis.set(
         worker_key("w"),
         json.dumps({**record, "models": [*MODEL.names, SQL]}),
         ex=WORKER_STATS_TTL_S,
     )
-    assert "serves model" not in invoke("status", run).output
+    assert "no worker on queue" not in invoke("status", run).output
     serve(SQL)
     named = Named()
     runs.work(named)
     assert sorted(named.asked) == [("a", SQL), ("b", SQL)]
+
+
+def test_a_job_whose_adapter_is_not_here_any_more_gets_no_answer(
+    runs: Runs, serve: Serve, serving: JobContext
+) -> None:
+    """Neither an error for a row nor for a prompt: the worker gives the job back."""
+    changed = FakeCompletion(
+        error="the files have changed", finish_reason="error", lacks_adapter=True
+    )
+    runs.write(["a"])
+    runs.plan(sampling={"adapter": "sql"})
+    with pytest.raises(AdapterAwaited, match="the files have changed"):
+        runs.work(lambda request: changed)
+    with pytest.raises(AdapterAwaited, match="the files have changed"):
+        run_task(serving, "jobs.complete", ["a", "b"], adapter="sql", answer=lambda _: changed)
 
 
 def test_each_row_has_the_adapter_of_its_column(runs: Runs, serve: Serve) -> None:
