@@ -16,7 +16,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.attention.prefix_groups import PrefixLimits, PrefixTensors
-from engine.attention.state_pool import StateParts
+from engine.attention.state_pool import StateBreak, StateParts
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
@@ -217,6 +217,6 @@ class ForwardBatch:
     slot_mapping: Tensor
     sample_rows: Tensor
     attention: AttentionMetadata
-    states: StateParts | None = None
+    states: StateParts | StateBreak | None = None
     pictures: PictureRows | None = None
     adapters: AdapterRows | None = None

@@ -1,7 +1,8 @@
 """The pool of states: what convolutions and recurrences keep of a sequence, whatever its length."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -89,6 +90,17 @@ class StateParts:
     others: Sequence[StatePart]
     table: Tensor
     waves: Sequence[range]
+
+
+Mix = Callable[[Tensor, StateParts], Tensor]
+
+
+class StateBreak(ABC):
+    """Stands in the place of StateParts while the rest of a step is recorded: something else advances states."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
+        """Return what compute(x, parts) gives, [tokens, width]. x: [tokens, any]."""
 
 
 def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:

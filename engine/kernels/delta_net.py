@@ -18,7 +18,7 @@ FIELDS = tl.constexpr(5)  # of a part
 CHUNK = (
     32  # tokens; of 64 the inverse of a chunk takes eight times the products, for half the chunks
 )
-SOLVED_KEYS, CHUNK_KEYS = 32, 16  # of a head, in one product
+KEY_TILE = 16  # numbers of a key in one product: more take more registers
 VALUE_TILE = 32
 GATE_TOKENS = 8
 LEAST_DECAY = tl.constexpr(-30.0)
@@ -139,13 +139,14 @@ def solve_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_TILE: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program solves what a chunk's tokens are to each other, in a head, and finds the lengths of queries and keys.
+    """One program solves what a chunk's tokens are to each other in a head of values, and measures queries and keys.
 
     Let A[i, j] be what token i finds of what an earlier token j has added. Then (I + A)^-1 turns what the tokens would
     add alone into what they add together. The inverse of [[P, 0], [L, Q]] is [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]], so
     blocks of twice the size follow from those before, and no power of A is computed, which may be large.
     """
-    head = tl.program_id(2)
+    value_head = tl.program_id(2)
+    head, own = value_head // GROUP, value_head % GROUP
     CHANNELS: tl.constexpr = 2 * KEY + GROUP * VALUE
     ROWS: tl.constexpr = CHANNELS + GROUP * VALUE + 2 * GROUP
     first = parts_ptr + (first_part + tl.program_id(0)) * FIELDS
@@ -153,9 +154,10 @@ def solve_kernel(
     if start >= end:
         return
     number, i = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
-    token = start + number
-    there = token < end
-    rows = convolved_ptr + (token * NUM_HEADS + head)[:, None] * CHANNELS + i[None, :]
+    there = start + number < end
+    later, earlier = number[:, None], number[None, :]
+    rows = convolved_ptr + (start * NUM_HEADS + head) * CHANNELS
+    rows += later * (NUM_HEADS * CHANNELS) + i[None, :]
     keys, scores = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     query_sum, key_sum = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
     for begin in range(0, KEY, KEY_TILE):
@@ -168,35 +170,34 @@ def solve_kernel(
         scores += tl.dot(query, tl.trans(key), input_precision=PRECISION)
     query_scale = tl.rsqrt(query_sum + NORM_EPS) / tl.sqrt(KEY * 1.0)
     key_scale = tl.rsqrt(key_sum + NORM_EPS)
-    keys *= key_scale[:, None] * key_scale[None, :]
-    scores *= query_scale[:, None] * key_scale[None, :]
-    scales = scales_ptr + (token * NUM_HEADS + head) * 2
-    tl.store(scales, query_scale, mask=there)
+    scales = scales_ptr + (start * NUM_HEADS + head) * 2 + number * (NUM_HEADS * 2)
+    tl.store(scales, query_scale, mask=there)  # by each head of the group
     tl.store(scales + 1, key_scale, mask=there)
 
-    later, earlier = number[:, None], number[None, :]
-    x = x_ptr + (token * NUM_HEADS + head) * ROWS + CHANNELS + GROUP * VALUE
-    for own in range(GROUP):
-        value_head = head * GROUP + own
-        decay_rate, bias = tl.load(decay_ptr + value_head), tl.load(bias_ptr + value_head)
-        rate = 1 / (1 + tl.exp(-tl.load(x + own, mask=there, other=0.0).to(tl.float32)))
-        decay = decay_of(tl.load(x + GROUP + own, mask=there, other=0.0), bias, decay_rate)
-        total = tl.cumsum(tl.where(there, tl.maximum(decay, LEAST_DECAY), 0.0), 0)
-        faded = tl.exp(tl.where(later >= earlier, total[:, None] - total[None, :], float("-inf")))
-        found = keys * faded * rate[:, None]
-        inverse = tl.where(later == earlier, 1.0, 0.0)
-        inverse -= tl.where((later // 2 == earlier // 2) & (later > earlier), found, 0.0)
-        for level in range(1, LEVELS):
-            is_block = (later >> level + 1) == (earlier >> level + 1)
-            is_lower = (later >> level) > (earlier >> level)
-            lower = tl.where(is_block & is_lower, found, 0.0)
-            added = tl.dot(lower, inverse, input_precision=PRECISION)
-            inverse -= tl.dot(inverse, added, input_precision=PRECISION)
-        place = token * NUM_HEADS * GROUP + value_head
-        chunk = chunks_ptr + place[:, None] * 2 * CHUNK + earlier
-        tl.store(chunk, inverse * rate[None, :], mask=there[:, None])
-        tl.store(chunk + CHUNK, scores * faded, mask=there[:, None])
-        tl.store(totals_ptr + place, total, mask=there)
+    x = x_ptr + (start * NUM_HEADS + head) * ROWS + CHANNELS + GROUP * VALUE + own
+    x += number * (NUM_HEADS * ROWS)
+    decay_rate, bias = tl.load(decay_ptr + value_head), tl.load(bias_ptr + value_head)
+    rate = 1 / (1 + tl.exp(-tl.load(x, mask=there, other=0.0).to(tl.float32)))
+    decay = decay_of(tl.load(x + GROUP, mask=there, other=0.0), bias, decay_rate)
+    total = tl.cumsum(tl.where(there, tl.maximum(decay, LEAST_DECAY), 0.0), 0)
+    place = start * NUM_HEADS * GROUP + value_head
+    tl.store(totals_ptr + place + number * (NUM_HEADS * GROUP), total, mask=there)
+    faded = tl.exp(tl.where(later >= earlier, total[:, None] - total[None, :], float("-inf")))
+    faded *= key_scale[None, :]
+    chunk = chunks_ptr + place * 2 * CHUNK
+    chunk += later * (NUM_HEADS * GROUP * 2 * CHUNK) + earlier
+    tl.store(chunk + CHUNK, scores * faded * query_scale[:, None], mask=there[:, None])
+
+    found = keys * faded * (key_scale * rate)[:, None]
+    inverse = tl.where(later == earlier, 1.0, 0.0)
+    inverse -= tl.where((later // 2 == earlier // 2) & (later > earlier), found, 0.0)
+    for level in range(1, LEVELS):
+        is_block = (later >> level + 1) == (earlier >> level + 1)
+        is_lower = (later >> level) > (earlier >> level)
+        lower = tl.where(is_block & is_lower, found, 0.0)
+        added = tl.dot(lower, inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, added, input_precision=PRECISION)
+    tl.store(chunk, inverse * rate[None, :], mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["first_part"])
@@ -223,13 +224,13 @@ def chunk_kernel(
     state = ()
     for tile in tl.static_range(KEY_TILES):
         is_held = (tile * KEY_TILE + i < KEY)[:, None] & is_value
-        state += (  # type: ignore[assignment]
-            tl.load(before + places + tile * KEY_TILE, mask=is_held & (source >= 0), other=0.0),
-        )
+        is_held &= source >= 0
+        kept = tl.load(before + places + tile * KEY_TILE, mask=is_held, other=0.0)
+        state += (kept,)  # type: ignore[assignment]  # a tuple of another length
     for begin in range(start, end, CHUNK):
-        token = begin + number
-        there = token < end
-        rows = convolved_ptr + (token * NUM_HEADS + head)[:, None] * CHANNELS
+        there = begin + number < end
+        rows = convolved_ptr + (begin * NUM_HEADS + head) * CHANNELS
+        rows += number[:, None] * (NUM_HEADS * CHANNELS)
         from_query = tl.zeros([CHUNK, TILE], tl.float32)
         from_key = tl.zeros([CHUNK, TILE], tl.float32)
         for tile in tl.static_range(KEY_TILES):
@@ -239,17 +240,19 @@ def chunk_kernel(
             key = tl.load(at + KEY, mask=inside, other=0.0)
             from_query += tl.dot(query, state[tile], input_precision=PRECISION)
             from_key += tl.dot(key, state[tile], input_precision=PRECISION)
-        place = token * NUM_HEADS * GROUP + value_head
-        scales = scales_ptr + (token * NUM_HEADS + head) * 2
+        place = begin * NUM_HEADS * GROUP + value_head
+        scales = scales_ptr + (begin * NUM_HEADS + head) * 2 + number * (NUM_HEADS * 2)
         query_scale = tl.load(scales, mask=there, other=0.0)
         key_scale = tl.load(scales + 1, mask=there, other=0.0)
-        total = tl.load(totals_ptr + place, mask=there, other=0.0)
+        totals = totals_ptr + place + number * (NUM_HEADS * GROUP)
+        total = tl.load(totals, mask=there, other=0.0)
         last_token = tl.minimum(begin + CHUNK, end) - 1
         last = tl.load(totals_ptr + last_token * NUM_HEADS * GROUP + value_head)
         faded = tl.exp(total)
         values = rows + 2 * KEY + own * VALUE + d[None, :]
         value = tl.load(values, mask=there[:, None] & is_value, other=0.0)
-        chunk = chunks_ptr + place[:, None] * 2 * CHUNK + number[None, :]
+        chunk = chunks_ptr + place * 2 * CHUNK
+        chunk += number[:, None] * (NUM_HEADS * GROUP * 2 * CHUNK) + number[None, :]
         inverse = tl.load(chunk, mask=there[:, None], other=0.0)
         wanted = value - (faded * key_scale)[:, None] * from_key
         added = tl.dot(inverse, wanted, input_precision=PRECISION)
@@ -265,7 +268,8 @@ def chunk_kernel(
             at = rows + KEY + tile * KEY_TILE + i[None, :]
             key = tl.load(at, mask=inside, other=0.0)
             grown = tl.dot(tl.trans(key), added, input_precision=PRECISION)
-            after += (state[tile] * tl.exp(last) + grown,)  # type: ignore[assignment]
+            grown += state[tile] * tl.exp(last)
+            after += (grown,)  # type: ignore[assignment]
         state = after
     for field in tl.static_range(3, 5):
         row = tl.load(first + field)
@@ -333,9 +337,9 @@ def delta_net(
     totals = torch.empty((len(x), num_values), dtype=torch.float32, device=x.device)
     scales = torch.empty((len(x), num_heads, 2), dtype=torch.float32, device=x.device)
     longest = max(part.end - part.start for part in parts.others)
-    solve_kernel[(len(parts.others), triton.cdiv(longest, CHUNK), num_heads)](
+    solve_kernel[(len(parts.others), triton.cdiv(longest, CHUNK), num_values)](
         x, convolved, chunks, totals, scales, parts.table, decay, bias, num_decodes, **sizes,
-        KEY_TILE=min(SOLVED_KEYS, max(16, key_pad)), CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, num_warps=4,
+        KEY_TILE=KEY_TILE, CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, num_warps=2,
         num_stages=1,
     )  # fmt: skip
     value_tile = min(VALUE_TILE, max(16, value_pad))
@@ -345,7 +349,7 @@ def delta_net(
             continue
         chunk_kernel[(wave.stop - first_part, num_values, triton.cdiv(heads.value_dim, value_tile))](
             convolved, chunks, totals, scales, states, parts.table, first_part, **sizes,
-            KEY_TILE=CHUNK_KEYS, CHUNK=CHUNK, TILE=value_tile, num_warps=4, num_stages=2,
+            KEY_TILE=KEY_TILE, CHUNK=CHUNK, TILE=value_tile, num_warps=4, num_stages=2,
         )  # fmt: skip
     gate_kernel[(triton.cdiv(len(x) - num_decodes, GATE_TOKENS), num_values)](
         x, convolved, norm, out, num_decodes, len(x), heads.eps, **sizes, VALUE_PAD=value_pad, TOKENS=GATE_TOKENS,

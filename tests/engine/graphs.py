@@ -21,7 +21,7 @@ from engine.kernels.upload import upload
 from engine.layers.gated_delta_net import DeltaHeads, mix
 from engine.models.decoder import DecoderForCausalLM
 from engine.run.forward.decode_graphs import Replay
-from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces
+from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces, StateCall
 
 
 @dataclass
@@ -152,7 +152,7 @@ class SimulatedPieces:
         number = self.num_captured
         self.num_captured += 1
 
-        def count(call: AttentionCall) -> None:
+        def count(call: AttentionCall | StateCall) -> None:
             self.num_calls += 1
 
         run(count)

@@ -91,15 +91,6 @@ def test_the_triton_backend_gives_the_same_tokens_through_graphs(
     assert capture.replayed
 
 
-@pytest.mark.long
-def test_the_triton_backend_computes_delta_nets(tmp_path: Path) -> None:
-    """In chunks, from snapshots, and decodes, without graphs."""
-    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    reference = reference_of(tmp_path, BY_NAME["qwen3_5"])
-    reference.prompts = [reference.prompts[i] for i in (1, 4)]
-    assert run(reference, "chunks", "triton")[0] == []
-
-
 @pytest.mark.parametrize(
     ("max_model_len", "windows"), [(170, [20] * 3), (21, [20] * 3), (20, [None] * 3)]
 )

@@ -485,7 +485,9 @@ class ModelRunner:
         """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
         model, cache, backend = self.model, self.cache, self.backend
         capture = choose_piece_capture(self._config, backend, self.device)
-        if capture is None or model.may_wait or model.states or model.index_keys:
+        if capture is None or model.may_wait or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
         sizes = step_sizes(self._config.max_num_batched_tokens)
