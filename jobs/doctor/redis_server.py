@@ -185,8 +185,8 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     used_bytes = health.used_bytes
     max_bytes = health.limit_bytes
     if max_bytes and used_bytes > FULL * max_bytes:
-        when = "no job can" if used_bytes >= max_bytes else "soon no job can"
-        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
+        when = "now" if used_bytes >= max_bytes else "soon"
+        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} no job can be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
         yield fault("redis memory", problem, mend)
 
