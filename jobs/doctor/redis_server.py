@@ -86,7 +86,10 @@ def not_served(url: str, error: RedisError) -> Finding:
         if url.startswith("rediss:"):
             mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
-        mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
+        mend = (
+            "use the Redis user of the role that this needs, or give this user the rules of its role in "
+            "ops/redis-users.acl, +info and +ping among them"
+        )
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
     return fault("redis", f"{address} {problem} ({error})", mend)
