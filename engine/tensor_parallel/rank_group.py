@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -110,6 +110,15 @@ STOP_TIMEOUT_S = 10.0
 BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that broke it to be known
 
 
+#: The kinds of messages that may come while one is awaited: a rank goes on while the driver waits for another one,
+#: and an adapter is loaded while steps run.
+_EARLY = {
+    Kind.ARRIVED: (Kind.MET, Kind.READY),
+    Kind.MET: (Kind.READY,),
+    Kind.LOADED: (Kind.TOKENS,),
+}
+
+
 class RankIsVictim(RankFailed):
     """A rank has only noticed that another one is gone."""
 
@@ -157,7 +166,8 @@ class RankGroup:
         self._tables = SentTables(config.max_num_seqs, config.block_size)
         self._num_launched = 0
         self._num_answered = 0
-        self._early_tokens: deque[Message] = deque()  # that came while something else was awaited
+        #: The ranks' messages that came while an earlier kind was awaited, in their order.
+        self._early: dict[Kind, deque[tuple[int, Message]]] = defaultdict(deque)
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._store: Any = None  # where the ranks meet
@@ -219,10 +229,7 @@ class RankGroup:
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                if not self._early_tokens:
-                    found = self._await({0}, Kind.TOKENS, self._step_timeout_s)
-                    self._early_tokens.append(found[0])
-                message = self._early_tokens.popleft()
+                message = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
                 self._num_answered += 1
         return unpack_tokens(message.arrays)
 
@@ -293,7 +300,7 @@ class RankGroup:
         silence: the reason of that RankFailed, in place of the usual one.
         """
         deadline = time.monotonic() + timeout_s
-        received: dict[int, Message] = {}
+        received = self._take_early(waited_for, kind)
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
                 usual = f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
@@ -302,14 +309,26 @@ class RankGroup:
                 found = self._read(rank)
                 if isinstance(found, EngineError):
                     raise self._blame(found)
-                if found.kind is Kind.TOKENS and kind is Kind.LOADED:
-                    self._early_tokens.append(found)  # of a step launched before
+                if found.kind is kind:
+                    received[rank.rank] = found
                     continue
-                assert found.kind is kind, (
+                assert found.kind in _EARLY.get(kind, ()), (
                     f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
                 )
-                received[rank.rank] = found
+                self._early[found.kind].append((rank.rank, found))
         return received
+
+    def _take_early(self, ranks: set[int], kind: Kind) -> dict[int, Message]:
+        """Take the first early message of a kind from each of these ranks that has sent one."""
+        taken: dict[int, Message] = {}
+        left: deque[tuple[int, Message]] = deque()
+        for rank, message in self._early[kind]:
+            if rank in ranks and rank not in taken:
+                taken[rank] = message
+            else:
+                left.append((rank, message))
+        self._early[kind] = left
+        return taken
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
         """Return the ranks that have sent something, or ended, before the deadline."""

@@ -1,6 +1,7 @@
 """How ranks share a model, and what the driver sends them: it arrives as it was."""
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.block_tables import KeptTables, SentTables
 from engine.tensor_parallel.messages import Channel, Kind, encode, pack_step, unpack_step
-from engine.tensor_parallel.rank_group import rank_devices
+from engine.tensor_parallel.rank_group import RankGroup, RankProcess, rank_devices
 from tests.engine.reference import Reference
 from tests.engine.two_ranks import SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
 
@@ -63,6 +64,44 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
     torch.testing.assert_close(parameters[f"{prefix}.o_proj.weight"], columns)
     rows = weights["lm_head.weight"].split(512 // size)[rank]
     torch.testing.assert_close(parameters["lm_head.weight"], rows)
+
+
+class QuickRank:
+    """A rank that has sent all messages of a start before the driver reads the first."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self.rank = rank
+        driver_end, self._end = socket.socketpair()
+        self.channel = Channel(driver_end, timeout_s)
+        pool = {"num_blocks": 600, "num_bytes": 1, "max_model_len": 200, "states": None}
+        for kind, facts in (
+            (Kind.ARRIVED, None),
+            (Kind.MET, None),
+            (Kind.READY, (pool, "torch", False)),
+        ):
+            self._end.sendall(encode(kind, facts))
+
+    def kill(self) -> None:
+        self.channel.close()
+        self._end.close()
+
+
+class OneRankAtATime(RankGroup):
+    """Reads all that a rank has sent before it looks at the next one."""
+
+    def _readable(self, deadline: float) -> Iterator[RankProcess]:
+        yield min(super()._readable(deadline), key=lambda rank: rank.rank)
+
+
+def test_a_rank_that_is_steps_ahead_of_another_does_not_end_the_start(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "RankProcess", QuickRank)
+    folder = folders["gqa2_tied_hub"]
+    model = read_model_config(folder)
+    group = OneRankAtATime(config(folder, SHAPE_OF["gqa2_tied_hub"]), model, folder)
+    assert group.pool_size.num_blocks == 600
+    group._kill()
 
 
 def test_sizes_that_cannot_work_are_named_before_a_rank_starts(
