@@ -15,9 +15,9 @@ from torch import Tensor
 
 NORM_EPS = tl.constexpr(1e-6)  # as in engine.layers.gated_delta_net
 FIELDS = tl.constexpr(5)  # of a part
-CHUNK = (
-    32  # tokens; of 64 the inverse of a chunk takes eight times the products, for half the chunks
-)
+CHUNK = 32
+"""Tokens. The inverse of a chunk of 64 takes eight times the products, for half the chunks."""
+
 KEY_TILE = 16  # numbers of a key in one product: more take more registers
 VALUE_TILE = 32
 GATE_TOKENS = 8
