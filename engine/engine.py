@@ -95,6 +95,7 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
+        adapter_folder = AdapterFolder(config.adapters)
         if config.adapters is not None:
             check_takes_adapters(config.adapters, path)
         self._reader: PictureReader | None = None
@@ -136,10 +137,7 @@ class Engine:
             in_one_step=path.is_single_pass,
         )
         self._adapters = Adapters(
-            AdapterFolder(config.adapters),
-            self._live_runner,
-            config.max_adapters,
-            hold=self._scheduler.hold,
+            adapter_folder, self._live_runner, config.max_adapters, hold=self._scheduler.hold
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._kinds = RequestKinds(

@@ -50,7 +50,7 @@ _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def add_key(connection: Redis, project: str, name: str) -> str:
     """Make a key and return it. Nobody can read it again, because Redis keeps only its hash.
 
-    Raises InvalidValue if the project's name has a character other than letters, digits, - and _.
+    name: what people call the key. Raises InvalidValue if no project may be called `project`.
     """
     _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)
@@ -163,7 +163,7 @@ def count_request(connection: Redis, project: str, now: float) -> int:
     key = api_rate_key(project, int(now // 60))
     with connection.pipeline(transaction=False) as pipe:
         pipe.incr(key)
-        pipe.expire(key, 120)
+        pipe.expire(key, 120)  # until the minute is surely over
         count, _ = pipe.execute()
     return int(count)
 

@@ -144,7 +144,7 @@ class UnknownAdapter(InvalidJob):
 
 
 class AdapterAwaited(JobsError, fault="server"):
-    """Raised when the files that a job's adapter is pinned to are not here now: (text)."""
+    """Raised when the files that a job's adapter is pinned to are not here now. Its one argument is the message."""
 
 
 class AnswerMissing(JobsError):
@@ -156,7 +156,10 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
+        """Return the message up to the reason's first colon.
+
+        A chat template's own words may follow the colon, and parts of a prompt among them.
+        """
         index, reason = self.args
         beginning, _, _ = str(reason).partition(": ")
         return self.message.format(index, beginning)

@@ -77,7 +77,7 @@ def task_of(
     try:
         task = factory(*args, **task_arguments)
     except TypeError:
-        # This is checked only now, because it takes longer than all the rest.
+        # The arguments are checked only now, because that takes longer than all the rest.
         _check_binding(function_name, factory, args, task_arguments)
         raise
     return task if deadline is None else TimedTask(task, deadline)

@@ -155,7 +155,7 @@ class LateTask(Task):
         self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task."""
+        """Make the task, and return the task that is to be opened."""
         return self._make(context).made(context)
 
     def open(self, context: JobContext) -> OpenTask:
@@ -216,7 +216,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. By it a worker times its next claim."""
+        """Return how many requests the task yields in all; None if unknown. It times a worker's next claim."""
         return None
 
     @property

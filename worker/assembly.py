@@ -157,7 +157,10 @@ def assemble(
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
-    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
+    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code.
+
+    Only the last one resends commands, as users' code expects of RQ. Our own code decides that for each command.
+    """
     count_ours = partial(tally.sent, "worker")
     count_users = partial(tally.sent, "functions")
     return Clients(

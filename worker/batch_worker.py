@@ -376,7 +376,7 @@ class BatchWorker(BaseWorker):
             self._io.stop_job(str(payload.get("job_id")), str(payload.get("execution_id")))
         elif command == "shutdown":
             self.log.info("Worker %s: received shutdown command", self.name)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # as RQ does
         else:
             self.log.info("Worker %s: command %r ignored", self.name, command)
 

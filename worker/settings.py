@@ -190,7 +190,7 @@ class WorkerSettings(BaseSettings):
             )
         for root in roots:
             if not is_stored(root) and not os.path.isdir(root):
-                raise ValueError(f"{root!r} is not a folder")
+                raise ValueError(f"{root!r} is not a folder: create it, or leave it out")
         return roots
 
     @field_validator("metrics_port", mode="before")

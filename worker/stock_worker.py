@@ -96,7 +96,8 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 samples.append(completion)
                 has_all = len(samples) == pending[index].num_samples
                 if has_all or completion.finish_reason == "error":
-                    engine.abort(str(index))  # the remaining samples of a request that failed
+                    # This drops the remaining samples of a request that failed. Else none remain.
+                    engine.abort(str(index))
                     del pending[index]
                     _deliver(task, index, samples)
     finally:
@@ -197,7 +198,7 @@ def _identity() -> ModelIdentity:
 
 @functools.cache
 def _engine() -> Engine:
-    """Load the model, once in this process."""
+    """Return the engine of this process. The first call loads the model."""
     from engine import Engine
 
     return Engine(_settings().engine_config())

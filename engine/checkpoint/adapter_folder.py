@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.fingerprint import check_file
 from engine.checkpoint.model_config import read_json
-from engine.errors import AdapterGone, AdapterRefused, ConfigError, UnknownAdapter
+from engine.errors import AdapterGone, AdapterRefused, ConfigError, MissingWeights, UnknownAdapter
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -119,6 +121,16 @@ class AdapterFolder:
             if adapter is not None:
                 found.append(adapter)
         return found, problems
+
+    def largest(self) -> int:
+        """Return how many numbers the largest adapter has. Adapters that cannot be read are left out."""
+        sizes = [0]
+        for name in self.names():
+            assert self._folder is not None
+            with suppress(MissingWeights):
+                entries = check_file(self._folder / name / WEIGHTS)
+                sizes.append(sum(prod(entry.shape) for entry in entries))
+        return max(sizes)
 
     def _listed(self) -> str:
         if self._folder is None:

@@ -260,7 +260,7 @@ def _errors_json(
     """Return what `errors` prints for programs."""
     content = {
         "run": run,
-        "errors": reasons.rows - reasons.rows_with(CUT),
+        "errors": reasons.rows - reasons.rows_with(CUT),  # a cut answer is no error
         "failed_checks": failed_checks,
         "cut": num_cut,
         "reasons": reasons.to_objects(MAX_REASONS),
@@ -419,14 +419,16 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
-    # Without any worker, `verify` waits for one and then says so.
+    # Without any worker, `verify` waits for one and then says so. So only a worker that lacks something is told here.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
+            f"{planned.awaited_model}: start one there"
         )
     if planned.workers and planned.awaited_adapters is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker has the files of adapters {planned.awaited_adapters}"
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} has the files of adapters "
+            f"{planned.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
         )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))

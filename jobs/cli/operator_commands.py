@@ -331,13 +331,13 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
         click.echo(json.dumps(content, indent=2))
     else:
         click.echo(
-            f"{levels[Level.FAULT]} faults, {levels[Level.WARNING]} warnings, {levels[Level.OK]} ok"
+            f"faults: {levels[Level.FAULT]}, warnings: {levels[Level.WARNING]}, ok: {levels[Level.OK]}"
         )
     context.exit(1 if levels[Level.FAULT] else 0)
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    """Yield all that `doctor` looks at for a role. url: that of Redis."""
+    """Yield all that `doctor` looks at for a role. url: the URL of Redis."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
     if role not in CHECKS:

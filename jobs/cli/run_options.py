@@ -76,7 +76,7 @@ def column_list(
         return list(chain.from_iterable(lists))
     except csv.Error as error:
         raise click.BadParameter(
-            f"{error}: separate them by commas, those with commas in quotation marks"
+            f"{error}: separate the columns by commas, and put a name with a comma in quotation marks"
         ) from None
 
 

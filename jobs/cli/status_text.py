@@ -181,8 +181,9 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     """Return the line that says how many parts are gone; nothing if none is."""
     if not num_gone_parts:
         return []
-    remedy = f"submit into another folder with --reuse {folder}, which computes them"
-    return [f"but      {num_gone_parts} parts are gone: {remedy}"]
+    parts = "part is" if num_gone_parts == 1 else "parts are"
+    remedy = f"submit into another folder with --reuse {folder}, which computes what is missing"
+    return [f"but      {num_gone_parts} {parts} gone: {remedy}"]
 
 
 def _not_begun_text(snapshot: RunSnapshot) -> str:

@@ -309,7 +309,7 @@ def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
 
 
 def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
-    """Return the names of the models that a queue's workers serve; None if a worker does not say what it serves."""
+    """Return the names of the models and adapters that a queue's workers serve; None if a worker does not say which."""
     models: set[str] = set()
     for worker in listening_on(workers, queue):
         if worker.sample is None:

@@ -49,11 +49,11 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return the parts of the model that decide an answer. The length limit does not."""
-        parts = [self.fingerprint]
-        if self.clock:
-            parts.append(self.clock)
-        return " ".join([*parts, *self.adapters])
+        """Return the parts of the model that decide every answer.
+
+        The length limit does not. An adapter decides the answers of its own rows, whose keys name it.
+        """
+        return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
 @dataclass(frozen=True)

@@ -102,17 +102,17 @@ OPTIONAL = frozenset(
 
 
 def missing(extra: str) -> Iterator[Finding]:
-    """Name the packages of an extra that are not installed."""
+    """Yield a finding for each package of an extra that is not installed."""
     for line in requires("tokenmill") or ():
         # A line is such as `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
-        if "[hiredis]" in requirement:  # redis itself is no extra
-            name = "hiredis"
+        if "[hiredis]" in requirement:
+            name = "hiredis"  # the line is `redis[hiredis]`, and redis itself is always installed
         try:
-            version(name)
+            version(name)  # raises for a package that is not installed
         except PackageNotFoundError:
             new_finding = warning if name in OPTIONAL else fault
             yield new_finding(

@@ -123,7 +123,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._is_answered_unasked(entry):
+                if self._answer_unasked(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -131,7 +131,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._is_answered_unasked(entry):
+                if not self._answer_unasked(entry):
                     self._begin(entry)
             else:
                 return
@@ -327,7 +327,7 @@ class ItemRunner(Generic[T]):
         if make is not None:
             make().close()  # making the item lets go of its prompt
 
-    def _is_answered_unasked(self, entry: Entry[T]) -> bool:
+    def _answer_unasked(self, entry: Entry[T]) -> bool:
         """Answer an item that need not be begun; return whether it is such an item."""
         return self._take_known(entry) or self._let_expire(entry)
 

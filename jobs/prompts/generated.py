@@ -235,7 +235,10 @@ def _repaired(
     control_tokens: Collection[str],
     answer: str = "",
 ) -> Request:
-    """Return a request that repeats the answer that is not valid, and asks for another one."""
+    """Return a request that repeats the answer that is not valid, and asks for another one.
+
+    answer: the answer; "" leaves it out of a text prompt that has no room for it.
+    """
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)

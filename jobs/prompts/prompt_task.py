@@ -104,7 +104,7 @@ class PromptTask(Task):
         return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
+        """Raise ModelNotServed if the job asks for another model, or InvalidJob for impossible values or checks."""
         if self.model is not None:
             context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)

@@ -163,7 +163,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    # A planner enqueues its jobs before this, or sees the mark and enqueues none.
+    # A planner has enqueued its jobs before this write, or sees that the run is cancelled and enqueues none.
     state.cancel(submission)
 
     facts = state.facts()
@@ -181,8 +181,10 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
         removed += remove_waiting(state, submission, facts[field], job_ids)
         for start in range(0, len(job_ids), CHUNK):
             chunk = job_ids[start : start + CHUNK]
+            # Raises RunResubmitted if a later submission came.
             stopped += state.as_of(submission, partial(stop_held, connection, chunk))
 
+    # A finished run of which nothing was cancelled has had its notices.
     if removed or stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)

@@ -52,7 +52,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     if run_shard is None:
         return
     run, shard = run_shard
-    with suppress(RunBusy, UnknownRun):
+    with suppress(RunBusy, UnknownRun):  # this worker has lost the job, or Redis the run
         state = RunState(connection, run, lease)
         facts = state.facts()
         if shard is None:  # the planning job

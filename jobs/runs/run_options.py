@@ -13,7 +13,7 @@ BatchEndpoint = Literal[
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of `submit`, for the command line and jobs.score_parquet. All may be left out."""
+    """The keyword arguments of `jobs.submit`. `tokenmill submit` has the same ones. All may be left out."""
 
     # What is asked of each row
 
@@ -34,7 +34,7 @@ class RunOptions(TypedDict, total=False):
     defaults: Mapping[str, str]
     """Texts that stand for null in a template, by column."""
     default: Mapping[str, str]
-    """The same as `defaults`."""
+    """Another name of `defaults`: that of the option of `tokenmill submit`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
     probabilities: Literal["map", "struct"]
@@ -204,7 +204,7 @@ class RunOptions(TypedDict, total=False):
     single_file: bool | str
     """Whether all rows are written into one file in the end. May be the format of this file."""
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
-    """The format of the single file; by default Parquet."""
+    """The format of the file that `single_file` asks for; by default Parquet."""
     order: Literal["prefix"]
     """Rows that share a beginning are computed together. The parts have this order."""
     reuse: Path | Sequence[Path]

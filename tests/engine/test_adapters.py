@@ -26,6 +26,7 @@ from engine import (
 from engine.checkpoint.adapter_folder import NO_FILES, Adapter, AdapterFolder, scale_of
 from engine.errors import AdapterRefused
 from engine.run import adapters
+from engine.run.forward import memory, model_runner
 from engine.tensor_parallel.rank import _load_adapter
 from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
@@ -477,6 +478,30 @@ def test_an_engine_without_adapters_refuses_requests_that_name_one(stage: Stage)
         assert refused.error == ("there is no adapter 'all'; this model is served without adapters")
         built.generate([[5, 6]], GREEDY)
         assert built.stats().adapter_steps == 0
+
+
+def test_the_pool_leaves_memory_for_the_adapters_that_may_be_loaded(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as the largest one in the folder takes, for each place; `doctor` counts the same."""
+    largest = 0
+    for file in stage.adapters.glob("*/adapter_model.safetensors"):
+        largest = max(largest, sum(tensor.nelement() for tensor in load_file(file).values()))
+    config = stage.config(max_adapters=3)
+    assert memory.adapter_bytes(config, number_bytes=4) == 3 * largest * 4
+    assert memory.adapter_bytes(stage.config(adapters=None), number_bytes=4) == 0
+
+    assert config.kv_cache_bytes is not None
+    room = config.kv_cache_bytes + 3 * largest * 4
+    for missing in (0, 1):
+        monkeypatch.setattr(model_runner, "allowed_bytes", lambda missing=missing: room - missing)
+        if missing:
+            with pytest.raises(ConfigError, match=r"left of .* beside 0.00 GiB for max_adapters=3"):
+                Engine(config)
+        else:
+            Engine(config).close()
+    (told,) = [each for each in check_up(config) if each.subject == "memory"]
+    assert ", and 3 adapters 0.00 GiB and a KV pool of" in told.text
 
 
 def test_names_that_leave_the_folder_are_unknown(stage: Stage) -> None:

@@ -68,6 +68,13 @@ def test_jobs_whose_adapter_changes_are_given_back_and_go_on_with_the_files_that
     assert "2 queued, 0 failed" in invoke("status", run)
     assert not list(output.glob("_parts/*.parquet"))
 
+    other = tmp_path / "with-the-new-files"
+    invoke(
+        "submit", str(source), str(other), "--adapter", "sql", "--max-tokens", "1", "--reuse",
+        str(output),
+    )  # fmt: skip
+    wait_until((other / "_SUCCESS").exists)
+
     (folder / "sql").rename(tmp_path / "new")
     (tmp_path / "old").rename(folder / "sql")
     wait_until((output / "_SUCCESS").exists)

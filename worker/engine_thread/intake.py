@@ -150,7 +150,7 @@ class Intake:
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
-        # Requests whose grammars are compiled; they are in no lane.
+        # Requests whose grammars are being compiled; they are in no lane.
         self._compiling: set[_Waiting] = set()
         # Requests whose grammars are ready; other threads append.
         self._compiled: deque[_Waiting] = deque()
@@ -237,7 +237,7 @@ class Intake:
             )
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        self.begun(request_ids)
+        self.begun(request_ids)  # they make room for further requests with pictures
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the refused requests.
@@ -288,7 +288,7 @@ class Intake:
         waiting.grammar.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
-        """Put the requests whose grammars are compiled back into their lanes."""
+        """Put the requests whose grammars are ready back into their lanes."""
         while self._compiled:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:

@@ -145,7 +145,7 @@ class Claimer:
             # With room for 0 further jobs, a claim only returns what its token has claimed before.
             self._take_up(lanes, rooms=[0] * len(lanes))
 
-    def discount(self, num_jobs: int) -> None:
+    def stop_counting(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
         self._num_claimed -= num_jobs
 
@@ -172,7 +172,7 @@ class Claimer:
         timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
-            self._num_held_at_claim[lane] = 0
+            self._num_held_at_claim[lane] = 0  # so that the timer is ended once for each claim
             timer.end_now()
         return timer.due(moment)
 

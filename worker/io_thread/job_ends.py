@@ -228,7 +228,7 @@ class JobEnds:
             else:
                 self._write(job, reply)
 
-        # Only our own call raises errors of Redis. They are no reason to fail the job.
+        # Only our own call of `begin` raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(

@@ -452,7 +452,7 @@ class JobRunner:
         """Interrupt or fail a job that has run for longer than its limit."""
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:  # it plans a run
+        if job.is_ours and job.is_function:  # it plans a run, or sends a notice
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return

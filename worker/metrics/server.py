@@ -99,7 +99,7 @@ class MetricsServer:
         self._open[writer] = None
         try:
             with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-                # The client is to blame.
+                # These errors come from what the client did, so nobody here is told.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:

@@ -70,7 +70,7 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound in Prometheus' form, and how many values were at most as large."""
         bounds = [str(float(bound)) for bound in self.bounds]
-        counts = list(self.counts)
+        counts = list(self.counts)  # a copy, because the thread that writes counts on meanwhile
         number_so_far = 0
         cumulative = []
         for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
@@ -119,7 +119,7 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
-        self._slowest_s = 0.0
+        self._slowest_answer_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
         self.waited_ms: Counter[str] = Counter()
@@ -197,12 +197,12 @@ class Tally:
 
     def answered(self, seconds: float) -> None:
         """Note how long Redis took to answer the I/O thread."""
-        self._slowest_s = max(self._slowest_s, seconds)
+        self._slowest_answer_s = max(self._slowest_answer_s, seconds)
 
     def take_slowest(self) -> float:
         """Return the seconds of the slowest answer since the last call."""
-        seconds = self._slowest_s
-        self._slowest_s = 0.0
+        seconds = self._slowest_answer_s
+        self._slowest_answer_s = 0.0
         return seconds
 
     def sent(self, client: str) -> None:

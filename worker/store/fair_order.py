@@ -102,8 +102,8 @@ def fair_order(
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
     urgent: the runs that come first. When these runs or priorities have changed, the caller passes all jobs as new.
-    waited: for each run, the virtual time for which its first job has waited. They bring the run's jobs forward.
-    Without them, small jobs that come again and again would pass a large one for ever.
+    waited: for each run, the virtual time for which its first job has waited. This time brings the run's jobs forward.
+    Without it, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:
         # The urgent runs are one stream below, so its jobs must come in the order of the runs. Where the other runs'

@@ -347,7 +347,7 @@ class JobStore:
         return int(next_cursor)
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of an ended job whose dependents are queued."""
+        """Let go of an ended job whose dependents are queued, and give it its time to live or its next run."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:

@@ -257,6 +257,7 @@ class WorkerRecord:
     def _write(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
+        """Write what `show` says. Raises RedisError."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
         facts = {**self._facts, **self._changing_facts()}

@@ -19,6 +19,7 @@ from engine.kernels.attention.kv_tile import (
     Cache,
     base2_cap,
     fold_tiles,
+    narrow_queries,
     pad_head_dim,
     split_length,
 )
@@ -102,13 +103,16 @@ def prefix_kernel(
             places = row[:, None] * query_stride + head[:, None] * HEAD_DIM + dims[None, :]
             queries = tl.load(query_ptr + places, mask=inside, other=0.0)
             last_seen = tl.load(context_lens_ptr + seq, mask=is_used, other=1) - 1
+            queries_scale = log2_scale
+            if key_scales_ptr is not None:
+                queries, queries_scale = narrow_queries(queries, log2_scale)
             stop = tl.minimum(start + length, num_tokens)
             acc = tl.zeros([QUERIES, DIM_PAD], tl.float32)
             row_max = tl.full([QUERIES], LOWEST, tl.float32)
             row_sum = tl.zeros([QUERIES], tl.float32)
             acc, row_max, row_sum = fold_tiles(
                 queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr + first_seq * table_stride,
-                start, stop, stop, None, last_seen, log2_scale, slopes, block_stride, token_stride,
+                start, stop, stop, None, last_seen, queries_scale, slopes, block_stride, token_stride,
                 HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, False,
             )  # fmt: skip
             result = acc / row_sum[:, None]

@@ -33,6 +33,7 @@ from engine.run.forward.adapter_loader import AdapterLoader
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
     PoolSizes,
+    adapter_bytes,
     allowed_bytes,
     check_pool_bytes,
     default_cpu_kv_cache_bytes,
@@ -371,12 +372,18 @@ class ModelRunner:
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
         config, num_ranks = self._config, self._tp.size
+        for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
-            most = default = max(0, self._measure_room(self._memory))
+            most = default = max(0, self._measure_room(self._memory) - for_adapters)
             owner = f"memory_utilization={config.memory_utilization} of the GPU"
         else:
-            most, default = allowed_bytes() // num_ranks, default_cpu_kv_cache_bytes(num_ranks)
+            most = max(0, allowed_bytes() // num_ranks - for_adapters)
+            default = min(most, default_cpu_kv_cache_bytes(num_ranks))
             owner = "the memory this process may still take"
+        if for_adapters:
+            owner += (
+                f" beside {for_adapters / 2**30:.2f} GiB for max_adapters={config.max_adapters}"
+            )
         check_pool_bytes(config, most, owner)
         model = self.model
         size = block_bytes(

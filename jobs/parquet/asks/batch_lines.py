@@ -139,7 +139,7 @@ class BatchLines(RowAsk):
     def _look_up_sampling(self, name: str) -> bool:
         """Return whether the engine knows a sampling value of this name."""
         try:
-            self._context.check_sampling({name: None})
+            self._context.check_sampling({name: None})  # None is refused only for an unknown name
         except InvalidJob:
             return False
         return True

@@ -87,8 +87,8 @@ class Generate(RowAsk):
         self._control_tokens = () if allows_control_tokens else control_tokens
         #: How an answer is found by more than one prompt, such as calls of tools; None if one prompt is enough.
         self._way = spec.way
-        way_checks = spec.way is not None and spec.way.has_checks
-        self.has_checks = spec.repairs.check is not None or way_checks
+        way_has_checks = spec.way is not None and spec.way.has_checks
+        self.has_checks = spec.repairs.check is not None or way_has_checks
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:

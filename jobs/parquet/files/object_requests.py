@@ -52,14 +52,14 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
 
     timeout_s: the time limit of one call. tries_s: the time limit of obstore's own retries within that call.
     """
-    share = timedelta(seconds=timeout_s * _SHARE)
+    time_for_tries = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
         "retry_config": {
             "max_retries": 100,
-            "retry_timeout": min(share, timedelta(seconds=tries_s)),
+            "retry_timeout": min(time_for_tries, timedelta(seconds=tries_s)),
         },
         "client_options": {
-            "timeout": min(share, timedelta(seconds=REQUEST_S)),
+            "timeout": min(time_for_tries, timedelta(seconds=REQUEST_S)),
             "allow_http": _endpoint(scheme).startswith("http://"),
         },
     }

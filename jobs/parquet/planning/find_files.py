@@ -160,8 +160,8 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted: the format of files in folders; None for any single
-    format.
+    output: the run's output folder, which is left out. wanted: the format of the files to take from folders. None takes
+    Parquet files, or else files of the folder's only format.
     """
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import Adapters
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.chain import Chain
 from jobs.parquet.asks.generate import Generate
@@ -328,7 +329,7 @@ def find_matches(
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return, for each smaller max_tokens of an old run, what makes the keys of the plan's rows with that max_tokens.
+    """Return the RowKeys that the plan would have with each smaller max_tokens that an old run had.
 
     If an old answer with one of these keys ended by itself, it would be the same now. Empty for batch files, because
     their lines have sampling values of their own. check: the version of the check's function.
@@ -355,6 +356,7 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
             check=check,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
+            adapters=Adapters(plan.model.adapters),
         )
         asks.append(shorter_keys)
     return asks

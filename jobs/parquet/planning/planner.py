@@ -9,6 +9,7 @@ from jobs import errors
 from jobs.common.workers import read_serving
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel, clock_text, split_formats
+from jobs.parquet.asks.named_adapters import rows_name_adapters
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.run_folder import (
@@ -18,11 +19,7 @@ from jobs.parquet.outputs.run_folder import (
     find_plan,
     load_plan,
 )
-from jobs.parquet.planning.adapters import (
-    rows_name_adapters,
-    with_adapters_of_rows,
-    with_named_adapters,
-)
+from jobs.parquet.planning.adapters import with_adapters_of_rows, with_named_adapters
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused

@@ -141,13 +141,10 @@ def _pictures_or_problem(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     """Return the pictures in a row's value, or the row's problem."""
     try:
         return _pictures_of(scalar.as_py())
-    except (
-        InvalidJob,
-        ValueError,
-        pa.ArrowException,
-    ) as problem:  # such as a path that is not UTF-8
+    except (InvalidJob, ValueError, pa.ArrowException) as problem:
         if is_exhausted(problem):  # the machine lacks memory, and nothing is wrong with the row
             raise
+        # Something is wrong with the row, such as a path that is not UTF-8.
         return RowProblem(str(problem)[:1000])
 
 

@@ -77,7 +77,7 @@ class RowSampling:
         self._problem = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType if a column can never hold its value."""
+        """Raise WrongColumnType if a column can never hold values of its sampling option."""
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             if name == TOOLS:
@@ -92,7 +92,7 @@ class RowSampling:
             is_number = has_number_type or has_digits(schema.field(column))
             may_be_text = is_text(inner) and name not in NOT_TEXT
             if not is_number and not may_be_text:
-                expected = f"a value for {name}: a number, as a rule"
+                expected = f"numbers, or another type that holds values of {name}"
                 if is_text(inner):
                     expected += (
                         " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"

@@ -208,8 +208,8 @@ class ShardWork(RowsTask):
         records = []
         for row, answer in enumerate(answers):
             mark = self._marks[row].tobytes()
-            is_own = mark == own_mark and answer.error is None
-            is_low = is_own and answer.column("margin") < bound
+            is_own_answer = mark == own_mark and answer.error is None
+            is_low = is_own_answer and answer.column("margin") < bound
             if not is_low:
                 records.append(Record(row, mark, answer))
         return records

@@ -76,7 +76,10 @@ def look_at(
 
 
 def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Return a child's reply. If the child is killed, a second child is asked once. Raises TableNotRead."""
+    """Call `ask`, which asks a child, and return its result. If that child is killed, call it once more.
+
+    Raises TableNotRead.
+    """
     try:
         try:
             return ask()
@@ -269,7 +272,7 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                size = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 factor = f"{SHARD_TIMES} times "
                 raise ShardTooLarge(self._path, size, self._limit, factor, remedy)

@@ -105,7 +105,7 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             )
         if sampling_name == "n":
             raise InvalidJob(
-                "n cannot come from a column: all rows of a run have as many completions"
+                "n cannot come from a column: all rows of a run have the same number of completions"
             )
         if sampling_name in CHAT_NAMES and sampling_name != "tools":
             raise InvalidJob(
@@ -126,7 +126,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
-        checked_text(text, f"the default of column {brief(column)}")
+        checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
     return {
         column_name(f"a column of {name}", column): text for column, text in sorted(value.items())
     }

@@ -194,7 +194,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
         expected = f"a word of letters, digits and _, at most {longest} characters"
         raise unlike(f"the name of prompts[{number}]", name, expected)
 
-    template_texts(value["template"])
+    template_texts(value["template"])  # raises for a template of another form
 
     sampling = value.get("sampling")
     if sampling is None:
@@ -204,7 +204,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     for key in ("n", "seed"):
         if sampling.get(key) is not None:
             raise InvalidJob(
-                f"prompt {name!r} has {key} of its own, which is one for all prompts of a run"
+                f"prompt {name!r} has its own {key}, but all prompts of a run have the same {key}"
             )
 
     prompt = {"name": name, "template": value["template"]}

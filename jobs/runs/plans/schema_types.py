@@ -78,7 +78,7 @@ class _Reader:
     def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
         """Return the type of the schema that a `$ref` names."""
         if reference in references:
-            raise _unfit(path, f"{brief(reference)} holds itself, and a column has an end")
+            raise _unfit(path, f"{brief(reference)} holds itself, and a column's type cannot")
         schema = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise _unfit(path, f"{brief(reference)} is not in this schema")

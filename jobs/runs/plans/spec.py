@@ -514,7 +514,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         bound,
         ADAPTER not in spec.sampling,
-        "escalate_below asks a second model, which does not have this one's adapter: leave one of them out",
+        "escalate_below asks a second model, which lacks the first one's adapter: leave it or escalate_below out",
     )
     _check_used(
         bound,
@@ -535,7 +535,7 @@ def _check_template(spec: RunSpec) -> None:
     _check_used(
         is_jinja,
         spec.prompts is None,
-        "template_format is 'jinja', and prompts have {column} templates",
+        "template_format is 'jinja', and prompts have {column} templates: leave template_format out",
     )
     _check_used(
         is_jinja,
@@ -548,7 +548,7 @@ def _check_template(spec: RunSpec) -> None:
         "defaults stand for null in a template, but there is no template: give one too",
     )
     if is_jinja:
-        template_texts(spec.template)
+        template_texts(spec.template)  # raises for a template of another form
     elif has_template:
         parsed = prompt_steps.Template.parse(spec.template)
         if not parsed.columns and not spec.image_column:

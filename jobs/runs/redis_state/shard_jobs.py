@@ -197,7 +197,7 @@ def enqueue_shards(
     num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
-        # A chunk is not written if another planner writes at the same time.
+        # If another planner writes at the same time, `enqueue` is called again for the same chunk.
         num_enqueued += state.write(partial(new_jobs.enqueue, shards[start : start + CHUNK]))
     return num_enqueued
 
@@ -271,7 +271,7 @@ class _NewJobs:
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:  # a job with the run's queue asks the second model
+        if self._is_second:  # this further argument makes the job ask the second model
             args.append(self._queue_name)
             description += ", again"
         # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.

@@ -285,7 +285,7 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                # Enqueueing the job once more makes a new submission.
+                # Without this field, the job makes a new submission if somebody enqueues it once more.
                 pipe.hdel(self._key, "plan_job")
                 pipe.execute()
                 raise RunCancelled(self.run)

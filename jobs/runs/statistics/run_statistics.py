@@ -215,9 +215,8 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     latest_end = -inf
     for start, end in sorted(spans):
         if start > latest_end:
-            latest_end = max(
-                start, end
-            )  # a clock that was set back may put an end before its start
+            # A clock that was set back may put an end before its start.
+            latest_end = max(start, end)
             merged.append((start, latest_end))
         else:
             latest_end = max(latest_end, end)

@@ -80,7 +80,7 @@ def pack(wheels: Sequence[Path], out: Path, piece_bytes: int = PIECE_BYTES) -> l
     data = packed.getvalue()
     out.mkdir(parents=True, exist_ok=True)
     pieces: list[Path] = []
-    sums = {}
+    sums: dict[str, str] = {}
     for start in range(0, len(data), piece_bytes):
         piece = out / f"vllm.tar.xz.{len(pieces)}"
         content = data[start : start + piece_bytes]

@@ -51,7 +51,8 @@ class Kernel:
 
     variants: at most so many are compiled for one layer, whatever its steps are.
     of_layer: constants that tell a model's layers from each other.
-    warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's.
+    warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's. fp8_warps: if
+    it reads FP8 numbers; as many unless given.
     product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
     wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
     buffers: of each tensor that its loops copy to shared memory, at least so many.
@@ -60,6 +61,7 @@ class Kernel:
     variants: int = 1
     of_layer: tuple[str, ...] = ()
     warps: int = 32
+    fp8_warps: int | None = None
     product: str | None = None
     wide: float = 0.75
     buffers: int = 0
@@ -67,7 +69,13 @@ class Kernel:
 
 KERNELS = {
     "decode_kernel": Kernel(
-        variants=4, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65
+        variants=4,
+        of_layer=("WINDOW",),
+        warps=16,
+        fp8_warps=12,
+        product="mma",
+        buffers=2,
+        wide=0.65,
     ),
     "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
@@ -293,6 +301,7 @@ CASES = (
     model_case("Qwen3-0.6B", torch.float16),
     model_case("Qwen3-0.6B", fp8=True),
     model_case("gpt-oss-20b", fp8=True),
+    model_case("Gemma-2-9B", fp8=True),
     packed_case("int4", 128),
     packed_case("int4", 128, torch.float16),
     packed_case("int4", 128, torch.float32),

@@ -211,6 +211,32 @@ def test_equal_rows_of_another_adapter_are_asked_anew(runs: Runs, serve: Serve) 
     assert len(named.asked) == 4, "the same adapter, so its answer is taken"
 
 
+def test_rows_of_an_adapter_that_came_too_late_are_asked_again_by_a_retry(
+    runs: Runs, serve: Serve, invoke: Invoke
+) -> None:
+    """A name that nobody knew when the run was planned is an error of its row."""
+    runs.write(["a", "b"], who=["sql", "late"])
+    runs.plan(sampling=GREEDY, sampling_columns={"adapter": "who"})
+
+    def refuse_late(request: Request) -> FakeCompletion:
+        is_late = request.sampling["adapter"].startswith("late")
+        return (
+            FakeCompletion(error="not there", finish_reason="error")
+            if is_late
+            else Named()(request)
+        )
+
+    runs.work(refuse_late)
+    late = f"late@{'7' * 32}"
+    serve(SQL, FRENCH, late)
+    retried = str(runs.output.parent / "retried")
+    invoke("errors", str(runs.output), "--retry", retried)
+    named = Named()
+    runs.work()  # plans it
+    runs.work(named)
+    assert named.asked == [("b", late)]
+
+
 def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     runs: Runs, serve: Serve
 ) -> None:
@@ -222,6 +248,41 @@ def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     output = str(runs.output.parent / "new")
     planned = runs.plan(output=output, reuse=str(runs.output), **asked)
     assert planned["reused"][0]["differs"] == ["adapters sql (11111111) there, sql (33333333) here"]
+
+
+def test_only_rows_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    """Also if an argument names the adapter of rows that name none."""
+    runs.write(["a", "b", "c", "d"], who=["sql", "fr", None, f"fr@{'2' * 32}"])
+    asked: dict[str, Any] = {"sampling": GREEDY, "sampling_columns": {"adapter": "who"}}
+    with_default = {**asked, "sampling": {**GREEDY, "adapter": "sql"}}
+    for number, (arguments, again) in enumerate([(asked, ["a"]), (with_default, ["a", "c"])]):
+        serve(SQL, FRENCH)
+        old, new = (str(runs.output.parent / f"{age}-{number}") for age in ("old", "new"))
+        runs.plan(output=old, **arguments)
+        runs.work(Named())
+        serve(CHANGED, FRENCH)
+        runs.plan(output=new, reuse=old, **arguments)
+        named = Named()
+        runs.work(named)
+        assert sorted(named.asked) == [(prompt, CHANGED) for prompt in again]
+
+
+def test_only_lines_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    bodies = [{"model": name, "prompt": name, "temperature": 0} for name in ("sql", "fr", "m")]
+    lines = [
+        {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    source = runs.source.parent / "lines.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    old, new = (str(runs.output.parent / age) for age in ("old", "new"))
+    runs.plan(source, output=old, input_format="openai-batch")
+    runs.work(Named())
+    serve(CHANGED, FRENCH)
+    runs.plan(source, output=new, input_format="openai-batch", reuse=old)
+    named = Named()
+    runs.work(named)
+    assert named.asked == [("sql", CHANGED)]
 
 
 def test_a_run_with_an_unknown_adapter_fails_by_name(runs: Runs, serve: Serve) -> None:

@@ -265,6 +265,7 @@ class HeldJob:
             # Samples that have ended have left the engine.
             tokens_by_sample = dict(running.get(self.request_id(index), {}))
             for completion in completions:
+                # A completion with an error may have no tokens.
                 if completion.finish_reason != "error":
                     tokens_by_sample[completion.index] = completion.token_ids
             tokens_by_request[index] = tokens_by_sample

@@ -1,0 +1,136 @@
+"""Ours beside another engine on a GPU: what is carried there arrives whole, and turns end when the time is up."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ops.bench.gpu import beside
+from ops.bench.gpu.pack_vllm import DamagedPiecesError, pack, unpack
+from ops.bench.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Answers every turn, but one of 1,024 sequences at once: then the time is up for the process {pid}, and it hangs.
+RUNNER = """
+import json, os, signal, sys
+print("READY", flush=True)
+for line in sys.stdin:
+    if {hangs} and "1024" in sys.argv:
+        os.kill({pid}, signal.SIGALRM)
+        signal.pause()
+    workload = json.load(open(json.loads(line)["workload"]))
+    outputs = [[7] * seq["max_tokens"] for seq in workload["seqs"]]
+    print("RESULT " + json.dumps({{"tok_s": 10.0, "outputs": outputs}}), flush=True)
+"""
+
+
+def command(*, hangs: bool) -> str:
+    """A stand-in for a runner, without an engine."""
+    text = RUNNER.format(pid=os.getpid(), hangs=hangs)
+    return f"{shlex.quote(sys.executable)} -c {shlex.quote(text)}"
+
+
+def make_wheel(path: Path, **files: bytes) -> Path:
+    """A wheel with these files below vllm/, by name without the suffix .py."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(f"vllm/{name}.py", content)
+        archive.writestr("vllm/_C_stable_libtorch.abi3.so", b"needed")
+        archive.writestr("vllm/_moe_C_stable_libtorch.abi3.so", b"experts")
+        archive.writestr("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", b"other devices")
+        archive.writestr("vllm-1.data/scripts/vllm", b"a script")
+        archive.writestr("vllm-1.data/purelib/other.py", b"beside it")
+    return path
+
+
+def test_pieces_become_the_wheels_files_again(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 8
+    wheel = make_wheel(tmp_path / "vllm-1.whl", llm=content)
+    pieces = pack([wheel], tmp_path / "pieces", piece_bytes=300)
+    assert len(pieces) > 1
+    assert max(piece.stat().st_size for piece in pieces) <= 300
+    site = tmp_path / "site"
+    unpack(tmp_path / "pieces", site)
+    assert (site / "vllm/llm.py").read_bytes() == content
+    names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+    assert names == {
+        "vllm/llm.py",
+        "vllm/_C_stable_libtorch.abi3.so",
+        "other.py",
+        "xgrammar/__init__.py",
+    }
+
+
+@pytest.mark.parametrize("harm", ["missing", "changed"])
+def test_a_harmed_piece_is_named(harm: str, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "vllm-1.whl", llm=b"text")
+    piece = pack([wheel], tmp_path / "pieces", piece_bytes=100)[1]
+    if harm == "missing":
+        piece.unlink()
+    else:
+        piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    with pytest.raises(DamagedPiecesError, match=piece.name):
+        unpack(tmp_path / "pieces", tmp_path / "site")
+    assert not (tmp_path / "site").exists()
+
+
+def test_workloads_keep_what_the_first_row_wants(tmp_path: Path) -> None:
+    files = beside.write_workloads(tmp_path, dry_run=True)
+    workloads = [Workload.read(file) for own in files.values() for file in own]
+    assert [workload.first_logprobs for workload in workloads] == [0, 0, 0, 0, 5, 0]
+    beginnings = {tuple(workload.prompts[0][:3]) for workload in workloads}
+    assert len(beginnings) == len(workloads)
+    for own in files.values():
+        for file in own:
+            warm_up = Workload.read(beside.warm_up_file(file))
+            assert len(warm_up.lengths) <= beside.WARM_UP_ROWS
+
+
+@pytest.mark.processes
+def test_whole_rounds_are_known_when_an_engine_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in for 1,024 sequences lets the time be up, and never answers."""
+    files = beside.write_workloads(tmp_path, dry_run=True)
+    given = beside.Given(tmp_path, "float32", 64, 2**20, rounds=2)
+    commands = {beside.OURS: command(hangs=False), "peer": command(hangs=True)}
+    records: list[beside.Record] = []
+
+    def measure() -> None:
+        with beside.time_limit(60):
+            for record in beside.measure(commands, given, files, tmp_path):
+                records.append(record)
+
+    with pytest.raises(beside.TimeIsUpError):
+        measure()
+    assert len(records) == 2 * 2 * len(files[256])
+    beside.print_results(records)
+    table = capsys.readouterr().out
+    for file in files[256]:
+        assert f"| {Workload.read(file).name}" in table
+    beside.write_results(records, tmp_path / "beside.json")
+    kept = json.loads((tmp_path / "beside.json").read_text())["beside"]
+    assert [run["tok_s"] for run in kept] == [10.0] * len(records)
+
+
+@pytest.mark.long
+def test_the_dry_run_goes_the_whole_way_with_our_engine_as_the_peer(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ops.bench.gpu.beside", "--dry-run", "--rounds", "1"),
+            *("--folder", str(tmp_path), "--peer", beside.OURS_COMMAND),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
+    records = json.loads((tmp_path / "beside.json").read_text())["beside"]
+    assert len(records) == 2 * sum(map(len, beside.SHAPES_BY_SEQS.values()))
+    assert "| 256, one with log probabilities" in done.stdout
