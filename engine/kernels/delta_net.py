@@ -15,9 +15,9 @@ from torch import Tensor
 
 NORM_EPS = tl.constexpr(1e-6)  # as in engine.layers.gated_delta_net
 FIELDS = tl.constexpr(5)  # of a part
-CHUNK = (
-    32  # tokens; of 64 the inverse of a chunk takes eight times the products, for half the chunks
-)
+CHUNK = 32
+"""Tokens. The inverse of a chunk of 64 takes eight times the products, for half the chunks."""
+
 KEY_TILE = 16  # numbers of a key in one product: more take more registers
 VALUE_TILE = 32
 GATE_TOKENS = 8
@@ -209,6 +209,7 @@ def chunk_kernel(
     """One program goes through a part's chunks, for TILE numbers of a head's values, and replaces them by its output.
 
     The state is held in tiles of KEY_TILE keys: a product of all keys would not leave registers for them.
+    Nothing is loaded ahead: a second stage spills registers on Blackwell, and two programs share a multiprocessor.
     """
     value_head = tl.program_id(1)
     head, own = value_head // GROUP, value_head % GROUP
@@ -349,7 +350,7 @@ def delta_net(
             continue
         chunk_kernel[(wave.stop - first_part, num_values, triton.cdiv(heads.value_dim, value_tile))](
             convolved, chunks, totals, scales, states, parts.table, first_part, **sizes,
-            KEY_TILE=KEY_TILE, CHUNK=CHUNK, TILE=value_tile, num_warps=4, num_stages=2,
+            KEY_TILE=KEY_TILE, CHUNK=CHUNK, TILE=value_tile, num_warps=4, num_stages=1,
         )  # fmt: skip
     gate_kernel[(triton.cdiv(len(x) - num_decodes, GATE_TOKENS), num_values)](
         x, convolved, norm, out, num_decodes, len(x), heads.eps, **sizes, VALUE_PAD=value_pad, TOKENS=GATE_TOKENS,

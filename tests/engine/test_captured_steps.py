@@ -20,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from engine import EngineConfig
 from engine.attention import prefix_groups
 from engine.attention.kv_cache import KVCache
+from engine.attention.state_pool import StatePool
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_tile import INTERPRETED
@@ -67,10 +68,10 @@ def decode_step(rng: random.Random, num_blocks: int, number: int) -> StepBatch:
 def checkpoints(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Dense ones, and of the families with experts."""
-    experts = ("qwen3_moe", "gpt_oss")
+    """Dense ones, of the families with experts, and of one with delta nets."""
+    families = ("qwen3_moe", "gpt_oss", "qwen3_5")
     return folders | {
-        name: make_family(tmp_path_factory.mktemp(name), BY_NAME[name]) for name in experts
+        name: make_family(tmp_path_factory.mktemp(name), BY_NAME[name]) for name in families
     }
 
 
@@ -126,7 +127,7 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias", "qwen3_moe", "gpt_oss", "qwen3_5"])
 def test_a_recorded_step_reads_nothing_on_the_host(
     name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
     cache = KVCache(
         model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
     )
+    cache.states = StatePool(model.states, 1, meta)
     mode, capture = NoHostReads(), SimulatedCapture()
 
     def record(run: Any) -> Any:
@@ -220,7 +222,15 @@ def capture_steps(
         ),
         backend,
         capture,
-        StaticRows(9, 13, 16, torch.device("meta"), backend.write_rows, backend.prefix_limits),
+        StaticRows(
+            9,
+            13,
+            16,
+            torch.device("meta"),
+            backend.write_rows,
+            backend.prefix_limits,
+            has_states=bool(model.states),
+        ),
         200,
     )
 

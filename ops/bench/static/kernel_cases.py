@@ -90,7 +90,7 @@ KERNELS = {
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "solve_kernel": Kernel(warps=8, product="mma", wide=0.5),
-    "chunk_kernel": Kernel(warps=8, product="mma", wide=0.7, buffers=2),
+    "chunk_kernel": Kernel(warps=8, product="mma"),
     "gate_kernel": Kernel(wide=0.5),  # gates of 16 bits beside what was found, in float32
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
