@@ -16,6 +16,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
+    AdapterGone,
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
@@ -94,6 +95,7 @@ class Engine:
         folder = resolve_model(config.model)
         model, path = read_supported(folder, config.model_path)
         check_support(config, model.dtype)
+        adapter_folder = AdapterFolder(config.adapters)
         if config.adapters is not None:
             check_takes_adapters(config.adapters, path)
         self._reader: PictureReader | None = None
@@ -117,9 +119,6 @@ class Engine:
             self._live_runner: Runner | None = (start_runner or start_own_runner)(
                 config, model, folder
             )
-        self._adapters = Adapters(
-            AdapterFolder(config.adapters), self._live_runner, config.max_adapters
-        )
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -136,6 +135,9 @@ class Engine:
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,
             in_one_step=path.is_single_pass,
+        )
+        self._adapters = Adapters(
+            adapter_folder, self._live_runner, config.max_adapters, hold=self._scheduler.hold
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._kinds = RequestKinds(
@@ -575,7 +577,10 @@ class Engine:
         unfinished.seqs.remove(seq)
         if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
-        return unfinished.kind.completion(seq)
+        completion = unfinished.kind.completion(seq)
+        if completion is not None and isinstance(seq.error, AdapterGone):
+            completion = replace(completion, lacks_adapter=True)
+        return completion
 
 
 def _check_new(request_id: object, lane: object, unfinished: Container[str]) -> None:

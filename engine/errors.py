@@ -75,7 +75,11 @@ class InvalidPrompt(InvalidRequest):
 
 
 class UnknownAdapter(InvalidRequest):
-    """A request names an adapter that is not there, or whose files have changed."""
+    """A request names an adapter that is not there."""
+
+
+class AdapterGone(UnknownAdapter):
+    """A request names an adapter with the fingerprint of its files, and these files are not there now."""
 
 
 class AdapterRefused(InvalidRequest):

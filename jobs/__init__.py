@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions that make runs on first use. For example, a process that checks answers needs no rq."""
+    """Import the functions that make runs when they are first used. A process that makes no runs loads no rq."""
     if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client

@@ -50,7 +50,7 @@ _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def add_key(connection: Redis, project: str, name: str) -> str:
     """Make a key and return it. Nobody can read it again, because Redis keeps only its hash.
 
-    Raises InvalidValue if the project's name has a character other than letters, digits, - and _.
+    name: what people call the key. Raises InvalidValue if no project may be called `project`.
     """
     _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)
@@ -72,7 +72,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # The mark comes first: without any key, a local server would take every request.
+            # `_HAD_KEYS` is set first: without any field here, a local server would take every request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
@@ -145,11 +145,12 @@ def known_keys(connection: Redis) -> KnownKeys:
     digests = [digest for digest in records if digest != _HAD_KEYS.encode()]
     keys = {stored.text(digest): _key(stored.text(digest), records[digest]) for digest in digests}
     limits = {stored.text(name): _limits(record) for name, record in limit_records.items()}
-    return KnownKeys(bool(records), keys, limits)
+    # The field _HAD_KEYS counts too.
+    return KnownKeys(needs_key=bool(records), keys=keys, limits=limits)
 
 
 def _limits(record: bytes) -> ProjectLimits:
-    """Return the limits in a record. A value that is no count is no limit."""
+    """Return the limits in a record. A value that is no count means that there is no limit."""
     values = stored.json_object(record)
     limits = {}
     for field in fields(ProjectLimits):
@@ -162,7 +163,7 @@ def count_request(connection: Redis, project: str, now: float) -> int:
     key = api_rate_key(project, int(now // 60))
     with connection.pipeline(transaction=False) as pipe:
         pipe.incr(key)
-        pipe.expire(key, 120)
+        pipe.expire(key, 120)  # until the minute is surely over
         count, _ = pipe.execute()
     return int(count)
 
@@ -170,7 +171,9 @@ def count_request(connection: Redis, project: str, now: float) -> int:
 def _check_project(project: str) -> None:
     """Raise InvalidValue for a name that no project may have."""
     if _PROJECT.fullmatch(project) is None:
-        raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
+        raise unlike(
+            "project", project, "1 to 64 letters, digits, - and _, a letter or digit first"
+        )
 
 
 def _hash(secret: str) -> str:

@@ -109,7 +109,7 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
 
 
 class Run:
-    """A run that was submitted. output: the run's folder, by its name in the submit."""
+    """A run that was submitted. output: the run's folder, as the submission named it."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
         self.id = id
@@ -229,7 +229,10 @@ class Run:
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, purpose: str) -> FolderReader:
-        """Return a reader of the run's folder. Raises RunNotHere if there is no folder, or it holds another run."""
+        """Return a reader of the run's folder. Raises RunNotHere if there is no folder, or it holds another run.
+
+        purpose: what needs the reader, for the message if pyarrow is missing.
+        """
         with _needs_pyarrow(purpose):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
@@ -244,14 +247,14 @@ class Run:
         return reader
 
     def _planned_id(self) -> str:
-        """Return the id under which the run was planned. It differs from `id` if the worker has other real paths."""
+        """Return the id under which the run was planned. It differs from `id` if a worker sees other real paths."""
         with suppress(UnknownRun):
             return self.status().run
         return self.id
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise those errors of planning that show on this machine. Engine, pyarrow or input may be missing here."""
+    """Raise the errors of planning that this machine can find. Engine, pyarrow or input may be missing here."""
     spec.check_values(check_sampling)
 
     try:
@@ -318,13 +321,13 @@ def response_format(model: type) -> dict[str, Any]:
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """
     schema = json_schema_of(model)
-    if schema is model:  # json_schema_of returns all but such a class as it is
+    if schema is model:  # json_schema_of returns anything but a pydantic model's class as it is
         raise unlike("response_format", model, "the class of a pydantic model")
     return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": schema}}
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: the option's."""
+    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: its name."""
     if isinstance(value, type):
         return response_format(value) if name == "response_format" else json_schema_of(value)
     if isinstance(value, os.PathLike):
@@ -389,7 +392,7 @@ def _paths(source: Any) -> list[str] | None:
 
 @contextmanager
 def _needs_pyarrow(purpose: str) -> Iterator[None]:
-    """Say what to install, and for which purpose, if an import fails."""
+    """If an import in the block fails, raise ImportError that says what to install, and for which purpose."""
     try:
         yield
     except ImportError as error:

@@ -17,7 +17,7 @@ FAULT_PREFIX = "tokenmill: "
 
 
 def fault_line(fault: Fault) -> str:
-    """Return the last line of a failed job's `exc_info`."""
+    """Return the last line of a failed job's `exc_info`, which names the fault."""
     return f"{FAULT_PREFIX}{fault}"
 
 
@@ -30,7 +30,7 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. Its names stand for the positional arguments, in that order."""
+    """Base of errors whose docstring is the message. The names in its braces are the positional arguments, in order."""
 
     message: ClassVar[str] = "{0}"
     argument_names: ClassVar[tuple[str, ...]] = ()
@@ -79,15 +79,18 @@ class JobsError(ToldError):
 
 
 class InvalidJob(JobsError):
-    """Raised when the arguments of a job are wrong: (text)."""
+    """Raised when the arguments of a job are wrong. Its one argument is the message."""
 
 
 class NotBuilt(InvalidJob):
-    """Raised when a job asks for something that Tokenmill does not do: (text)."""
+    """Raised when a job asks for something that Tokenmill does not do. Its one argument is the message."""
 
 
 class InvalidValue(InvalidJob):
-    """Raised when an argument has an impossible value: (text, the value for each {} in it, hidden in logs)."""
+    """Raised when an argument has an impossible value.
+
+    Its arguments are the message, then a value for each {} in the message. Logs hide these values.
+    """
 
     def __str__(self) -> str:
         text, *values = self.args
@@ -140,6 +143,10 @@ class UnknownAdapter(InvalidJob):
     worker's TOKENMILL_ADAPTERS"""
 
 
+class AdapterAwaited(JobsError, fault="server"):
+    """Raised when the files that a job's adapter is pinned to are not here now. Its one argument is the message."""
+
+
 class AnswerMissing(JobsError):
     """no answer of job {job}, on which this one depends: {found}"""
 
@@ -149,7 +156,10 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Return the message up to the reason's first colon. A chat template's own words may follow the colon."""
+        """Return the message up to the reason's first colon.
+
+        A chat template's own words may follow the colon, and parts of a prompt among them.
+        """
         index, reason = self.args
         beginning, _, _ = str(reason).partition(": ")
         return self.message.format(index, beginning)
@@ -356,7 +366,7 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker looks at a run's prompts, or the worker that does so fails: (reason)."""
+    """Raised when no worker looks at a run's prompts, or the worker that does so fails. Its one argument is why."""
 
 
 class RunFailed(RunError):

@@ -70,13 +70,14 @@ def task_of(
         )
     task_arguments: Mapping[str, Any] = kwargs or {}
     deadline = None
+    # Jobs over files take no deadline, because their run has one.
     if "deadline" in task_arguments and function_name not in _FILE_JOBS:
         task_arguments = dict(task_arguments)
         deadline = task_arguments.pop("deadline")
     try:
         task = factory(*args, **task_arguments)
     except TypeError:
-        # This is checked only now, because it takes longer than all the rest.
+        # The arguments are checked only now, because that takes longer than all the rest.
         _check_binding(function_name, factory, args, task_arguments)
         raise
     return task if deadline is None else TimedTask(task, deadline)
@@ -91,8 +92,8 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
 
 def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
     """Import and call the function of a job. Raises InvalidJob for arguments that the function does not take."""
-    path = _FILE_JOBS[name] if name in _FILE_JOBS else _OWN_FUNCTIONS[name]
-    function = resolve_name(path)
+    dotted_name = _FILE_JOBS[name] if name in _FILE_JOBS else _OWN_FUNCTIONS[name]
+    function = resolve_name(dotted_name)
     _check_binding(name, function, (context, *args), kwargs)
     return function(context, *args, **kwargs)
 

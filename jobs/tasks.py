@@ -125,6 +125,8 @@ class Completion(Protocol):
     def loglikelihoods(self) -> Sequence[LogLikelihood] | None: ...
     @property
     def class_scores(self) -> Mapping[str, float] | None: ...
+    @property
+    def lacks_adapter(self) -> bool: ...
 
 
 class Task(abc.ABC):
@@ -153,7 +155,7 @@ class LateTask(Task):
         self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task."""
+        """Make the task, and return the task that is to be opened."""
         return self._make(context).made(context)
 
     def open(self, context: JobContext) -> OpenTask:
@@ -214,7 +216,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. It decides when to claim the next job."""
+        """Return how many requests the task yields in all; None if unknown. It times a worker's next claim."""
         return None
 
     @property

@@ -6,7 +6,7 @@ from worker.batch_worker import BatchWorker
 from worker.errors import WorkerError
 from worker.start import RedisErrorsInOneLine
 
-# It is set here because RQ's command connects to Redis before it makes a worker.
+# The filter is added here, because RQ's command connects to Redis before it makes a worker.
 logging.getLogger().addFilter(RedisErrorsInOneLine())
 
 __all__ = ["BatchWorker", "WorkerError"]

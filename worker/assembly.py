@@ -86,7 +86,7 @@ def assemble(
     tally = Tally()
     clients = _clients(worker.connection, tally)
     redis_clock = RedisClock()
-    lent = settings.job_context(clients.pool, served, meter=lambda: meter)
+    shared_context = settings.job_context(clients.pool, served, meter=lambda: meter)
     keeping = Keeping(
         records_failures=not worker.disable_default_exception_handler,
         result_ttl_s=worker.default_result_ttl,
@@ -105,7 +105,7 @@ def assemble(
             models=served.names,
             keeping=keeping,
             clock=redis_clock,
-            more_models=lambda: lent.adapters.names,
+            more_models=lambda: shared_context.adapters.names,
         ),
         ends_store=JobStore(
             clients.pool,
@@ -114,7 +114,7 @@ def assemble(
             max_job_bytes=settings.max_job_bytes,
             clock=redis_clock,
         ),
-        environment=JobEnvironment(lent, settings.function_grace_s, traces),
+        environment=JobEnvironment(shared_context, settings.function_grace_s, traces),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(
@@ -146,7 +146,7 @@ def assemble(
             worker.beat,
             facts,
             redis_clock,
-            changing_facts=partial(_changing_facts, served, lent.adapters),
+            changing_facts=partial(_changing_facts, served, shared_context.adapters),
         ),
         Maintenance(parts, scheduler, worker.maintenance_interval),
     )
@@ -157,7 +157,10 @@ def assemble(
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
-    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code."""
+    """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code.
+
+    Only the last one resends commands, as users' code expects of RQ. Our own code decides that for each command.
+    """
     count_ours = partial(tally.sent, "worker")
     count_users = partial(tally.sent, "functions")
     return Clients(

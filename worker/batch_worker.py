@@ -167,11 +167,11 @@ class BatchWorker(BaseWorker):
         return server
 
     def _load(self, settings: WorkerSettings) -> Engine:
-        """Import jobs' code and load the model, before any thread runs."""
+        """Import the code that jobs run, and load the model, before jobs have threads."""
         from engine import ConfigError
 
         try:
-            # This comes first, because a person can mend its errors at once.
+            # Users' functions come first, because a wrong name of a function can be mended at once.
             load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
@@ -220,7 +220,7 @@ class BatchWorker(BaseWorker):
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
-            self.register_death()  # otherwise RQ takes this worker's entry for another worker
+            self.register_death()  # otherwise RQ takes this worker's entry for another worker's
             self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
@@ -258,7 +258,7 @@ class BatchWorker(BaseWorker):
         if self.job_class is not Job:
             raise StartupError(
                 f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: scripts end "
-                "jobs as RQ's own class keeps them; serve functions that need it on a queue of RQ's own worker"
+                "jobs in the form of RQ's own class; serve functions that need this class by RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -276,8 +276,8 @@ class BatchWorker(BaseWorker):
     def _take_name(self) -> None:
         """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
 
-        What the killed worker held goes on at once, as nobody else will renew its leases.
-        Raises StartupError if a living worker has the name.
+        It ends the killed worker's leases, so that its jobs go on at once. Raises StartupError if a living worker has
+        the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
         if namesake:
@@ -286,13 +286,13 @@ class BatchWorker(BaseWorker):
                 "that of a dead one on another machine is free after --worker-ttl and a minute"
             )
         if self.connection.exists(self.key):
-            num_left = end_leases_of(self.connection, self.name, self.queue_names())
+            num_jobs = end_leases_of(self.connection, self.name, self.queue_names())
             self.register_death()
-            if num_left:
+            if num_jobs:
                 self.log.info(
                     "Worker %s: the last worker of this name died with %d jobs, whose leases are ended",
                     self.name,
-                    num_left,
+                    num_jobs,
                 )
 
     def _serve(
@@ -338,7 +338,7 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one a second later starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM, and a cold one at a further signal a second later."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
@@ -376,7 +376,7 @@ class BatchWorker(BaseWorker):
             self._io.stop_job(str(payload.get("job_id")), str(payload.get("execution_id")))
         elif command == "shutdown":
             self.log.info("Worker %s: received shutdown command", self.name)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # as RQ does
         else:
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
@@ -441,7 +441,7 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        """Make the scheduler. In burst mode it enqueues due jobs once."""
+        """Make the scheduler, which `Maintenance` runs. In burst mode, enqueue the due jobs here, once."""
         level = logging_level or self.log.level
         scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
         self.scheduler = scheduler

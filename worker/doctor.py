@@ -28,7 +28,7 @@ def _check_settings() -> Iterator[Finding]:
     """Yield the finding about the worker's settings: what is wrong with them, or that they can be used."""
     try:
         settings = WorkerSettings.load()
-        settings.engine_config()
+        settings.engine_config()  # raises for values that the engine refuses
         load_functions(settings.allowed_functions)
     except (StartupError, ConfigError) as error:
         yield fault_of("settings", with_variables(str(error)))

@@ -20,13 +20,14 @@ class SettingsError(StartupError):
 
 
 class MetricsNotServed(StartupError):
-    """metrics cannot be served on {host}, port {port} ({error}): set TOKENMILL_METRICS_PORT to a free one, or to as
-    many as there are workers here, such as 9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"""
+    """metrics cannot be served on {host}, port {port} ({error}): set TOKENMILL_METRICS_PORT to a free port, or to a
+    range with a port for each worker here, such as 9464-9471, and TOKENMILL_METRICS_HOST to an address of this
+    machine"""
 
 
 class NameTaken(WorkerError):
     """the name {name} belongs to another worker by now, {successor}, which was started while this one was frozen or
-    cut off: this one stops; end a frozen process before its name is started again"""
+    cut off: this one stops; end a frozen worker before you start another of its name"""
 
 
 class FunctionNotFound(StartupError):
@@ -69,8 +70,8 @@ class JobSetAside(WorkerError):
 
 
 class EndNotTaken(WorkerError):
-    """the job has ended, but Redis does not take the {bytes} bytes of its end ({error}): return less, write it to a
-    file, or raise the server's proto-max-bulk-len"""
+    """the job has ended, but Redis does not take the {bytes} bytes of its end ({error}): return a smaller value,
+    write it to a file, or raise the server's proto-max-bulk-len"""
 
     fault = "client"
 

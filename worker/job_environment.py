@@ -25,18 +25,18 @@ from worker.traces.job_trace import Traces
 class JobEnvironment:
     """What a worker lends to all its jobs.
 
-    lent: a context without the values of a single job.
+    shared_context: a context without the values of a single job.
     function_grace_s: seconds from a thread's interrupt until the thread is given up.
     """
 
-    lent: JobContext
+    shared_context: JobContext
     function_grace_s: float = 5.0
     traces: Traces | None = None
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """Return the context of one of our own jobs. connection: used by the threads that work for it."""
         return replace(
-            self.lent,
+            self.shared_context,
             connection=connection,
             queue_name=claimed.queue_name,
             job_id=claimed.job_id,
@@ -60,7 +60,7 @@ class JobEnvironment:
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
         # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
         # template and the length at which `truncate_prompt_tokens` cuts.
-        owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
+        owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.shared_context.model.pin}"
         tokens_sent: Sequence[SentTokens] = ()
         if claimed.pieces:
             tokens_sent = sent_tokens(claimed.pieces, short_name(owner))

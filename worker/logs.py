@@ -26,7 +26,7 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble once while it lasts, and once when it is over. For any thread.
+    """Logs each kind of a trouble once while the trouble lasts, and once that it is over. For any thread.
 
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     """
@@ -51,7 +51,7 @@ class LastingTrouble:
 
     @property
     def lasts(self) -> bool:
-        """Whether the trouble was met within OVER_S."""
+        """Whether the trouble was met within the last OVER_S seconds."""
         return self._began_at is not None and self._clock() - self._last_at < OVER_S
 
     def met(self, kind: str, message: str, *args: object) -> None:
@@ -104,13 +104,13 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
 
     effective_level = logging.getLogger("rq.worker").getEffectiveLevel()
-    # The engine logs how it computes a model.
+    # RQ adds no handler for the engine, which logs how it computes a model.
     setup_loghandlers(effective_level, *formats, name="engine")
     return writes_json
 
 
 def _write_json(worker: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on. Returns False if structlog is missing."""
+    """Write JSON from now on. Without structlog it returns False, or raises SettingsError if JSON was asked for."""
     try:
         from jobs.common.json_log import JsonLine
     except ImportError as error:

@@ -99,11 +99,11 @@ class WorkerSettings(BaseSettings):
     """Hosts that webhooks may call, split at ','. A name must resolve to public or to listed addresses."""
 
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
-    """The most bytes of a job's unpacked payload. It may hold one list or object for each 40 of these bytes. A job with
-    more is failed without being read."""
+    """The most bytes of a job's unpacked payload. A payload may hold one list or object for each 40 of these bytes. A
+    job with more is failed without being read."""
 
     max_held_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_HELD_BYTES), ge=1 << 10)
-    """The most bytes of hashes and unpacked payloads that the open jobs of a lane hold. Further jobs wait."""
+    """The most bytes of Redis hashes and unpacked payloads that a lane's open jobs may hold. Further jobs wait."""
 
     max_result_bytes: ByteSize = Field(default=ByteSize(MAX_RESULT_BYTES), ge=1 << 10)
     """The most bytes of a job's value as JSON. A job with a larger value fails."""
@@ -154,7 +154,7 @@ class WorkerSettings(BaseSettings):
     taken, so that several workers on a machine can have the same settings."""
 
     metrics_host: str = "127.0.0.1"
-    """The address on which they are served."""
+    """The address on which /metrics, /livez and /readyz are served."""
 
     traces: Literal["off", "producers", "all"] = "off"
     """The jobs that are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
@@ -163,7 +163,7 @@ class WorkerSettings(BaseSettings):
     """The form of the log: text, json, or auto, which is text on a terminal and JSON elsewhere."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; by default what torch finds, and fewer while other programs need processors."""
+    """CPU threads of the engine; by default what torch chooses, and fewer while other programs need processors."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -190,7 +190,7 @@ class WorkerSettings(BaseSettings):
             )
         for root in roots:
             if not is_stored(root) and not os.path.isdir(root):
-                raise ValueError(f"{root!r} is not a folder")
+                raise ValueError(f"{root!r} is not a folder: create it, or leave it out")
         return roots
 
     @field_validator("metrics_port", mode="before")
@@ -340,7 +340,7 @@ def _folder_names(model: str) -> tuple[str, ...]:
 def _root(part: str) -> str:
     """Return a root's real path, or a store's prefix in its usual form. Raises ValueError for a bad prefix."""
     path = os.path.expanduser(part)
-    if not is_stored(path.lower()):
+    if not is_stored(path.lower()):  # a store may be given in capitals, such as S3://
         return os.path.realpath(path)
     try:
         return run_path(path)

@@ -86,7 +86,7 @@ def share_freed_memory() -> None:
     With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: 38 MiB for
     5 MiB in use after 4,000 shards. glibc has an arena for each thread, so the threads that read cannot use memory that
     planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within 3,000 shards. An engine on a
-    CPU sets these values again when it is loaded (engine/run/forward/memory.py).
+    CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
     without mallopt is left alone. Source: mallopt(3).

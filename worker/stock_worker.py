@@ -96,7 +96,8 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 samples.append(completion)
                 has_all = len(samples) == pending[index].num_samples
                 if has_all or completion.finish_reason == "error":
-                    engine.abort(str(index))  # the remaining samples of a request that failed
+                    # This drops the remaining samples of a request that failed. Else none remain.
+                    engine.abort(str(index))
                     del pending[index]
                     _deliver(task, index, samples)
     finally:
@@ -148,10 +149,10 @@ def _current_job() -> Job:
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     """Return what a job may use."""
-    lent = _lent(job.connection, attention_backend)
-    lent.adapters.refresh()
+    shared = _shared_context(job.connection, attention_backend)
+    shared.adapters.refresh()
     return replace(
-        lent,
+        shared,
         # These are new for each job, because an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
@@ -163,7 +164,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 
 
 @functools.cache
-def _lent(connection: Redis, attention_backend: str) -> JobContext:
+def _shared_context(connection: Redis, attention_backend: str) -> JobContext:
     """Return what all jobs of this process share."""
     settings = _settings()
     max_model_len = settings.max_model_len or _engine().max_model_len
@@ -189,7 +190,7 @@ def _settings() -> WorkerSettings:
 
 @functools.cache
 def _identity() -> ModelIdentity:
-    """Read who the model is from its files, once in this process."""
+    """Read the model's identity from its files, once in this process."""
     from engine import model_identity
 
     return model_identity(_settings().engine_config())
@@ -197,7 +198,7 @@ def _identity() -> ModelIdentity:
 
 @functools.cache
 def _engine() -> Engine:
-    """Load the model, once in this process."""
+    """Return the engine of this process. The first call loads the model."""
     from engine import Engine
 
     return Engine(_settings().engine_config())

@@ -1,7 +1,7 @@
 """The interface between the model and a backend's kernels, and the inputs of one forward pass."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.state_pool import StateParts
+from engine.attention.prefix_groups import PrefixLimits, PrefixTensors
+from engine.attention.state_pool import StateBreak, StateParts
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.sampling.edit_logits import edit_logits
@@ -154,7 +155,16 @@ class CapturableBackend(KernelBackend):
     While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
     only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     `forward` hands over to an AttentionBreak in the place of metadata.
+
+    prefix_limits: which common prefixes of decoding sequences are read once; None if none is.
     """
+
+    prefix_limits: PrefixLimits | None = None
+
+    def share_prefixes(
+        self, layers: Sequence[AttentionFeatures], dtype: torch.dtype, block_size: int
+    ) -> None:
+        """Set the limits for a model's layers and its cache of this dtype, where prefixes can be read once."""
 
     @abstractmethod
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
@@ -172,11 +182,13 @@ class CapturableBackend(KernelBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> AttentionMetadata:
         """Return metadata of decode steps of len(rows) sequences, over tensors that are refilled for each step.
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
         block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, the order in which to start.
+        prefixes: those that are read once, PrefixArrays on the device; given only if there are limits.
         """
 
 
@@ -205,6 +217,6 @@ class ForwardBatch:
     slot_mapping: Tensor
     sample_rows: Tensor
     attention: AttentionMetadata
-    states: StateParts | None = None
+    states: StateParts | StateBreak | None = None
     pictures: PictureRows | None = None
     adapters: AdapterRows | None = None

@@ -15,8 +15,8 @@ from engine.attention.base import AttentionMetadata, KernelBackend, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels, PackedKernels
-from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
+from engine.kernels.attention.shared_prefix import find_shared_prefixes
 from engine.kernels.upload import Arrays, upload
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows

@@ -3,6 +3,7 @@
 An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import AttentionRefused, ConfigError
 from engine.kernels.attention.decode import DecodeRows
@@ -76,6 +78,11 @@ class FlashAttnBackend(TritonBackend):
                     "use attention_backend='triton'"
                 )
 
+    def share_prefixes(
+        self, layers: Sequence[AttentionFeatures], dtype: torch.dtype, block_size: int
+    ) -> None:
+        """Set no limits: the library reads each sequence's tokens for itself."""
+
     def build_metadata(
         self,
         block_tables: NDArray[np.int32],
@@ -114,6 +121,7 @@ class FlashAttnBackend(TritonBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> AttentionMetadata:
         """Build decode metadata without an order: the library has its own."""
         return FlashMetadata(

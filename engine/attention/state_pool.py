@@ -1,8 +1,10 @@
 """The pool of states: what convolutions and recurrences keep of a sequence, whatever its length."""
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,24 +77,97 @@ class StatePart:
 
 @dataclass(frozen=True)
 class StateParts:
-    """A step's rows, cut where states are read and written; the parts are computed in this order.
+    """A step's rows, cut where states are read and written.
 
     decodes: [decodes] int64, the pool's row of each of the batch's first rows, a token each.
+    others: the parts behind the decodes, in an order in which they may be computed one after the other.
     table: [parts, 5] int64, the fields of StatePart of all parts, those of the decodes first.
+    waves: ranges of the table. They are computed one after the other. No part reads or writes a row of the pool that
+    another part of its wave writes. The first wave begins with the decodes.
     """
 
     decodes: Tensor
     others: Sequence[StatePart]
     table: Tensor
+    waves: Sequence[range]
+
+
+Mix = Callable[[Tensor, StateParts], Tensor]
+
+
+class StateBreak(ABC):
+    """Stands in the place of StateParts while the rest of a step is recorded: something else advances states."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
+        """Return what compute(x, parts) gives, [tokens, width]. x: [tokens, any]."""
 
 
 def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:
     """Read StepBatch.state_parts."""
+    num_decodes = _count_decodes(parts)
+    waves = find_waves(parts)
+    order = np.argsort(waves, kind="stable")
+    parts = parts[order]
+    ends = np.searchsorted(waves[order], np.arange(waves.max(initial=-1) + 1), side="right")
+    ranges = [range(*ends_of_two) for ends_of_two in pairwise([0, *ends.tolist()])]
+    decodes, table = upload([np.ascontiguousarray(parts[:num_decodes, 3]), parts], device)
+    others = [StatePart(*part) for part in parts[num_decodes:].tolist()]
+    return StateParts(decodes, others, table, ranges)
+
+
+def _count_decodes(parts: NDArray[Any]) -> int:
+    """Return how many parts at the beginning are a token of a sequence that keeps its row."""
     starts, ends, sources, targets, saved = parts.T
     others = ((ends - starts != 1) | (sources != targets) | (saved >= 0)).nonzero()[0]
-    num_decodes = int(others[0]) if len(others) else len(parts)
-    decodes, table = upload([np.ascontiguousarray(targets[:num_decodes]), parts], device)
-    return StateParts(decodes, [StatePart(*part) for part in parts[num_decodes:].tolist()], table)
+    return int(others[0]) if len(others) else len(parts)
+
+
+def find_waves(parts: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the wave of each part, [parts]: 0, or one behind the last wave that it has to wait for.
+
+    parts: StepBatch.state_parts. A part waits for earlier parts that write a row which it reads or writes, and for
+    those that read a row which it writes.
+    """
+    num_decodes = _count_decodes(parts)
+    waves = np.zeros(len(parts), np.int64)
+    decode_rows = parts[:num_decodes, 3].tolist()
+    next_read = dict.fromkeys(decode_rows, 1)  # by row, the first wave in which it may be read
+    next_write = dict.fromkeys(decode_rows, 1)
+    for place, (_, _, source, *targets) in enumerate(parts[num_decodes:].tolist(), num_decodes):
+        written = [row for row in targets if row >= 0]
+        wave = max([next_read.get(source, 0), *(next_write.get(row, 0) for row in written)])
+        waves[place] = wave
+        if source >= 0:
+            next_write[source] = max(next_write.get(source, 0), wave + 1)
+        for row in written:
+            next_read[row] = next_write[row] = wave + 1
+    return waves
+
+
+class StateTable:
+    """The parts of a decode step that graphs replay. Row r of the batch has row r of the table.
+
+    A padding row begins at no state, and writes none.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        rows = np.arange(num_rows)
+        none = np.full(num_rows, -1)
+        self._padding: NDArray[np.int64] = np.stack((rows, rows + 1, none, none, none), axis=1)
+        self._table = torch.from_numpy(self._padding).to(device, copy=True)
+
+    def first(self, num_rows: int) -> StateParts:
+        """Return the first rows, which are views."""
+        table = self._table[:num_rows]
+        return StateParts(table[:, 3], (), table, [range(num_rows)])
+
+    def write(self, parts: NDArray[Any], rows: NDArray[np.int64]) -> None:
+        """Write a step's parts whole. parts: StepBatch.state_parts, a token each. rows: of the batch, [parts]."""
+        table = self._padding.copy()
+        table[rows, 2:] = parts[:, 2:]
+        (written,) = upload([table], self._table.device)
+        self._table.copy_(written)
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,13 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, PackedKernels
+from engine.attention.prefix_groups import PrefixArrays, PrefixTensors, choose_limits
 from engine.errors import ConfigError
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
+from engine.kernels.attention.prefix import PREFIX_TILE, TILE_QUERIES, PrefixRows
 from engine.kernels.attention.rotary import norm_rotate_and_store
 from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
@@ -39,6 +41,7 @@ from engine.sampling.sampling_rows import SamplingRows
 PACKED = PackedKernels(packed_product.block, packed_product.lay_out, packed_product.packed_product)
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
+PREFIX_PROGRAMS = 2  # of the kernel for common prefixes, for each multiprocessor
 INTERPRETER_PROCESSORS = (
     8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
 )
@@ -99,6 +102,16 @@ class TritonBackend(CapturableBackend):
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
+    def share_prefixes(
+        self, layers: Sequence[AttentionFeatures], dtype: torch.dtype, block_size: int
+    ) -> None:
+        self.prefix_limits = choose_limits(
+            layers, dtype, block_size, tile=PREFIX_TILE, tile_queries=TILE_QUERIES
+        )
+
+    def _prefix_rows(self, prefixes: PrefixTensors) -> PrefixRows:
+        return PrefixRows(*prefixes, num_programs=PREFIX_PROGRAMS * self._num_processors)
+
     def store(
         self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor
     ) -> None:
@@ -126,11 +139,27 @@ class TritonBackend(CapturableBackend):
             starts[decodes], context_lens[decodes], block_tables[decodes],
             tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
         ]  # fmt: skip
+        shared = self._find_prefixes(block_tables[decodes], context_lens[decodes])
+        num_shared = 0 if shared is None else len(shared)
         narrow = [array.astype(np.int32, copy=False) for array in own]
-        uploaded = upload_aligned([*narrow, *beside], self._device)
+        uploaded = upload_aligned([*narrow, *(shared or ()), *beside], self._device)
         rows, lens, tables, *prefill_parts = uploaded[: len(own)]
-        decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
-        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), uploaded[len(own) :]
+        others = uploaded[len(own) :]
+        prefixes = None
+        if num_shared:
+            prefixes = self._prefix_rows(PrefixTensors(*others[:num_shared]))
+        longest = int(context_lens[decodes].max(initial=0))
+        decode = DecodeRows(rows, lens, tables, longest, prefixes=prefixes)
+        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), others[num_shared:]
+
+    def _find_prefixes(
+        self, block_tables: NDArray[np.int32], context_lens: Lens
+    ) -> PrefixArrays | None:
+        """Return the prefixes that decoding sequences of a step read together; None if there are none."""
+        if self.prefix_limits is None:
+            return None
+        prefixes = self.prefix_limits.find(block_tables, context_lens)
+        return self.prefix_limits.arrange(prefixes, len(context_lens)) if prefixes else None
 
     def fill_pending(
         self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor
@@ -161,8 +190,10 @@ class TritonBackend(CapturableBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> AttentionMetadata:
-        decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order)
+        on_device = None if prefixes is None else self._prefix_rows(prefixes)
+        decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order, on_device)
         return TritonMetadata(decode, PrefillTiles(*5 * [rows[:0]]))
 
     def forward(

@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.fingerprint import check_file
 from engine.checkpoint.model_config import read_json
-from engine.errors import AdapterRefused, ConfigError, UnknownAdapter
+from engine.errors import AdapterGone, AdapterRefused, ConfigError, MissingWeights, UnknownAdapter
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -17,10 +19,14 @@ WEIGHTS = "adapter_model.safetensors"
 MAX_LISTED = 20
 #: A scale that is larger comes of a mistake.
 LARGEST_ALPHA = 1_000_000
+#: How safetensors' names of floating-point types begin.
+FLOATING_POINT = ("F", "BF")
 #: Characters of a wrong value in an error.
 MAX_SHOWN = 40
 #: A name with the fingerprint that its files must have.
 PINNED = re.compile(r"(.+)@([0-9a-f]{32})")
+#: The fingerprint of an adapter that was not there when it was looked for. No files have it.
+NO_FILES = "0" * 32
 
 #: Keys of adapter_config.json that change no answer, or that `scale_of` reads. Any other one must be off.
 KNOWN_KEYS = frozenset(
@@ -73,19 +79,34 @@ class AdapterFolder:
     def find(self, asked: str) -> Adapter:
         """Return the adapter of a name, or of a name pinned to a fingerprint.
 
-        Raises UnknownAdapter if there is none, or if its files are others, and AdapterRefused if they are not usable.
+        Raises UnknownAdapter if there is none, and AdapterRefused if its files are not usable. If a fingerprint is
+        asked for, and its files are not there now, it raises AdapterGone.
         """
         match = PINNED.fullmatch(asked)
-        name = asked if match is None else match[1]
-        adapter = self._read(name)
+        if match is not None:
+            return self._find_pinned(*match.groups())
+        adapter = self._read(asked)
         if adapter is None:
-            raise UnknownAdapter(f"there is no adapter {name!r}; {self._listed()}")
-        if match is not None and adapter.fingerprint != match[2]:
-            raise UnknownAdapter(
-                f"the files of adapter {name!r} have changed: {match[2][:8]} is asked for, and "
-                f"{adapter.fingerprint[:8]} is there; ask again, or put the old files back"
-            )
+            raise UnknownAdapter(f"there is no adapter {asked!r}; {self._listed()}")
         return adapter
+
+    def _find_pinned(self, name: str, fingerprint: str) -> Adapter:
+        """Return the adapter of a name, if its files have this fingerprint. Raises UnknownAdapter or AdapterGone."""
+        if fingerprint == NO_FILES:
+            raise UnknownAdapter(
+                f"there was no adapter {name!r} when it was looked for; {self._listed()}"
+            )
+        try:
+            adapter = self._read(name)
+        except AdapterRefused:
+            adapter = None  # the files that are there now cannot be used, and are others
+        if adapter is not None and adapter.fingerprint == fingerprint:
+            return adapter
+        present = "none" if adapter is None else adapter.fingerprint[:8]
+        raise AdapterGone(
+            f"the files of adapter {name!r} have changed: {fingerprint[:8]} is asked for, and {present} is there; "
+            "ask again, or put the old files back"
+        )
 
     def look(self) -> tuple[list[Adapter], dict[str, str]]:
         """Return all adapters whose files can be used, and by name why others cannot."""
@@ -100,6 +121,16 @@ class AdapterFolder:
             if adapter is not None:
                 found.append(adapter)
         return found, problems
+
+    def largest(self) -> int:
+        """Return how many numbers the largest adapter has. Adapters that cannot be read are left out."""
+        sizes = [0]
+        for name in self.names():
+            assert self._folder is not None
+            with suppress(MissingWeights):
+                entries = check_file(self._folder / name / WEIGHTS)
+                sizes.append(sum(prod(entry.shape) for entry in entries))
+        return max(sizes)
 
     def _listed(self) -> str:
         if self._folder is None:
@@ -170,6 +201,11 @@ def check_files(name: str, folder: Path) -> None:
             raise AdapterRefused(
                 name,
                 f"{WEIGHTS} holds {entry.name!r}, and only lora_A and lora_B of linear layers are read",
+            )
+        if not entry.dtype.startswith(FLOATING_POINT):
+            raise AdapterRefused(
+                name,
+                f"{entry.name!r} in {WEIGHTS} is of type {entry.dtype}, expected floating-point numbers",
             )
 
 

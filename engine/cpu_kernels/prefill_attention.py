@@ -19,7 +19,6 @@ from engine.cpu_kernels.scalars import (
     pointer_to,
     row_pointer,
 )
-from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, tanh
 from engine.cpu_kernels.vectors import (
     LONGEST_VECTOR,
@@ -29,6 +28,7 @@ from engine.cpu_kernels.vectors import (
     soften,
     transpose_square,
 )
+from engine.kernels.attention.shared_prefix import SharedPrefix
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
 HAS_32_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"

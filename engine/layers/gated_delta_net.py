@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.state_pool import StateParts, StateShape
+from engine.attention.state_pool import StateBreak, StateParts, StateShape
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, RowParallelLinear
@@ -154,14 +154,25 @@ class GatedDeltaNet(WeightedModule):
         self,
         stream: Stream,
         norms: NormPair,
-        parts: StateParts | None,
+        parts: StateParts | StateBreak | None,
         memory: Sequence[Tensor],
         rows: Tensor | None = None,
     ) -> Stream:
         """Return the residual stream after it, of `rows` alone if given. memory: the pool's states of this layer."""
         assert parts is not None, "a model with states has parts in each step"
         normed, total = stream.normed(norms.before)
-        mixed = self.mix(self.in_proj(normed), memory, parts, self.weights, self.heads)
+
+        def compute(x: Tensor, parts: StateParts) -> Tensor:
+            mixed: Tensor = self.mix(x, memory, parts, self.weights, self.heads)
+            return mixed
+
+        x = self.in_proj(normed)
+        if isinstance(parts, StateBreak):
+            heads = self.heads
+            width = heads.num_heads * heads.group * heads.value_dim
+            mixed = parts.mix(x, width, compute)
+        else:
+            mixed = compute(x, parts)
         if rows is not None:
             mixed, total = mixed[rows], total[rows]
         return norms.joined(total, self.out_proj(mixed))

@@ -53,6 +53,11 @@ class CausalModel(nn.Module, ABC):
     probe_lengths: tuple[int, int] = (13, 9)
     may_wait: ClassVar[bool] = False
 
+    @property
+    def can_record_states(self) -> bool:
+        """Whether `hidden_states` reads and writes states by StateParts.table alone, so that a graph can record it."""
+        return False
+
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return final hidden states of `rows`, [rows] int64, in any order; all keys and values are stored."""
         return self.hidden_states(batch, cache)[rows]

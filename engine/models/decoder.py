@@ -263,6 +263,13 @@ class DecoderForCausalLM(CausalModel):
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers, self.states, self.index_keys = config.kept(parts.tp, parts.dtype)
         self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
+        kernels = parts.backend.layer_kernels
+        self._has_delta_kernel = kernels is not None and kernels.delta_net is not None
+
+    @property
+    def can_record_states(self) -> bool:
+        """Whether a kernel reads and writes the states by StateParts.table alone."""
+        return self._has_delta_kernel
 
     def tie_weights(self) -> None:
         """Make the LM head share the embedding's weight, if the checkpoint ties them."""

@@ -178,7 +178,9 @@ class Mixers:
         """Compute this batch from now on; return the arguments that the body needs for it."""
         self._indexers.begin(batch, cache)
         if self.states:
-            assert batch.states is not None, "a model with states has parts in each step"
+            assert isinstance(batch.states, StateParts), (
+                "a model with states has parts in each step"
+            )
             assert cache.states is not None, "and a pool"
             self._step = batch.states, cache.states
         return {self._argument: self._cache}

@@ -1,11 +1,12 @@
 """Adapters: loads the adapters that requests name, keeps those in use, and lets the others go as room is needed."""
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from engine.checkpoint.adapter_folder import Adapter, AdapterFolder
-from engine.errors import RankFailed
+from engine.errors import AdapterGone, RankFailed
 from engine.run.forward.runner import Runner
 from engine.schedule.prepared_prompt import ROOT
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -18,24 +19,11 @@ FIRST_ROOT = 1 << 63
 
 
 @dataclass
-class _Place:
-    """A place for one loaded adapter. users: sequences that have it; last_used: orders places by use."""
+class _Request:
+    """A request with its adapter.
 
-    number: int
-    adapter: Adapter | None = None
-    users: list[Sequence] = field(default_factory=list)
-    last_used: int = 0
-
-    def take_back(self) -> None:
-        """Forget the sequences that are finished."""
-        self.users = [seq for seq in self.users if seq.status is not SequenceStatus.FINISHED]
-
-
-@dataclass
-class _Waiting:
-    """A request's sequences that wait for their adapter.
-
-    held: those that go to the scheduler then. num_overtaken: later requests that went before this one.
+    held: the sequences that go to the scheduler once the adapter is loaded. num_overtaken: later requests that went
+    before this one.
     """
 
     adapter: Adapter
@@ -53,21 +41,59 @@ class _Waiting:
         """Whether the request was aborted meanwhile."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.held)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether no sequence needs the adapter any more."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.seqs)
+
+    @property
+    def queued(self) -> list[Sequence]:
+        """The sequences in the scheduler's queue, if the request can wait for its adapter again; else none.
+
+        It cannot while one of its sequences runs, or a step in flight computes a token of one. Nor can pictures wait.
+        """
+        queued = []
+        for seq in self.seqs:
+            is_running = seq.status in (SequenceStatus.RUNNING, SequenceStatus.ENDING)
+            if is_running or seq.num_pending_tokens or seq.pictures is not None:
+                return []
+            if seq.status is SequenceStatus.WAITING:
+                queued.append(seq)
+        return queued
+
+
+@dataclass
+class _Place:
+    """A place for one loaded adapter. users: requests that have it; last_used: orders places by use."""
+
+    number: int
+    adapter: Adapter | None = None
+    users: list[_Request] = field(default_factory=list)
+    last_used: int = 0
+
+    def let_go_finished(self) -> None:
+        """Forget the requests that are finished."""
+        self.users = [request for request in self.users if not request.is_finished]
+
 
 class Adapters:
     """Owns the places for loaded adapters. A request waits until its adapter is loaded, urgent lanes first.
 
     If all places are in use, the first request waits for one. MAX_OVERTAKES later ones of its lane whose adapters are
-    loaded may go before it, and no more: so none waits for ever. `find` and `root` are for any thread.
+    loaded may go before it, and no more: so none waits for ever. Requests of later lanes that do not run wait again
+    behind it, so the next place that comes free is its own. `find` and `root` are for any thread.
     """
 
-    def __init__(self, folder: AdapterFolder, runner: Runner, most: int) -> None:
-        """most: adapters that are loaded at a time."""
+    def __init__(
+        self, folder: AdapterFolder, runner: Runner, most: int, hold: Callable[[Sequence], None]
+    ) -> None:
+        """most: adapters that are loaded at a time. hold: takes a sequence out of the scheduler's queue."""
         self.folder = folder
+        self._hold = hold
         self._runner: Runner | None = runner
         self._places = [_Place(number) for number in range(most)]
         self._loaded: dict[str, _Place] = {}  # by fingerprint
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Request] = []
         self._roots: dict[str, int] = {}
         self._numbers = count(FIRST_ROOT)
         self._uses = count(1)
@@ -95,7 +121,7 @@ class Adapters:
         held = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
         for seq in held:
             seq.status = SequenceStatus.HELD
-        insort(self._waiting, _Waiting(adapter, seqs, held), key=lambda each: each.lane)
+        insort(self._waiting, _Request(adapter, seqs, held), key=lambda each: each.lane)
 
     def look(self) -> list[Sequence]:
         """Return sequences whose adapter is there now, or which have failed.
@@ -109,6 +135,9 @@ class Adapters:
             place = self._loaded.get(request.adapter.fingerprint)
             if place is None and not request.is_dropped:
                 place = self._free_place()
+                if place is None:
+                    self._hold_later(request.lane)
+                    place = self._free_place()
                 if place is None or not may_load:
                     break
                 may_load = not self._load(place, request)
@@ -116,6 +145,21 @@ class Adapters:
             if place is not None:
                 ready += self._admit(request, place)
         return ready + self._overtake()
+
+    def _hold_later(self, lane: int) -> None:
+        """Have the requests of later lanes wait for their adapters again, unless they run."""
+        held: list[_Request] = []
+        for place in self._places:
+            for request in list(place.users):
+                queued = request.queued if request.lane > lane else []
+                if not queued:
+                    continue
+                for seq in queued:
+                    self._hold(seq)
+                place.users.remove(request)
+                request.held = queued
+                held.append(request)
+        self._waiting = sorted(held + self._waiting, key=lambda request: request.lane)
 
     def _overtake(self) -> list[Sequence]:
         """Let later requests whose adapters are loaded go before the first one, which waits for a place."""
@@ -135,15 +179,15 @@ class Adapters:
         self._waiting = staying
         return ready
 
-    def _admit(self, request: _Waiting, place: _Place) -> list[Sequence]:
+    def _admit(self, request: _Request, place: _Place) -> list[Sequence]:
         """Give a request its adapter, unless it has failed; return the sequences that go on from here."""
         held = [seq for seq in request.held if seq.status is SequenceStatus.HELD]
         for seq in held:
             seq.status = SequenceStatus.WAITING
         if place.adapter is not None:
             place.last_used = next(self._uses)
-            place.take_back()
-            place.users += request.seqs
+            place.let_go_finished()
+            place.users.append(request)
             for seq in request.seqs:
                 seq.adapter = place.number
         return held
@@ -151,23 +195,29 @@ class Adapters:
     def _free_place(self) -> _Place | None:
         """Return the place that was used least lately of those that nobody uses; None if all are in use."""
         for place in self._places:
-            place.take_back()
+            place.let_go_finished()
         free = [place for place in self._places if not place.users]
         return min(free, key=lambda place: place.last_used, default=None)
 
-    def _load(self, place: _Place, request: _Waiting) -> bool:
+    def _load(self, place: _Place, request: _Request) -> bool:
         """Load a request's adapter in place of the one before; return False if that failed, and the request with it."""
         adapter = request.adapter
         if place.adapter is not None:
             del self._loaded[place.adapter.fingerprint]
             place.adapter = None
         assert self._runner is not None, "it is closed"
+        error: Exception | None = None
         try:
             self._runner.load_adapter(place.number, adapter)
-            self.folder.find(adapter.pinned)  # the files are still those that were asked for
         except RankFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever one adapter's files make it raise
+        except Exception as raised:  # noqa: BLE001 - whatever one adapter's files make it raise
+            error = raised
+        try:
+            self.folder.find(adapter.pinned)
+        except AdapterGone as gone:
+            error = gone  # other files were read than were asked for, whatever came of that
+        if error is not None:
             for seq in request.held:
                 seq.fail(error)
             return False

@@ -226,6 +226,7 @@ def _check_memory(
     from engine.run.check_machine import free_memory
     from engine.run.forward.memory import (
         PoolSizes,
+        adapter_bytes,
         check_pool_bytes,
         default_cpu_kv_cache_bytes,
         divide_pool,
@@ -234,10 +235,18 @@ def _check_memory(
 
     ranks = config.tensor_parallel_size
     free_bytes, owner = free_memory(config)
-    memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights
+    adapters = adapter_bytes(config, dtype_bytes)
+    memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights - adapters
+    beside_weights = (
+        f", and {config.max_adapters} adapters {adapters / GIB:.2f} GiB" if adapters else ""
+    )
     if left <= 0:
-        found = f"the weights take {weights / GIB:.2f} GiB on each rank, of {memory}"
+        found = (
+            f"the weights take {weights / GIB:.2f} GiB{beside_weights} on each rank, of {memory}"
+        )
         mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
+        if adapters:
+            mend += "; or lower max_adapters"
         yield Observation("memory", "fault", found, mend)
         return
     check_pool_bytes(config, left, f"{memory} beside the weights")
@@ -251,8 +260,8 @@ def _check_memory(
     beside = "" if states is None else f", {states} of {sizes.state / 2**20:.1f} MiB each"
     pool = config.kv_cache_bytes or default
     found = (
-        f"weights {weights / GIB:.2f} GiB and a KV pool of {pool / GIB:.2f} GiB on each rank, of {memory}; "
-        f"{num_blocks * config.block_size} tokens in all, sequences of up to {longest}{beside}"
+        f"weights {weights / GIB:.2f} GiB{beside_weights} and a KV pool of {pool / GIB:.2f} GiB on each rank, "
+        f"of {memory}; {num_blocks * config.block_size} tokens in all, sequences of up to {longest}{beside}"
     )
     if pool <= left:
         yield Observation("memory", "ok", found)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Literal, NamedTuple
 
+from engine.errors import AdapterGone
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -102,6 +104,7 @@ class Completion:
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: for each token of the prompt; the first one has none.
     num_continued: tokens of token_ids that came with the request; cached ones count in num_cached_tokens.
+    lacks_adapter: it ended with an error because the files that its adapter was pinned to are not there now.
     loglikelihoods: of each continuation of ScoringParams; such a completion has no token, and ends with "stop".
     metrics: None for scores and refused requests; ignored when completions are compared.
     """
@@ -125,12 +128,23 @@ class Completion:
     tool_calls: list[dict[str, str]] | None = None
     tool_call_error: str | None = None
     num_continued: int = 0
+    lacks_adapter: bool = False
     metrics: RequestMetrics | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:
         """Stand in for the completions of a request that could not run."""
-        return cls(request_id, 0, [], "", "error", 0, 0, error=str(error))
+        return cls(
+            request_id,
+            index=0,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            error=str(error),
+            lacks_adapter=isinstance(error, AdapterGone),
+        )
 
 
 @dataclass(frozen=True)

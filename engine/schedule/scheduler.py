@@ -93,6 +93,12 @@ class Scheduler:
         seq.max_len = min(seq.max_len, self.max_model_len)
         self._wait_again(seq)
 
+    def hold(self, seq: Sequence) -> None:
+        """Take a waiting sequence out of its queue; `add` queues it again."""
+        assert seq.status is SequenceStatus.WAITING
+        self._remove(seq)
+        seq.status = SequenceStatus.HELD
+
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free its blocks. Not to be called between `schedule` and `advance`."""
         self._remove(seq)

@@ -260,7 +260,7 @@ def _errors_json(
     """Return what `errors` prints for programs."""
     content = {
         "run": run,
-        "errors": reasons.rows - reasons.rows_with(CUT),
+        "errors": reasons.rows - reasons.rows_with(CUT),  # a cut answer is no error
         "failed_checks": failed_checks,
         "cut": num_cut,
         "reasons": reasons.to_objects(MAX_REASONS),
@@ -273,7 +273,7 @@ def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
     """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
-    num_errors = reasons.rows - reasons.rows_with(CUT)
+    num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
         if not failed_checks and not num_cut:
@@ -342,7 +342,8 @@ def report(
         )
     scored = client.run(run, connection=connection)
     folder = scored.output
-    file_name = REPORT if out is None else MANIFEST  # from which another page is made
+    # Without --out this only shows whether the page is there. With --out, another page is made of the manifest.
+    file_name = REPORT if out is None else MANIFEST
     try:
         text = _text_of(scored, file_name)
     except (OSError, InputNotFound) as error:
@@ -418,10 +419,16 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
-    # Without any worker, `verify` waits for one and then says so.
+    # Without any worker, `verify` waits for one and then says so. So only a worker that lacks something is told here.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker serves its model {planned.awaited_model}"
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
+            f"{planned.awaited_model}: start one there"
+        )
+    if planned.workers and planned.awaited_adapters is not None:
+        raise InvalidJob(
+            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} has the files of adapters "
+            f"{planned.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
         )
     facts = RunState(connection, planned.run).facts()
     return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))

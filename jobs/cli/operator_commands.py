@@ -67,7 +67,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # What workers have told may be old, as a full Redis does not take it. But a producer's user may ask nothing else.
+    # The workers' own numbers may be old, as a full Redis takes no new ones. But a producer's user may read only these.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -114,7 +114,9 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
 @click.command()
 @click.argument("queue")
 @click.option(
-    "--stop", "who", help="Cancel all waiting jobs of this one: a name of the table, or - for none."
+    "--stop",
+    "who",
+    help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
@@ -150,7 +152,7 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         if name.startswith(RUN):
             stop_command = f"tokenmill cancel {name[len(RUN) :]}"
         producer = "no producer named" if name == UNNAMED else name
-        num_jobs = str(producers.share(name))
+        num_jobs = str(producers.estimate(name))
         if producers.is_sample:
             num_jobs = f"about {num_jobs}"
         rows.append((num_jobs, producer, safe_name(stop_command)))
@@ -166,7 +168,7 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
 
 
 def _check_producer(connection: redis.Redis, queue: str, who: str) -> None:
-    """Raise ClickException, with the names of those whose jobs wait on a queue, if `who` is not among them."""
+    """Raise ClickException if no job of the producer `who` waits on a queue. It names the producers whose jobs wait."""
     producers = list(read_producers(connection, queue).num_jobs)
     if who not in producers:
         others = f"there are {_names(producers)}" if producers else "none waits there"
@@ -242,7 +244,7 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs that ask for what is wrong stay too. Exits with 1 if a named job
+    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
     could not be requeued.
     """
     if bool(job_ids) == is_all:  # both or neither
@@ -259,7 +261,7 @@ def requeue_command(
     if wrong:
         problems.append(
             f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: with its id in place of --all, one is put back"
+            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
@@ -274,7 +276,7 @@ def requeue_command(
 
 
 def _names(names: list[str]) -> str:
-    """Return the first of some names or ids as a list for people, and say how many more there are."""
+    """Return the first MAX_SHOWN names or ids as a list for people, and say how many more there are."""
     shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
     if len(names) > MAX_SHOWN:
         return f"{shown} and {len(names) - MAX_SHOWN} more"
@@ -335,7 +337,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    """Yield all that `doctor` looks at for a role. url: that of Redis."""
+    """Yield all that `doctor` looks at for a role. url: the URL of Redis."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
     if role not in CHECKS:

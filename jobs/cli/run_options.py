@@ -76,7 +76,7 @@ def column_list(
         return list(chain.from_iterable(lists))
     except csv.Error as error:
         raise click.BadParameter(
-            f"{error}: separate them by commas, those with commas in quotation marks"
+            f"{error}: separate the columns by commas, and put a name with a comma in quotation marks"
         ) from None
 
 
@@ -103,7 +103,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
             f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
         )
 
-    # An option that was not given is None, or () if it may be repeated. An empty list was given as such.
+    # An option that was not given is None, or () if it may be repeated. An empty list is a value that was given.
     arguments: dict[str, Any] = {}
     for name, value in options.items():
         if value is not None and value != ():
@@ -167,7 +167,7 @@ def _option(flag: str, help: str, **settings: Any) -> Decorator:
 
 
 def _switch(name: str, help: str) -> Decorator:
-    """Return an option that is given as --name or --no-name; None if neither is given."""
+    """Return an option that is given as --name or --no-name. Its value is None if neither is given."""
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
@@ -394,7 +394,7 @@ _PROMPT = (
         **_NAMED,
     ),
     _option("--adapter", "LoRA adapter that answers, by its name in the workers' folder."),
-    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's one."),
+    _option("--adapter-column", "Column of each row's adapter. Null stands for the run's adapter."),
     _option("--model", "Model that a worker must serve to plan the run: a name, path or hub id."),
 )
 
@@ -523,7 +523,7 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    """Return what adds all these options to a command, in this order."""
+    """Return a decorator that adds all these options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):  # click shows options in the opposite order

@@ -138,9 +138,9 @@ def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
-def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """Return a run's status in lines. num_gone: how many parts of a finished run are gone."""
-    state = "incomplete" if num_gone else snapshot.state
+def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
+    """Return a run's status in lines. num_gone_parts: how many parts of a finished run are gone."""
+    state = "incomplete" if num_gone_parts else snapshot.state
     lines = [f"run {snapshot.run}: {state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
@@ -163,7 +163,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             lines.append(f"left     {duration_text(snapshot.left_s)}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
-    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
+    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:
@@ -177,13 +177,13 @@ def deadline_text(snapshot: RunSnapshot) -> str:
     return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 
 
-def gone_text(num_gone: int, folder: str) -> list[str]:
+def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     """Return the line that says how many parts are gone; nothing if none is."""
-    if not num_gone:
+    if not num_gone_parts:
         return []
-    return [
-        f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
-    ]
+    parts = "part is" if num_gone_parts == 1 else "parts are"
+    remedy = f"submit into another folder with --reuse {folder}, which computes what is missing"
+    return [f"but      {num_gone_parts} {parts} gone: {remedy}"]
 
 
 def _not_begun_text(snapshot: RunSnapshot) -> str:
@@ -226,7 +226,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Say so if the submit had nothing to do, because the run was finished before it."""
+    """Say that the submit had nothing to do, if the run was finished before it."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)

@@ -36,8 +36,9 @@ TIMEOUT_S = 3600
 #: The most rows that a dry run looks at. The worker holds the requests of all of them in memory.
 MAX_ROWS_READ = 1_000_000
 
-#: A run's time as shares of what the tried rows tell. In 22 of 23 runs it was between these: runs of the demo's model,
-#: of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine it varies less.
+#: A run's time lies between these multiples of the time that its tried rows suggest. So it was in 22 of 23 runs of the
+#: demo's model, of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine, a
+#: run's time varies less.
 RANGE = (0.7, 2.4)
 
 

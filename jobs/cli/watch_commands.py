@@ -108,7 +108,9 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
         return
     if watch:
-        raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+        raise click.UsageError(
+            "--watch shows all runs: to follow one run, repeat its `tokenmill submit` with --wait"
+        )
     print_troubles(connection)
     run, output = named_run(connection, run)
     try:
@@ -124,10 +126,10 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if output is None:
         output = output_here(snapshot.output, snapshot.run)
-    num_gone = 0
+    num_gone_parts = 0
     if output is not None and snapshot.finished:
-        num_gone = output.num_gone
-    click.echo(status_text(snapshot, num_gone))
+        num_gone_parts = output.num_gone_parts
+    click.echo(status_text(snapshot, num_gone_parts))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     print_failures(connection, snapshot)
@@ -158,7 +160,7 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *gone_text(output.num_gone, output.folder),
+        *gone_text(output.num_gone_parts, output.folder),
     ]
     if output.state == "forgotten":
         lines.append("this Redis does not know it any more: submit it again")

@@ -60,7 +60,7 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Return a text that somebody chose in a form for messages: printable, and cut after `most` characters."""
+    """Make a text that somebody chose fit for messages: printable, and cut after `most` characters."""
     cut = name[:most]
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
 
@@ -118,7 +118,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _written(value: Any) -> Any:
-    """Return a value that JSON can write in place of one that it cannot."""
+    """Return what JSON writes in place of a value that it cannot write."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):

@@ -1,22 +1,22 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
-tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first (common/workers.py)
+tokenmill:samples:<name>       list: JSON points of that worker's last hour, the latest first (common/workers.py)
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:turn       string: written by each submit, planning and cancel, which all watch it
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
-tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
+tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
 tokenmill:dashboard:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (history/rings.py)
-tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which something was last told of it
+tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which its history was last written
 tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
 tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
-tokenmill:dashboard:history:turn     string: the dashboard that writes these
+tokenmill:dashboard:history:turn     string: the dashboard that writes the history
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
@@ -36,11 +36,11 @@ tokenmill:claim:<token>        list: job ids that one claim has taken, until the
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
 tokenmill:epoch-made           string: such a mark was made within this second
-tokenmill:restored             string: when a worker saw that, until `tokenmill restore-check --confirm`
+tokenmill:restored             string: when a worker missed one, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
-tokenmill:fair:<queue>         string, JSON: what the last look left that put the queue in order (store/queue_order.py)
+tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
-tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
+tokenmill:maintenance-stock:<queue>  string: the worker that looks for jobs that RQ's own workers left there
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
 """

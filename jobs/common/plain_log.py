@@ -43,7 +43,7 @@ PLAIN = PlainLine()
 
 @lru_cache(maxsize=256)
 def _place_of_job(message: object) -> int | None:
-    """Return which of a message's values is a job's id. In our messages and RQ's, that is the value after "job"."""
+    """Return the place of the job's id among a message's values; None if it has none. The id stands after "job"."""
     if not isinstance(message, str):
         return None
     match = _JOB.search(message)
@@ -53,7 +53,7 @@ def _place_of_job(message: object) -> int | None:
 
 
 def _cut(value: Any) -> Any:
-    """Return a number as it is, and any other value cut to a length that a log can bear."""
+    """Return a number as it is, and any other value cut after MAX_ARGUMENT_CHARS."""
     if isinstance(value, (int, float)):
         return value
     text = str(value)

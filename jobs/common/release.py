@@ -23,7 +23,7 @@ def release_text(version: str, of_commit: str) -> str:
 
 
 def _installed_commit() -> str:
-    """Return the commit that pip noted when it installed from a repository (PEP 610)."""
+    """Return the commit that pip noted when it installed from a repository (PEP 610); "" if it noted none."""
     with suppress(PackageNotFoundError, OSError, ValueError, AttributeError):
         note = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
         return str(note.get("vcs_info", {}).get("commit_id", ""))

@@ -134,6 +134,7 @@ def job_queue(connection: Redis, name: str) -> Queue:
     return Queue(name, connection=connection, serializer=JSONSerializer)
 
 
+#: Describes a job that is enqueued together with others.
 prepared_job = Queue.prepare_data
 #: The most bytes of an error's text, unpacked. A worker writes far less.
 MAX_ERROR_BYTES = 1 << 20

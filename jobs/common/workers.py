@@ -65,7 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    """Read a list. Return those of its texts that are fit to be shown, or None if it is no list, or a very long one."""
+    """Read a list, and return its texts that are fit to be shown. Return None for a very long list, or no list."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -162,7 +162,7 @@ class WorkerSample(Point):
     silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped".
-    models: all names by which jobs may ask for its model or for an adapter. adapters: their names.
+    models: all names by which jobs may ask for its model or for an adapter. adapters: the adapters' names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
     model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
@@ -291,12 +291,13 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     silent_s = 0.0
     if left_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
-    record["at"] = record.get("updated_at")  # as the record names the time of its point
+    # A record calls "updated_at" what a WorkerSample calls "at".
+    record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
 def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return what a worker has told later: as it served, perhaps before it was killed, or as it began to load."""
+    """Return the later of a worker's two samples. A killed worker's sample stays while its successor loads a model."""
     if sample is None or loading is None:
         return sample or loading
     return loading if loading.silent_s < sample.silent_s else sample
@@ -308,7 +309,7 @@ def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
 
 
 def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
-    """Return the names of the models that a queue's workers serve; None if a worker does not say what it serves."""
+    """Return the names of the models and adapters that a queue's workers serve; None if a worker does not say which."""
     models: set[str] = set()
     for worker in listening_on(workers, queue):
         if worker.sample is None:
@@ -342,7 +343,7 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def are_suspended(workers: Iterable[Worker]) -> bool:
-    """Whether `rq suspend` holds all workers. One that finishes what it holds tells so only when it is idle."""
+    """Whether `rq suspend` holds all workers. A worker shows this state only once it has finished what it holds."""
     return _is_any(SUSPENDED, workers)
 
 

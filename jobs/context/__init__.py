@@ -36,7 +36,7 @@ class Lease:
 
     @property
     def key(self) -> str:
-        """RQ's registry of the job's executions."""
+        """The key of RQ's registry of the job's executions."""
         return executions_key(self.job_id)
 
 
@@ -44,13 +44,14 @@ class Lease:
 class JobContext:
     """What the process that runs a job lends to it.
 
-    connection: owned by the thread that calls.
+    connection: a client of Redis that only the calling thread uses.
     data_roots: absolute real paths, and paths in object stores.
     check_sampling: raises InvalidJob for sampling values that no request could use.
     files, answers, shard_bytes: shared by the shards of this process.
     check_interrupted: raises if the job was stopped or taken over, or is late. Long work calls it.
-    lease: refuses writes once another worker has taken the job over; None if nobody can take it over.
+    lease: without it, writes are refused, because another worker has the job; None if nobody can take the job over.
     file_timeout_s: the time in which a file's store must answer.
+    picture_reader: returns the function that reads a picture's file by its path.
     meter: returns a PromptMeter, and loads an engine if none is loaded; None if this process cannot count prompts.
     trace: W3C's trace context, for the meta of jobs that this job enqueues.
     journal: the journal of a job of prompts; None for other jobs.

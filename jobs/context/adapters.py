@@ -1,7 +1,7 @@
 """Adapters: the LoRA adapters that jobs may name, each pinned to its files.
 
-A pinned adapter is a text, the name with a hash of the files: the engine computes with these files or refuses. Where a
-job's adapter is pinned, everything that follows knows the files: keys of answers, journals and the engine's cache.
+A pinned adapter is a text, the name with a hash of the files: the engine computes with these files or refuses. Once a
+job's adapter is pinned, the keys of its answers, of its journals and of the engine's cache contain the pinned text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from jobs.errors import InvalidJob, UnknownAdapter
 ADAPTER = "adapter"
 #: The most names that an error lists.
 MAX_LISTED = 20
-#: Stands for the files of an adapter that was not there when its run was planned.
+#: Stands for the hash of an adapter's files if it was not there when its run was planned: the engine's NO_FILES.
 _NO_FILES = "0" * 32
 
 
@@ -55,7 +55,7 @@ class Adapters:
         self._by_name = _by_name(pinned)
 
     def refresh(self) -> None:
-        """Look for adapters again. This may take as long as reading new adapters. Does nothing if they never change."""
+        """Look for adapters again. May take long, because new adapters are read. Does nothing if they never change."""
 
     @property
     def pinned(self) -> Sequence[str]:
@@ -68,7 +68,7 @@ class Adapters:
         return [*sorted(self._by_name), *self.pinned]
 
     def pin(self, name: str) -> str:
-        """Return an adapter of this name, or of this pinned text, with its files. Raises UnknownAdapter."""
+        """Return the pinned text of an adapter. name: its name or its pinned text. Raises UnknownAdapter."""
         by_name = self._by_name  # another thread may replace it
         if name in by_name:
             return by_name[name]
@@ -111,17 +111,17 @@ class LiveAdapters(Adapters):
         self._by_name = _by_name(pinned)
 
     def pin(self, name: str) -> str:
-        """Return an adapter with its files. Raises UnknownAdapter, or InvalidJob if its files cannot be used."""
+        """Return an adapter's pinned text. Raises UnknownAdapter, or InvalidJob if its files cannot be used."""
         if name in self._problems:
             raise InvalidJob(self._problems[name])
         return super().pin(name)
 
 
 class PlannedAdapters(Adapters):
-    """The adapters that a run has pinned. Another one has no files, so that the engine refuses the row by name."""
+    """The adapters that a run has pinned. Any other adapter is pinned to no files, so the engine refuses its row."""
 
     def pin(self, name: str) -> str:
-        """Return an adapter of this name with its files."""
+        """Return the pinned text of an adapter. name: its name or its pinned text."""
         try:
             return super().pin(name)
         except UnknownAdapter:

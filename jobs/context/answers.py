@@ -16,8 +16,8 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     If a row has several completions, fields about a completion are tuples with a value for each.
-    tool_calls: JSON. columns: further columns by name; an Arrow array holds one value. attempts, check_error: see
-    PromptAnswer. reused: the earlier run's row that the answer was taken from.
+    tool_calls: JSON. columns: further columns by name; a value may be an Arrow array of length 1. attempts and
+    check_error: see PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -51,6 +51,7 @@ class Answer:
     def all_finish_reasons(self) -> list[str]:
         """Return why each completion ended. With several prompts, these are the completions of all prompts."""
         reasons = []
+        # With several prompts, each prompt has its own column of reasons.
         for name, value in self.columns.items():
             if name.endswith("finish_reason") and value is not None:
                 reasons.append(value)
@@ -85,9 +86,9 @@ def failed_answer(
     )
 
 
-#: The most bytes of a worker's answers.
+#: The most bytes of the answers that a worker remembers.
 DEFAULT_BYTES = 16 << 20
-#: The bytes of an answer without its text: key, object, numbers, and its places in two tables.
+#: The bytes of an answer without its text: its key, object and numbers, and its entry in the memory.
 ENTRY_BYTES = 400
 #: The bytes of a label and its probability. The label's text belongs to the run.
 PAIR_BYTES = 96

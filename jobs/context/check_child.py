@@ -27,15 +27,15 @@ class Unusable(Exception):
 
 
 def check(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Compile a check, and check an answer if there is one. What a function prints goes to the log."""
+    """Answer a question about a check. What the check's function prints goes to the log."""
     yield _reply(worker.question)
 
 
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
     """Return the reply to a question.
 
-    The question may have a text to check, or ask for the function's version. The reply is stale if the function's files
-    have changed since this process imported them.
+    Each question has a check, which is compiled. It may also have a text to check, or ask for the function's version.
+    The reply is stale if the function's files have changed since this process imported them.
     """
     try:
         check = _compiled(question["check"])
@@ -51,7 +51,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"version": _version(check)}
     if "text" not in question:
         return {}
-    if kind in ("agree_on", "tool"):  # our own functions, which raise nothing and return no reason
+    if kind in ("agree_on", "tool"):
+        # These are our own functions. They raise nothing, and may return more than a reason.
         return {"reason": check(question["row"], question["text"])}
     return {"reason": _reason(check, question["row"], question["text"])}
 
@@ -64,7 +65,10 @@ def _kind_and_rule(text: str) -> tuple[str, Any]:
 
 @lru_cache(maxsize=64)
 def _files(check: Check) -> list[Path]:
-    """Return the files that define a function, or the class of a callable object, when it was imported."""
+    """Return the files that define a function, or the class of a callable object; see own_files.
+
+    The files are found once, when the function is imported.
+    """
     function: Any = inspect.unwrap(check)
     definition: Any = function if inspect.isroutine(function) else type(function)
     with suppress(OSError, TypeError):
@@ -76,7 +80,7 @@ def _files(check: Check) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _version(check: Check) -> str:
-    """Return the hash that these files had when this process imported the function. The process runs that version."""
+    """Return the hash of a function's files when this process imported it. The process runs that version."""
     return hash_of(_files(check))
 
 
@@ -119,7 +123,7 @@ def _compiled(text: str) -> Check:
 
 
 def _pattern(pattern: str) -> Check:
-    """Make a check of a pattern that a whole text must match. Raises Unusable."""
+    """Make the check that a whole text matches a pattern. Raises Unusable."""
     try:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -155,20 +159,21 @@ def _function(dotted: str) -> Check:
 
 
 def _schema(schema: dict[str, Any]) -> Check:
-    """Make a check of a JSON schema. Raises Unusable."""
+    """Make the check that a text is JSON and follows a schema. Raises Unusable."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
 
-    kind = validator_for(schema, default=Draft202012Validator)
+    validator_class = validator_for(schema, default=Draft202012Validator)
     try:
-        kind.check_schema(schema)
+        validator_class.check_schema(schema)
     except SchemaError as error:
         raise Unusable(
             f"json of check is no JSON schema: {error.json_path}: {error.message}"
         ) from None
-    validator = kind(schema, registry=REGISTRY)  # the registry fetches no schema from outside
+    # This registry fetches no schema from outside.
+    validator = validator_class(schema, registry=REGISTRY)
 
     def check(row: Any, text: str) -> str | None:
         """Say how a text violates the schema; None if it follows the schema."""
@@ -185,7 +190,10 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make a function that hashes the compared part of a text. It returns None for a text without that part."""
+    """Make a function that hashes the compared part of a text. It returns None for a text without that part.
+
+    agree_on: names the part: "json" for all of a JSON text, a JSON pointer, or a pattern.
+    """
     part_of: Callable[[str], str | None]
     if agree_on == "json":
         part_of = partial(_json_part, pointer="")  # the whole text
@@ -219,11 +227,11 @@ def _json_part(text: str, pointer: str) -> str | None:
     """Return the value at a JSON pointer (RFC 6901) as canonical JSON; None if there is no such value."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
-        _, *steps = pointer.split("/")  # a pointer begins with a slash
+        _, *steps = pointer.split("/")  # a pointer is empty, or begins with a slash
         for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(value, list):
-                value = value[_place(name)]
+                value = value[_array_index(name)]
             elif isinstance(value, dict):
                 value = value[name]
             else:
@@ -239,12 +247,12 @@ def _number(text: str) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _place(name: str) -> int:
-    """Return a place in an array. Raises ValueError for a name that JSON pointers do not allow, such as -1 and 01."""
-    place = int(name)
-    if name != str(place) or place < 0:
-        raise ValueError(f"{name} is no place in an array")
-    return place
+def _array_index(name: str) -> int:
+    """Return an index of an array. Raises ValueError for a name that JSON pointers do not allow, such as -1 and 01."""
+    index = int(name)
+    if name != str(index) or index < 0:
+        raise ValueError(f"{name} is no index of an array")
+    return index
 
 
 #: The most characters of a tool's result. The result stays in the chat.

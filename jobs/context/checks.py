@@ -16,11 +16,12 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
-#: Kinds of checks that producers cannot ask for. AGREE_ON returns the part of a text that is compared. TOOL runs a
-#: tool.
+#: Kinds of checks that producers cannot ask for. AGREE_ON hashes the part of a text that is compared with other texts.
+#: TOOL carries out a call of a tool.
 AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
+#: The most characters of a check's schema, pattern or function.
 MAX_CHARS = 1 << 20
 #: The most characters of a repair template. Each prompt that is tried again holds the template's text.
 MAX_REPAIR_CHARS = 1 << 16
@@ -39,7 +40,8 @@ class RepairOptions:
 
     check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
     max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
-    with "length" is continued. repair_template: the text that asks for another answer; None for a usual one.
+    with "length" is continued. repair_template: the text that asks for another answer; None for CHAT_REPAIR or
+    PROMPT_REPAIR.
     """
 
     check: Mapping[str, Any] | None = None
@@ -59,7 +61,7 @@ class RepairOptions:
 
     @property
     def function(self) -> str | None:
-        """Return the dotted name of the check's function; None if it has no function."""
+        """Return the dotted name of the check's function or tool; None if it has neither."""
         check = self.check or {}
         return check.get("function") or check.get(TOOL)
 
@@ -74,7 +76,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments. Returns the arguments that are not about checks, and the checks. Raises InvalidJob."""
+    """Split keyword arguments into those that are not RepairOptions, and the RepairOptions. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
     for name, parse in PARSERS.items():
@@ -84,7 +86,7 @@ def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Rep
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
-    """Return a check in one form. Raises InvalidJob."""
+    """Return a check that is valid, with its schema as an object. Raises InvalidJob."""
     is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
     if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
@@ -148,7 +150,10 @@ _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers, for each thread in a child process of its own. Thread-safe. limit_s: seconds of a check."""
+    """Checks answers, for each thread in a child process of its own. Thread-safe.
+
+    limit_s: the most seconds of a check.
+    """
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
         self._allowed = frozenset(allowed)
@@ -162,7 +167,7 @@ class Checks:
             is_tool = options.check is not None and TOOL in options.check
             role = "tool" if is_tool else "function of check"
             raise InvalidJob(
-                f"{role}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
+                f"{role}: {name} is not allowed on this worker: add it to TOKENMILL_ALLOWED_FUNCTIONS"
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
@@ -228,6 +233,7 @@ class Checks:
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
+            # The child puts the check in its own memory too. So both forget the same checks.
             child.notes.put(options.check_text, True)
             if question:
                 reply, _ = child.ask(_TASK, {**about_check, **question}, Limits(self._limit_s))

@@ -34,7 +34,8 @@ class JobJournal:
 
     owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
     job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
-    None if it is always written. sent: the tokens that earlier executions of a followed job have sent, in that order.
+    None if it is always written. sent: the tokens that earlier executions have sent to a client that follows the job,
+    in the order of sending.
     """
 
     connection: Redis
@@ -60,7 +61,7 @@ class JobJournal:
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """Return the tokens of a prompt's samples: those of the journal, then those that were sent to a client.
+        """Return the tokens of a prompt's samples, from the journal and from what was sent to a client.
 
         tokens: the journal's tokens, by sample. Where the two differ, the sent tokens count.
         """
@@ -70,6 +71,7 @@ class JobJournal:
             end = num_before + len(token_ids)
             has_gap = num_before > len(known_ids)
             if not has_gap and known_ids[num_before:end] != token_ids:
+                # The journal's later tokens were computed after other tokens than these.
                 merged[sample] = [*known_ids[:num_before], *token_ids]
         return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
 
@@ -82,7 +84,7 @@ class JobJournal:
                 contents += "\n" + line
         executions = executions_key(self.job_id)
         with self.connection.pipeline() as pipe:
-            # A job may end between the look and the write, and its journal goes with it.
+            # If the job ends after it was looked at here, its journal is deleted. Then nothing is written.
             pipe.watch(executions)  # type: ignore[no-untyped-call]
             if self.execution_id is not None and pipe.zscore(executions, self.execution_id) is None:
                 return

@@ -28,6 +28,7 @@ def own_files(module: str, path: Path) -> list[Path]:
     if package is None and root.name in _INSTALLED:
         return [path]
     counted: set[Path] = set()
+    # The import of a module also runs the __init__ of each package around it.
     waiting = [path, *_files_of(root, module.split("."), package)]
     while waiting and len(counted) < MAX_FILES:
         file = waiting.pop()
@@ -53,7 +54,7 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
+    """Yield each name that a file imports, split at its dots. `from a import b` gives a.b, as b may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -13,7 +13,7 @@ from jobs.errors import InvalidJob, ModelNotServed
 
 @dataclass(frozen=True)
 class PinnedModel:
-    """A model whose answers a run holds.
+    """The model that answers a run's rows, as it was when the run was planned.
 
     fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype. max_model_len: the
     most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that the chat template
@@ -49,11 +49,11 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return the parts of the model that decide an answer. The length limit does not."""
-        parts = [self.fingerprint]
-        if self.clock:
-            parts.append(self.clock)
-        return " ".join([*parts, *self.adapters])
+        """Return the parts of the model that decide every answer.
+
+        The length limit does not. An adapter decides the answers of its own rows, whose keys name it.
+        """
+        return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    control_tokens: tuple[str, ...] = ()  # empty until an engine fills them in, as below
-    reads_pictures: bool = True  # until an engine says otherwise
+    control_tokens: tuple[str, ...] = ()  # empty until an engine tells them
+    reads_pictures: bool = True  # True until an engine tells otherwise
     generates: bool = True
     clock_formats: tuple[str, ...] | None = ()
 
@@ -82,7 +82,7 @@ class ServedModel(PinnedModel):
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases, self.pin)))
 
     def pinned(self, now: float) -> PinnedModel:
-        """Return the model as a run that is planned at this Unix time pins it."""
+        """Return the model as a run pins it. now: when the run is planned, in Unix seconds."""
         return PinnedModel(
             self.name,
             self.fingerprint,
@@ -140,7 +140,8 @@ class PromptMeter:
     """Counts the tokens of prompts as this process' engine would.
 
     token_ids: returns the tokens of a request's prompt (see tasks.Request). May be called in any thread. Raises
-    InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of the prefix cache.
+    InvalidJob if the engine would refuse the prompt. max_num_seqs: the most sequences that run at once. block_size: the
+    tokens of a block, the unit of the prefix cache.
     """
 
     token_ids: Callable[[Any], Sequence[int]]

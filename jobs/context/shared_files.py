@@ -1,4 +1,4 @@
-"""What the jobs of one process share: children, plans, open readers, and the memory of shards."""
+"""What the jobs of one process share: children, plans, open readers, and the bytes that shards may hold."""
 
 import threading
 from collections import Counter
@@ -17,7 +17,7 @@ DECODERS = Pool()
 
 #: The most plans that are kept. A run's shards come one after the other, so few plans are in use at once.
 MAX_PLANS = 4
-#: The most files that are read at once. Each file has its own child, which holds a decoded page of each column.
+#: The most readers that are open at once. Each reader has its own child, which holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
@@ -98,11 +98,10 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest reader, or a new one.
+        """Lend a RowReader (jobs/parquet/tables) that has not read past a shard: the nearest reader, or a new one.
 
-        Only one reader of a key is lent at a time, so a shard waits for the shard before it. The reader is closed if
-        the body raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are
-        lent.
+        Only one reader of a key is lent at a time, and other shards wait for it. The reader is closed if the body
+        raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are lent.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard)
@@ -128,13 +127,13 @@ class SharedFiles:
             ]
             if not candidates:
                 return None
-            # All candidates are before the shard, so the one that has read most is nearest.
+            # No candidate has read past the shard, so the one that has read most is nearest.
             nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
             return nearest.reader
 
     def _opened(self, open_reader: Callable[[], R]) -> R:
-        """Open a reader, after closing an idle one if there are too many. Raises NoRoomYet."""
+        """Open a reader, after closing an idle one if MAX_READERS are open. Raises NoRoomYet if none is idle."""
         with self._lock:
             replaced = None
             if self.num_readers >= MAX_READERS:
@@ -158,7 +157,7 @@ class SharedFiles:
         reader.close()
 
 
-#: Room for 250,000 prompts of 1 KB in a shard.
+#: Enough for 250,000 prompts of 1 KB.
 DEFAULT_BYTES = 256 << 20
 #: No further shard begins once the open shards hold 1 / BEGIN_SHARE of the limit. The rest is left for the open shards.
 BEGIN_SHARE = 2

@@ -38,7 +38,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list of `least` to `most` values. kind_of_list: names the list in the error for another type."""
+    """Return a list of `least` to `most` values. kind_of_list: what was expected, in the error."""
     if not isinstance(value, list | tuple):
         raise unlike(name, value, kind_of_list)
     if not least <= len(value) <= most:

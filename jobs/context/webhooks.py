@@ -148,5 +148,5 @@ def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return how to speak TLS with any host. Made once, because reading the authorities' certificates takes long."""
+    """Return the settings of TLS for all hosts. Made once, because reading the authorities' certificates takes long."""
     return ssl.create_default_context()

@@ -41,7 +41,7 @@ def fault_of(subject: str, error: str) -> Finding:
 
 
 class Examination(NamedTuple):
-    """Some checks. check: yields findings. limit_s: the seconds that it may take."""
+    """Some checks. check: makes the checks, and yields findings. limit_s: the seconds that this may take."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -49,7 +49,7 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry out examinations one after the other. One that takes too long, or raises, is reported as a fault."""
+    """Carry out examinations in turn. An examination that takes too long, or raises, is reported as a fault."""
     for examination in examinations:
         findings: list[Finding] = []
         # A system call that hangs, for example on a network mount, cannot be ended. Its thread is left behind.
@@ -57,7 +57,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
         thread.start()
         thread.join(examination.limit_s)
         if thread.is_alive():
-            yield from list(findings)
+            yield from list(findings)  # a copy, because the thread may still add to them
             problem = f"no answer within {examination.limit_s:g} s"
             yield fault(examination.subject, problem, "find out what it waits for")
         else:
@@ -102,17 +102,17 @@ OPTIONAL = frozenset(
 
 
 def missing(extra: str) -> Iterator[Finding]:
-    """Name the packages of an extra that are not installed."""
+    """Yield a finding for each package of an extra that is not installed."""
     for line in requires("tokenmill") or ():
         # A line is such as `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
-        if "[hiredis]" in requirement:  # redis itself is no extra
-            name = "hiredis"
+        if "[hiredis]" in requirement:
+            name = "hiredis"  # the line is `redis[hiredis]`, and redis itself is always installed
         try:
-            version(name)
+            version(name)  # raises for a package that is not installed
         except PackageNotFoundError:
             new_finding = warning if name in OPTIONAL else fault
             yield new_finding(

@@ -46,6 +46,7 @@ class PlainCompletion:
     embedding: Any = None
     loglikelihoods: Any = None
     class_scores: Any = None
+    lacks_adapter: bool = False
 
     @classmethod
     def of(cls, completion: Any, **changes: Any) -> Self:

@@ -1,4 +1,7 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner."""
+"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+
+A place is the number of a prompt or row among all that the job answers.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +10,7 @@ from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
+from jobs.errors import AdapterAwaited
 from jobs.items.item import Ask, Samples, T
 from jobs.items.records import NOTHING, Progress, Reply, Tokens
 from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
@@ -119,7 +123,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._is_answered_unasked(entry):
+                if self._answer_unasked(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -127,7 +131,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._is_answered_unasked(entry):
+                if not self._answer_unasked(entry):
                     self._begin(entry)
             else:
                 return
@@ -266,7 +270,7 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
-        """Note that a request is sent; return it as it is sent."""
+        """Note that a request is sent; return it in the form in which it is sent."""
         self._sent.append(sent)
         return self._ask.prepared(request)
 
@@ -323,7 +327,7 @@ class ItemRunner(Generic[T]):
         if make is not None:
             make().close()  # making the item lets go of its prompt
 
-    def _is_answered_unasked(self, entry: Entry[T]) -> bool:
+    def _answer_unasked(self, entry: Entry[T]) -> bool:
         """Answer an item that need not be begun; return whether it is such an item."""
         return self._take_known(entry) or self._let_expire(entry)
 
@@ -394,8 +398,11 @@ class ItemsTask(OpenTask):
         self.runner.inspect(index, completions)
 
     def deliver(self, index: int, completions: Samples) -> None:
-        """Give the runner completions."""
+        """Give the runner completions. Raises AdapterAwaited if the files of the request's adapter have changed."""
         assert self.runner is not None, "nothing was asked"
+        for completion in completions:
+            if completion.lacks_adapter:
+                raise AdapterAwaited(completion.error)
         self.runner.deliver(index, completions)
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ class Entry(Generic[T]):
 
     places: the places of its prompts or rows within the runner. The first one names the item in a journal.
     make: begins the item. It is called once, when the item's turn comes.
-    memo_key: names the answer in the memo; None for an item whose answer is its own.
+    memo_key: names the answer in the memo; None for an item whose answer no other job may use.
     item: the item once it is begun, until it has returned.
     num_awaited: how many requests of the present step are not delivered yet.
     resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
@@ -141,7 +141,7 @@ class Entry(Generic[T]):
 
 
 class Sent(NamedTuple, Generic[T]):
-    """A request that was sent, or waits for that. step: the number of its step. number: its number in the step.
+    """A request that was sent, or waits to be sent. step: the number of its step. number: its number in the step.
 
     num_continued: the tokens of an earlier answer that the request continues.
     """

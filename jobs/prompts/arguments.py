@@ -205,8 +205,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
         (False,),
     ),
-    **dict.fromkeys(("audio", "guided_decoding", "prediction"), ()),
-    **dict.fromkeys(("stream_options", "web_search_options"), ()),
+    **dict.fromkeys(
+        ("audio", "guided_decoding", "prediction", "stream_options", "web_search_options"), ()
+    ),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("none",),
     "functions": ([],),

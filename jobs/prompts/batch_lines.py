@@ -98,7 +98,8 @@ def line_task(
     make_task, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
-    if make_task is not embed_task and body.get("seed") is None:
+    has_seed = make_task is not embed_task  # for an embedding, nothing is drawn at random
+    if has_seed and body.get("seed") is None:
         body = {**body, "seed": seed}
     return make_task(**body)
 
@@ -206,7 +207,11 @@ def failure_text(error: JobsError) -> str:
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
-    """Return a line of the output, or of the errors. row: counted from 0. name: the custom_id. body: JSON."""
+    """Return a line of the output, or of the errors.
+
+    row: the line's number in the run, from 0. name: its custom_id. body: its response's body as JSON; None if there is
+    an error.
+    """
     response = None
     if error is None:
         assert body is not None

@@ -177,6 +177,7 @@ class _Tally:
         self._num_attempts += 1
         if self._first is None:
             self._first = completion
+        # The continued tokens were computed as a part of this attempt's prompt.
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
@@ -186,6 +187,7 @@ class _Tally:
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
             return
 
+        # A completion's tokens begin with the continued ones, which are counted already.
         self.num_generated += len(completion.token_ids) - len(continued)
         if not continued:
             self._logprobs = []
@@ -233,7 +235,10 @@ def _repaired(
     control_tokens: Collection[str],
     answer: str = "",
 ) -> Request:
-    """Return a request that repeats the answer that is not valid, and asks for another one."""
+    """Return a request that repeats the answer that is not valid, and asks for another one.
+
+    answer: the answer; "" leaves it out of a text prompt that has no room for it.
+    """
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
     answer, reason = as_values([answer, reason], control_tokens)

@@ -69,7 +69,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(
             undefined=jinja2.StrictUndefined,
-            # Jinja calls a function without a context while it compiles, for constants.
+            # With `pass_context`, Jinja calls this only while it renders, and not for constants while it compiles.
             finalize=jinja2.pass_context(lambda context, value: _written(value)),
             optimized=False,  # so that a mistake fails its row, and not the run
             keep_trailing_newline=True,
@@ -98,7 +98,8 @@ class _Environment(ImmutableSandboxedEnvironment):
                     f"the template, line {unserved.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
-            tracker.optimizer = None  # it would evaluate constants, as above
+            # With an optimizer, a mistake in a constant would fail the run; see `optimized`.
+            tracker.optimizer = None
             tracker.visit(tree)
             return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:

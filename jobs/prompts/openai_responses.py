@@ -91,7 +91,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None and body.get("tools"):
+    if choice is not None and body.get("tools"):  # without tools, there is nothing to choose
         chat["tool_choice"] = choice
     return chat
 

@@ -11,7 +11,7 @@ from sandbox.child import Body, Worker
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
-Image.init()  # imports all formats' readers, within no task's limits
+Image.init()  # imports the readers of all formats now, outside the limits of a task
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
 # Readers complain about odd files on stderr. The worker's log does not need that.
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -24,7 +24,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """
     try:
         decoded = _decoded(worker.body, worker.question["most"])
-    except MemoryError:
+    except MemoryError:  # the limit of the task is to blame, and not the file
         raise
     except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
         decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"

@@ -40,6 +40,9 @@ ID_PREFIXES = {
 #: answers. With an adapter, the digest of the adapter's files follows.
 _WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
+#: The kind of requests that a model's sequence-classification head answers.
+HEAD_KIND = "classify"
+
 #: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
 Respond = Callable[[Answers, str], dict[str, Any]]
 
@@ -63,7 +66,10 @@ class PromptTask(Task):
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
-        """Return the task with its adapter pinned. `model` may name an adapter too. Raises UnknownAdapter."""
+        """Return the task with its adapter pinned. `model` may name an adapter too.
+
+        Raises UnknownAdapter, and InvalidJob if the job asks the model's head, which takes no adapter.
+        """
         adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
@@ -76,7 +82,13 @@ class PromptTask(Task):
             model = None
         if adapter is None:
             return self
-        pinned = context.adapters.pin(some_text(ADAPTER, adapter, MAX_MODEL_CHARS))
+        name = some_text(ADAPTER, adapter, MAX_MODEL_CHARS)
+        if any(isinstance(prompt, Request) and prompt.kind == HEAD_KIND for prompt in self.prompts):
+            raise InvalidJob(
+                f"{name!r} is an adapter, and classes and scores by a model's head take none: name "
+                f"{context.model.name!r}, or leave `model` out"
+            )
+        pinned = context.adapters.pin(name)
         prompts: list[Request | Unusable] = []
         for prompt in self.prompts:
             if isinstance(prompt, Request):
@@ -92,7 +104,7 @@ class PromptTask(Task):
         return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed for another model, and InvalidJob for impossible sampling values or checks."""
+        """Raise ModelNotServed if the job asks for another model, or InvalidJob for impossible values or checks."""
         if self.model is not None:
             context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
@@ -254,7 +266,7 @@ class OpenPrompts(ItemsTask):
             return progress_of
         progress = progress_of.get(0, NOTHING)
         has_completion = bool(progress.replies or progress.received)
-        if has_completion:
+        if has_completion:  # the answer is whole, and holds the sent tokens
             return progress_of
         tokens = journal.with_sent(progress.tokens.get(0, {}))
         if not tokens:

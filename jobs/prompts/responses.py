@@ -87,7 +87,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values that are not off. Raises InvalidJob for a value that has no output column."""
+    """Return a run's sampling values without NAMES that are off. Raises InvalidJob for a value without a column."""
     remaining: dict[str, Any] = {}
     for name, value in values.items():
         is_off = name in NAMES and (value is None or value is False)

@@ -73,7 +73,10 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
 
 
 def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> None:
-    """Delete jobs that were not enqueued again and that no worker holds. taken: when each one was enqueued."""
+    """Delete those of the taken jobs that nobody has enqueued again, and no worker holds.
+
+    taken: the ids of the jobs, each with the time at which the job was enqueued before it was taken.
+    """
     with connection.pipeline(transaction=False) as reads:
         for job_id in taken:
             reads.hget(rq_jobs.job_key(job_id), "enqueued_at")

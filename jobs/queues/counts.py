@@ -1,4 +1,4 @@
-"""RQ's queues: counts the jobs in each place, and how long the first job has waited."""
+"""Counts the jobs of RQ's queues, and reads how long the first job of each queue has waited."""
 
 import time
 from collections.abc import Sequence

@@ -66,10 +66,10 @@ class Producers:
 
     @property
     def is_sample(self) -> bool:
-        """Whether some waiting jobs were not read, so that shares are estimates."""
+        """Whether some waiting jobs were not read, so that `estimate` is no exact count."""
         return self.num_read < self.num_waiting
 
-    def share(self, who: str) -> int:
+    def estimate(self, who: str) -> int:
         """Estimate how many of all waiting jobs belong to a producer."""
         return round(self.num_jobs[who] * self.num_waiting / max(1, self.num_read))
 

@@ -78,14 +78,14 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
         if not page:
             break
         job_ids = list(map(stored.text, page))
-        wrong = _wrong(connection, job_ids)
+        wrong = _with_client_at_fault(connection, job_ids)
         result.wrong += [job_id for job_id in job_ids if job_id in wrong]
         others = [job_id for job_id in job_ids if job_id not in wrong]
         result.add(_requeue_chunk(connection, queue, others))
     return result
 
 
-def _wrong(connection: Redis, job_ids: Sequence[str]) -> set[str]:
+def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose last error says that the client is at fault."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:

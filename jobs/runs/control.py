@@ -40,6 +40,7 @@ DEFAULT_QUEUE = "bulk"
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
+#: Jobs that a cancel takes or stops in one transaction.
 CHUNK = 500
 
 
@@ -100,7 +101,7 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output. The new run takes the answers of the old output. Returns its id.
+    """Submit a run again with another output. The new run takes the answers of the old output. Returns the new id.
 
     max_tokens: a larger limit, with which the rows that ended with `length` are asked again. Raises InvalidJob for a
     limit that would cut the same rows again.
@@ -162,7 +163,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    # A planner enqueues its jobs before this, or sees the mark and enqueues none.
+    # A planner has enqueued its jobs before this write, or sees that the run is cancelled and enqueues none.
     state.cancel(submission)
 
     facts = state.facts()
@@ -182,6 +183,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             chunk = job_ids[start : start + CHUNK]
             stopped += state.as_of(submission, partial(stop_held, connection, chunk))
 
+    # A finished run of which nothing was cancelled has had its notices.
     if removed or stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
@@ -259,8 +261,8 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
     model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     planned_for = None if model_field is None else stored.text(model_field)
     if planned_for != model:
-        name = "whichever plans it" if planned_for is None else repr(planned_for)
-        raise PlanningUnderWay(run, f"for model {name}")
+        model_text = "any model" if planned_for is None else f"model {planned_for!r}"
+        raise PlanningUnderWay(run, f"for {model_text}")
     return True
 
 
@@ -283,7 +285,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they hold. Return how many are held."""
+    """Ask workers to stop the jobs, as far as they hold them. Return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

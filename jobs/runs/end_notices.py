@@ -52,7 +52,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     if run_shard is None:
         return
     run, shard = run_shard
-    with suppress(RunBusy, UnknownRun):
+    with suppress(RunBusy, UnknownRun):  # this worker has lost the job, or Redis the run
         state = RunState(connection, run, lease)
         facts = state.facts()
         if shard is None:  # the planning job
@@ -123,7 +123,7 @@ def _enqueue_once(
     was_told_end = facts.get(TOLD) == last_submission
     if not is_last or was_told_end or not _wants_notices(facts):
         return
-    # A failed run may go on if a person enqueues its jobs again. So a failure has a mark of its own.
+    # A failed run may go on if a person enqueues its jobs again. So the notice of a failure is noted in another field.
     is_end = word != "failed"
     was_told_failed = facts.get(TOLD_FAILED) == last_submission
     if not is_end and (was_told_failed or "cancelled" in facts):

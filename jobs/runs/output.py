@@ -36,7 +36,7 @@ class RunOutput:
     expired: int = 0
 
     @property
-    def num_gone(self) -> int:
+    def num_gone_parts(self) -> int:
         """Return how many parts of a finished run are gone."""
         if self.state != "incomplete":
             return 0

@@ -34,7 +34,7 @@ class RunOptions(TypedDict, total=False):
     defaults: Mapping[str, str]
     """Texts that stand for null in a template, by column."""
     default: Mapping[str, str]
-    """The same as `defaults`."""
+    """Another name of `defaults`: that of the option of `tokenmill submit`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
     probabilities: Literal["map", "struct"]
@@ -59,7 +59,7 @@ class RunOptions(TypedDict, total=False):
     adapter: str
     """The LoRA adapter that answers, by its name on the workers; by default none."""
     adapter_column: str
-    """The column with each row's own adapter. Null stands for the run's one."""
+    """The column with each row's own adapter. Null stands for the run's adapter."""
     sampling: Mapping[str, Any]
     """Sampling values by name. Values that are given as options of their own override them."""
     sampling_columns: Mapping[str, str]
@@ -143,7 +143,7 @@ class RunOptions(TypedDict, total=False):
     check_regex: str
     """A pattern of Python's re that whole answers must match."""
     check_function: str
-    """A function(row, completion) that returns None or the reason, as "module.name"."""
+    """A function(row, completion) that returns None, or why the answer is not valid; as "module.name"."""
     check_columns: Sequence[str]
     """The columns that the function's row has beside the prompt's columns."""
     max_attempts: int
@@ -204,7 +204,7 @@ class RunOptions(TypedDict, total=False):
     single_file: bool | str
     """Whether all rows are written into one file in the end. May be the format of this file."""
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
-    """The format of the single file; by default Parquet."""
+    """The format of the file that `single_file` asks for; by default Parquet."""
     order: Literal["prefix"]
     """Rows that share a beginning are computed together. The parts have this order."""
     reuse: Path | Sequence[Path]

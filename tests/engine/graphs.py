@@ -1,22 +1,27 @@
 """Graphs without a GPU: what is captured is called again on each replay, over the same static buffers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import engine.layers.gated_delta_net
 import engine.run.forward.model_runner
 from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableBackend
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.attention.prefix_groups import PrefixTensors
+from engine.attention.state_pool import StatePart, StateParts
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.upload import upload
+from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.models.decoder import DecoderForCausalLM
 from engine.run.forward.decode_graphs import Replay
-from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces
+from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces, StateCall
 
 
 @dataclass
@@ -96,9 +101,11 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         block_tables: Tensor,
         max_context_len: int,
         order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         assert order is not None
+        assert prefixes is None
         return StaticDecodes(context_lens, block_tables, order)
 
     def store(
@@ -145,7 +152,7 @@ class SimulatedPieces:
         number = self.num_captured
         self.num_captured += 1
 
-        def count(call: AttentionCall) -> None:
+        def count(call: AttentionCall | StateCall) -> None:
             self.num_calls += 1
 
         run(count)
@@ -185,3 +192,28 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     )
     monkeypatch.setattr(engine.run.forward.model_runner, "choose_piece_capture", lambda *args: None)
     return capture
+
+
+def mix_by_table(
+    x: Tensor,
+    memory: Sequence[Tensor],
+    parts: StateParts,
+    weights: Sequence[Tensor],
+    heads: DeltaHeads,
+) -> Tensor:
+    """Compute delta nets in plain torch by what the table says, as kernels do. Padding gets NaN."""
+    others = [StatePart(*row) for row in parts.table.tolist()]
+    others = [part for part in others if part.target >= 0]
+    decodes = parts.decodes[:0]
+    mixed = mix(x, memory, replace(parts, decodes=decodes, others=others), weights, heads)
+    is_padding = torch.ones(len(x), dtype=torch.bool)
+    for part in others:
+        is_padding[part.start : part.end] = False
+    return mixed.masked_fill(is_padding[:, None], torch.nan)
+
+
+def simulate_state_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
+    """Capture steps of models with states too."""
+    monkeypatch.setattr(engine.layers.gated_delta_net, "mix", mix_by_table)
+    monkeypatch.setattr(DecoderForCausalLM, "can_record_states", True)
+    return simulate_graphs(monkeypatch)

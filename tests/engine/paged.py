@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache, Scales, quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 16  # tokens of a block in `sharing`
 # Results are rounded once to their dtype; bfloat16 weights of the softmax are rounded before they are summed.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -216,6 +218,29 @@ def make_batch(
         None if sinks is None else sinks.to(DEVICE),
         (0.5 ** torch.arange(2, heads + 2)).to(DEVICE) if has_slopes else None,
     )
+
+
+def sharing(
+    shared: list[int],
+    own: list[int],
+    queries: list[int],
+    *,
+    firsts: list[int] | None = None,
+    **options: Any,
+) -> PagedBatch:
+    """Sequences with so many blocks of another one, which is at least as long, and so many tokens of their own.
+
+    firsts: whose blocks each has; those of the first sequence unless given.
+    """
+    contexts = [blocks * BLOCK + tokens for blocks, tokens in zip(shared, own, strict=True)]
+    limits = {
+        name: options.pop(name, None) for name in ("window", "chunk")
+    }  # no blocks are NaN for these
+    batch = make_batch(contexts, queries, block_size=BLOCK, **options)
+    tables = batch.block_tables.copy()
+    for seq, blocks in enumerate(shared):
+        tables[seq, :blocks] = tables[firsts[seq] if firsts else 0, :blocks]
+    return replace(batch, block_tables=tables, **limits)
 
 
 def attend_by(

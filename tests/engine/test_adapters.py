@@ -23,9 +23,10 @@ from engine import (
     UnknownAdapter,
     check_up,
 )
-from engine.checkpoint.adapter_folder import Adapter, AdapterFolder, scale_of
+from engine.checkpoint.adapter_folder import NO_FILES, Adapter, AdapterFolder, scale_of
 from engine.errors import AdapterRefused
 from engine.run import adapters
+from engine.run.forward import memory, model_runner
 from engine.tensor_parallel.rank import _load_adapter
 from tests.engine.adapters import ALL, make_adapter, merge
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
@@ -179,6 +180,26 @@ def test_a_request_that_waits_for_a_place_is_overtaken_a_few_times_only(
         assert done == ["first", "0", "1", "2", "waits", "3", "4", "5"]
 
 
+def test_a_request_of_an_earlier_lane_gets_the_next_place_that_comes_free(stage: Stage) -> None:
+    """Rows of a later lane that have the adapter in the only place are preempted by a lane between, and wait behind."""
+    long = replace(GREEDY, max_tokens=60)
+    with Engine(stage.config(max_adapters=1, max_num_seqs=2)) as built:
+        for number in range(4):
+            built.add(f"low {number}", PROMPTS[3], replace(long, adapter="all"), lane=2)
+        for _ in range(3):
+            built.step()
+        built.add("high", PROMPTS[4], replace(GREEDY, adapter="mlp"), lane=0)
+        for number in range(30):
+            built.add(f"between {number}", [5, 6], GREEDY, lane=1)
+        done: dict[str, Completion] = {}
+        while built.has_unfinished:
+            done |= {each.request_id: each for each in built.step()}
+        alone = ask(built, PROMPTS[3], "all", max_tokens=60).token_ids
+    assert list(done).index("high") < 4
+    assert done["high"].token_ids == stage.references["mlp"]._generate(PROMPTS[4])
+    assert [done[f"low {number}"].token_ids for number in range(4)] == [alone] * 4
+
+
 def test_equal_prompts_of_different_adapters_share_no_blocks(engine: Engine) -> None:
     """Neither whole ones nor the beginning of one."""
     for prompt in ([9] * 40, [8] * 7):
@@ -252,8 +273,42 @@ def test_a_new_sub_folder_is_found_and_changed_files_are_another_adapter(
         assert other.token_ids != first.token_ids
         assert other.num_cached_tokens == 0
         assert other.token_ids == stage.references["mlp"]._generate(PROMPTS[8])
-        with pytest.raises(UnknownAdapter, match="the files of adapter 'all' have changed"):
-            built.add("1", [5, 6], replace(GREEDY, adapter=pinned))
+        (refused,) = built.generate([[5, 6]], replace(GREEDY, adapter=pinned))
+        assert refused.lacks_adapter
+        assert str(refused.error).startswith("the files of adapter 'all' have changed")
+
+
+@pytest.mark.parametrize("replaced_by", ["others", "nothing", "half"])
+def test_a_request_whose_adapter_changes_before_it_is_loaded_says_so(
+    stage: Stage, tmp_path: Path, replaced_by: str
+) -> None:
+    """It waits for a place meanwhile; the one that uses the place has its answer of the old files."""
+    folder = tmp_path / "adapters"
+    shutil.copytree(stage.adapters, folder)
+    with Engine(stage.config(adapters=str(folder), max_adapters=1)) as built:
+        built.add("first", PROMPTS[8], replace(GREEDY, adapter="mlp"))
+        built.step()
+        built.add("waits", PROMPTS[8], replace(GREEDY, adapter="all"))
+        for name in ("all", "mlp"):
+            shutil.rmtree(folder / name)
+        if replaced_by != "nothing":
+            shutil.copytree(stage.adapters / "attention", folder / "all")
+        if replaced_by == "half":
+            weights = folder / "all" / "adapter_model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-9])
+        done: dict[str, Completion] = {}
+        while built.has_unfinished:
+            done |= {each.request_id: each for each in built.step()}
+    assert done["first"].token_ids == stage.references["mlp"]._generate(PROMPTS[8])
+    assert not done["first"].lacks_adapter
+    assert done["waits"].lacks_adapter
+    assert "the files of adapter 'all' have changed" in str(done["waits"].error)
+
+
+def test_an_adapter_that_was_never_there_is_unknown_and_nobody_waits_for_it(engine: Engine) -> None:
+    (refused,) = engine.generate([[5, 6]], replace(GREEDY, adapter=f"all@{NO_FILES}"))
+    assert str(refused.error).startswith("there was no adapter 'all' when it was looked for")
+    assert not refused.lacks_adapter
 
 
 @pytest.mark.parametrize(
@@ -280,6 +335,32 @@ def test_what_is_not_built_is_named(
     make_adapter(tmp_path / "bad", stage.model, seed=1, **values)
     with pytest.raises(AdapterRefused, match=f"adapter 'bad' cannot be used: .*{problem}"):
         AdapterFolder(str(tmp_path)).find("bad")
+
+
+def test_whole_numbers_in_place_of_weights_are_refused_by_name(
+    stage: Stage, tmp_path: Path
+) -> None:
+    weights = make_adapter(tmp_path / "bad", stage.model, seed=1) / "adapter_model.safetensors"
+    save_file({name: each.int() for name, each in load_file(weights).items()}, weights)
+    with pytest.raises(AdapterRefused, match=r"'bad' .*lora_A.weight' in .* is of type I32"):
+        AdapterFolder(str(tmp_path)).find("bad")
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model.model."])
+def test_a_module_that_stands_in_an_adapter_twice_is_refused_by_name(
+    stage: Stage, engine: Engine, tmp_path: Path, prefix: str
+) -> None:
+    """Without PEFT's prefix, or without the one of the model's body."""
+    weights = make_adapter(tmp_path / "bad", stage.model, seed=1) / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
+    other = name.removeprefix("base_model.model.model." if prefix else "base_model.model.")
+    for half in "AB":
+        tensors[prefix + other.format(half)] = tensors[name.format(half)].clone()
+    save_file(tensors, weights)
+    runner: Any = engine._open_runner()
+    with pytest.raises(AdapterRefused, match=r"'bad' .* holds '.*up_proj' twice"):
+        runner.load_adapter(0, AdapterFolder(str(tmp_path)).find("bad"))
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(
@@ -397,6 +478,30 @@ def test_an_engine_without_adapters_refuses_requests_that_name_one(stage: Stage)
         assert refused.error == ("there is no adapter 'all'; this model is served without adapters")
         built.generate([[5, 6]], GREEDY)
         assert built.stats().adapter_steps == 0
+
+
+def test_the_pool_leaves_memory_for_the_adapters_that_may_be_loaded(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as the largest one in the folder takes, for each place; `doctor` counts the same."""
+    largest = 0
+    for file in stage.adapters.glob("*/adapter_model.safetensors"):
+        largest = max(largest, sum(tensor.nelement() for tensor in load_file(file).values()))
+    config = stage.config(max_adapters=3)
+    assert memory.adapter_bytes(config, number_bytes=4) == 3 * largest * 4
+    assert memory.adapter_bytes(stage.config(adapters=None), number_bytes=4) == 0
+
+    assert config.kv_cache_bytes is not None
+    room = config.kv_cache_bytes + 3 * largest * 4
+    for missing in (0, 1):
+        monkeypatch.setattr(model_runner, "allowed_bytes", lambda missing=missing: room - missing)
+        if missing:
+            with pytest.raises(ConfigError, match=r"left of .* beside 0.00 GiB for max_adapters=3"):
+                Engine(config)
+        else:
+            Engine(config).close()
+    (told,) = [each for each in check_up(config) if each.subject == "memory"]
+    assert ", and 3 adapters 0.00 GiB and a KV pool of" in told.text
 
 
 def test_names_that_leave_the_folder_are_unknown(stage: Stage) -> None:

@@ -1,6 +1,7 @@
 """What may not happen while the engine serves or records: compiling a kernel, reading a tensor's values."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine import EngineConfig
+from engine.attention import prefix_groups
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
@@ -77,6 +79,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random steps, through graphs and without, launch no variant that the warm-up has not."""
+    monkeypatch.setattr(prefix_groups, "LEAST_SPARED_BYTES", 1)
     simulate_graphs(monkeypatch)
     seen = record_launches(monkeypatch)
     limits = EngineConfig(
@@ -100,7 +103,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     at_start = set(seen)
     experts = {"grouped_product_kernel", "choose_kernel", "group_kernel"}
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else set()) | {
-        "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
+        "decode_kernel", "prefix_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
         "choose_token_kernel", "edit_kernel",
     }  # fmt: skip
@@ -129,8 +132,43 @@ def test_a_recorded_step_reads_nothing_on_the_host(
 ) -> None:
     """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
     record_launches(monkeypatch)
+    monkeypatch.setattr(prefix_groups, "LEAST_SPARED_BYTES", 1)
     backend = TritonBackend(torch.device("cpu"))
-    record_without_values(model_without_values(checkpoints[name], backend), backend)
+    model = model_without_values(checkpoints[name], backend)
+    backend.share_prefixes(model.attention_layers, torch.bfloat16, 16)
+    assert backend.prefix_limits is not None
+    record_without_values(model, backend)
+
+
+@pytest.mark.parametrize(("name", "num_sharing"), [("gqa2_tied_hub", 3), ("gpt_oss", 1)])
+def test_a_recorded_step_launches_one_kernel_more_for_each_layer_that_shares_a_prefix(
+    name: str, num_sharing: int, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one copy of the step's hidden states. Layers with a window launch what they do without prefixes."""
+    backend = TritonBackend(torch.device("cpu"))
+    model = model_without_values(checkpoints[name], backend)
+    monkeypatch.setattr(prefix_groups, "LEAST_SPARED_BYTES", 1)
+    backend.share_prefixes(model.attention_layers, torch.bfloat16, 16)
+    launches: list[str] = []
+    record_launches(monkeypatch, launches)
+    of_graphs: list[Counter[str]] = []
+
+    def record(run: Any) -> Any:
+        launches.clear()
+        run()
+        of_graphs.append(Counter(launches))
+        return lambda: None
+
+    with torch.inference_mode():
+        cache = KVCache(
+            model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16,
+            device=torch.device("meta"),
+        )  # fmt: skip
+        capture_steps(model, cache, backend, record)
+    plain, sharing = of_graphs[0], of_graphs[2 * len(batch_sizes(9))]
+    assert plain["decode_kernel"] == len(model.attention_layers)
+    assert sharing - plain == {"prefix_kernel": num_sharing}
+    assert not plain - sharing
 
 
 def model_without_values(folder: Path, backend: TritonBackend) -> DecoderForCausalLM:
@@ -164,7 +202,10 @@ def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
             return capture(run)
 
     capture_steps(model, cache, backend, record)
-    assert capture.num_captured == 2 * len(batch_sizes(9))
+    with_prefixes = 0
+    if backend.prefix_limits is not None:
+        with_prefixes = sum(backend.prefix_limits.can_pay(size, 200) for size in batch_sizes(9))
+    assert capture.num_captured == 2 * len(batch_sizes(9)) + with_prefixes
     assert mode.num_operations > 10 * capture.num_captured
 
 
@@ -179,7 +220,7 @@ def capture_steps(
         ),
         backend,
         capture,
-        StaticRows(9, 13, 16, torch.device("meta"), backend.write_rows),
+        StaticRows(9, 13, 16, torch.device("meta"), backend.write_rows, backend.prefix_limits),
         200,
     )
 
@@ -191,11 +232,18 @@ INDICES = {
 }  # fmt: skip
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
-    """From now on kernels do nothing but leave their variant in this set, and zeros where indices belong."""
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch, launches: list[str] | None = None
+) -> set[Variant]:
+    """From now on kernels do nothing but leave their variant in this set, and zeros where indices belong.
+
+    launches: gets each launch's kernel.
+    """
     seen: set[Variant] = set()
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if launches is not None:
+            launches.append(kernel.fn.__name__)
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         kept = set(kernel.kwargs.get("do_not_specialize") or ())
         seen.add(

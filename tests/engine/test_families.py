@@ -20,7 +20,7 @@ from engine.run.describe import describe_model
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, prompts, reference_of, run
-from tests.engine.graphs import simulate_graphs
+from tests.engine.graphs import simulate_graphs, simulate_state_graphs
 from tests.engine.reference import Reference
 from tests.engine.test_parity import prefill_logits
 
@@ -64,8 +64,20 @@ def test_greedy_tokens_equal_transformers(name: str, backend: str, family: Refer
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 3 * len(answers)
 
 
+def test_decodes_with_states_come_from_graphs(
+    family: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come and go, begin at snapshots, and give way to others."""
+    capture = simulate_state_graphs(monkeypatch)
+    differences, stats = run(family("qwen3_5"))
+    assert differences == []
+    assert stats.cached_tokens > 0
+    assert stats.num_preemptions > 0
+    assert len(capture.replayed) > 20
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma2", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma2", "phi3", "gpt_oss", "qwen3_5"])
 def test_the_triton_backend_gives_the_same_tokens_through_graphs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,15 +89,6 @@ def test_the_triton_backend_gives_the_same_tokens_through_graphs(
     differences, _ = run(reference, "chunks", "triton")
     assert differences == []
     assert capture.replayed
-
-
-@pytest.mark.long
-def test_the_triton_backend_computes_delta_nets(tmp_path: Path) -> None:
-    """In chunks, from snapshots, and decodes, without graphs."""
-    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    reference = reference_of(tmp_path, BY_NAME["qwen3_5"])
-    reference.prompts = [reference.prompts[i] for i in (1, 4)]
-    assert run(reference, "chunks", "triton")[0] == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from engine.attention import triton_backend
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.errors import KernelCheckFailed, KernelDiffers
+from engine.kernels.attention import decode as decode_kernels
 from engine.kernels.attention.decode import DecodeRows
+from engine.kernels.attention.prefix import PREFIX_TILE
 from engine.models.load import choose_path
 from engine.run.forward import kernel_check as kernel_check_of_start
 from engine.run.forward.checked_kernels import check_kernels
@@ -84,6 +86,7 @@ def test_kernels_that_work_pass(
     [
         ("attention", "last token left out"),
         ("attention", "scale"),
+        ("attention to a common prefix", "last tile of a prefix left out"),
         ("norm of a sum", "weight"),
         ("SiLU", "does not compile"),
     ],
@@ -125,6 +128,12 @@ def test_products_with_packed_weights_are_checked(
 def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
+    attend_to_prefixes = decode_kernels.attend_to_prefixes
+
+    def without_last_tile(query: Any, cache: Any, prefixes: Any, *rest: Any, **kind: Any) -> None:
+        prefixes.begins.sub_(PREFIX_TILE)
+        attend_to_prefixes(query, cache, prefixes, *rest, **kind)
+        prefixes.begins.add_(PREFIX_TILE)
 
     def without_last_token(
         query: Any, cache: Any, rows: DecodeRows, *rest: Any, **kind: Any
@@ -140,13 +149,14 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     def does_not_compile(gate_up: Any) -> Any:
         raise ZeroDivisionError
 
-    patches: dict[str, tuple[str, Callable[..., Any]]] = {
-        "last token left out": ("decode_attention", without_last_token),
-        "scale": ("decode_attention", with_other_scale),
-        "weight": ("add_rms_norm", with_other_weight),
-        "does not compile": ("silu_and_mul", does_not_compile),
+    patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "last token left out": (triton_backend, "decode_attention", without_last_token),
+        "scale": (triton_backend, "decode_attention", with_other_scale),
+        "last tile of a prefix left out": (decode_kernels, "attend_to_prefixes", without_last_tile),
+        "weight": (triton_backend, "add_rms_norm", with_other_weight),
+        "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
     }
-    monkeypatch.setattr(triton_backend, *patches[sabotage])
+    monkeypatch.setattr(*patches[sabotage])
 
 
 def child(body: str) -> tuple[str, ...]:

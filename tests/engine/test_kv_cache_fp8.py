@@ -16,7 +16,7 @@ from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, measure_scales
 from engine.attention.torch_backend import TorchBackend
 from engine.run.forward.warm_up import make_step
 from tests.engine.checkpoints import SHAPES, pool_bytes
-from tests.engine.paged import DEVICE, TOLERANCE, make_batch
+from tests.engine.paged import DEVICE, TOLERANCE, attend_by, make_batch
 from tests.engine.reference import Reference
 
 CPU = torch.device("cpu")
@@ -100,6 +100,19 @@ def test_attention_equals_float64_over_what_is_stored(
         batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes
     )
     assert batch.error(out) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("exponent", [40, -60])
+def test_queries_of_any_size_give_the_same_bits(exponent: int, backend: KernelBackend) -> None:
+    """The kernels multiply in float16, which holds neither 2**40 nor 2**-60."""
+    batch = make_batch([130, 200, 40], [1, 1, 40], dtype=torch.bfloat16).as_fp8()
+    assert batch.scales is not None
+    keys, values = batch.scales
+    other = replace(
+        batch, query=batch.query * 2.0**exponent, scales=(keys * 2.0**-exponent, values)
+    )
+    expected, found = (attend_by(backend, each) for each in (batch, other))
+    assert torch.equal(found, expected)
 
 
 def layers(count: int) -> list[AttentionFeatures]:

@@ -17,7 +17,7 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.warm_up import make_step
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.family_runs import reference_of, run
-from tests.engine.graphs import simulate_graphs, simulate_mixed_graphs
+from tests.engine.graphs import simulate_graphs, simulate_mixed_graphs, simulate_state_graphs
 from tests.engine.test_logprobs import mixed_requests
 
 LIMITS: dict[str, Any] = {
@@ -35,6 +35,7 @@ LIMITS: dict[str, Any] = {
     [
         "qwen3",
         "qwen3_moe",
+        "qwen3_5",
         pytest.param("gemma2", marks=pytest.mark.long),
         pytest.param("gpt_oss", marks=pytest.mark.long),
     ],
@@ -50,7 +51,7 @@ def test_every_step_is_replayed_and_the_answers_are_the_same(
     with Engine(EngineConfig(str(folder), **LIMITS)) as plain:
         expected = plain.generate(prompts, params)
 
-    decodes = simulate_graphs(monkeypatch)
+    decodes = simulate_state_graphs(monkeypatch)
     mixed = simulate_mixed_graphs(monkeypatch)
     eager: list[int] = []
     states_of = ModelRunner._states_of
@@ -62,7 +63,7 @@ def test_every_step_is_replayed_and_the_answers_are_the_same(
 
     monkeypatch.setattr(ModelRunner, "_states_of", count)
     with Engine(EngineConfig(str(folder), **LIMITS)) as engine:
-        num_layers = len(engine._open_runner().model.attention_layers)  # type: ignore[union-attr]
+        num_layers = engine._open_runner().model.model.layers.__len__()
         assert mixed.num_captured == len(step_sizes(200))
         assert mixed.num_calls == num_layers * mixed.num_captured
         answers = engine.generate(prompts, params)

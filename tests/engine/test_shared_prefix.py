@@ -1,6 +1,5 @@
 """Sequences whose first tokens lie in the same blocks attend to them together, as float64 does to each."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,9 @@ pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels 
 
 from engine.attention.cpu_backend import CpuBackend, CpuMetadata
 from engine.cpu_kernels.prefill_attention import TILE
-from engine.cpu_kernels.shared_prefix import find_shared_prefixes
-from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
+from engine.kernels.attention.shared_prefix import find_shared_prefixes
+from tests.engine.paged import BLOCK, TOLERANCE, PagedBatch, sharing
 from tests.examples import examples
-
-BLOCK = 16
-
-
-def sharing(shared: list[int], own: list[int], queries: list[int], **options: Any) -> PagedBatch:
-    """Sequences with so many of the blocks of the first, the longest one, and so many tokens of their own."""
-    contexts = [blocks * BLOCK + tokens for blocks, tokens in zip(shared, own, strict=True)]
-    limits = {
-        name: options.pop(name, None) for name in ("window", "chunk")
-    }  # no blocks are NaN for these
-    batch = make_batch(contexts, queries, block_size=BLOCK, **options)
-    tables = batch.block_tables.copy()
-    for seq, blocks in enumerate(shared):
-        tables[seq, :blocks] = tables[0, :blocks]
-    return replace(batch, block_tables=tables, **limits)
 
 
 def attend(batch: PagedBatch) -> tuple[torch.Tensor, CpuMetadata]:

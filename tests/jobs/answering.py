@@ -47,6 +47,7 @@ class FakeCompletion:
     loglikelihoods: Any = None
     embedding: list[float] | None = None
     class_scores: dict[str, float] | None = None
+    lacks_adapter: bool = False
 
 
 #: What the contexts of these tests serve.

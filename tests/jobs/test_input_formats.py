@@ -615,7 +615,8 @@ def test_an_encoding_that_needs_a_byte_order_mark_says_so_if_there_is_none(
 ) -> None:
     (tmp_path / "in.csv").write_bytes(words("csv").encode(written))
     with pytest.raises(
-        CorruptTable, match="no byte order mark, which encoding utf-16 needs: say utf-16-le"
+        CorruptTable,
+        match="no byte order mark, which encoding utf-16 needs: if it is written as utf-16-le",
     ):
         score(make_context(), tmp_path / "in.csv", tmp_path, encoding="utf-16")
 

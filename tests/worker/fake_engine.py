@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import (
+    AdapterFolder,
     Completion,
     EngineStats,
     InvalidRequest,
@@ -33,7 +34,7 @@ class _Sequence:
 @dataclass
 class FakeEngine:
     """Answers each prompt with `echo:<prompt>` after max_tokens steps (at most MAX_MODEL_LEN), `slots`
-    sequences at a time. A worker's serves the model that its settings name.
+    sequences at a time. A worker's serves the model that its settings name, and looks for adapters' files.
 
     The prompt "hang" is never answered, "crash" makes the step raise, "refuse" is refused,
     "die" kills the process, "file:<path>" is answered once that file exists.
@@ -50,6 +51,7 @@ class FakeEngine:
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
     attention_backend: str = "none"
     max_model_len: int = 0
+    adapters: AdapterFolder = field(default_factory=lambda: AdapterFolder(None))
 
     @property
     def has_unfinished(self) -> bool:
@@ -66,6 +68,8 @@ class FakeEngine:
     ) -> None:
         if prompt == "refuse" or not prompt:
             raise InvalidRequest("the prompt is empty or refused")
+        if params.adapter is not None:
+            self.adapters.find(params.adapter)
         self.waiting.append(_Sequence(request_id, str(prompt), params, lane))
 
     def abort(self, request_id: str) -> None:
@@ -205,4 +209,5 @@ class FakeEngineWorker(BatchWorker):
             clock.jump(float(seconds))
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
-        return FakeEngine(settings.max_num_seqs, step_s, identity=identity)
+        adapters = AdapterFolder(settings.adapters)
+        return FakeEngine(settings.max_num_seqs, step_s, identity=identity, adapters=adapters)

@@ -96,7 +96,7 @@ def test_an_outage_of_redis_is_two_lines_of_the_log(
     with monkeypatch.context() as patch:
         patch.setattr(whole.runner, "renew", fail)
         assert all(whole.turn() for _ in range(20))
-    told = lines(caplog, "trying again until it does")
+    told = lines(caplog, "trying again until that is over")
     assert len(told) == 1
     assert type(error).__name__ in told[0]
     assert "Redis does not answer, or does not take all" in whole.io.warning

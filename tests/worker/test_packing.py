@@ -115,8 +115,8 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     assert packer.claim_room(0) == 0
     packer.delivered(shard, 12)
     list(packer.pull(open_guard()))
-    assert shard.unread < SLOTS
-    assert packer.claim_room(0) == SLOTS - shard.unread
+    assert shard.num_unread < SLOTS
+    assert packer.claim_room(0) == SLOTS - shard.num_unread
     assert packer.claimable_files(0) == 2
 
 

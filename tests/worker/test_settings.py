@@ -34,7 +34,11 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> Wor
         ("MODEL", "", "TOKENMILL_MODEL"),
         ("DTYPE", "", "TOKENMILL_DTYPE='': it is empty: give it a value, or unset"),
         ("KV_CACHE_BYTES", "4 gigs", "TOKENMILL_KV_CACHE_BYTES=.*such as 4194304, 512MB or 4GiB"),
-        ("DATA_ROOTS", "/nowhere", "^TOKENMILL_DATA_ROOTS='/nowhere': '/nowhere' is not a folder$"),
+        (
+            "DATA_ROOTS",
+            "/nowhere",
+            "^TOKENMILL_DATA_ROOTS='/nowhere': '/nowhere' is not a folder: create it,",
+        ),
         ("ALLOWED_FUNCTIONS", "mine", r"ALLOWED_FUNCTIONS.*names no function.*module\.function"),
         ("ALLOWED_FUNCTIONS", "jobs.mine.f", "ALLOWED_FUNCTIONS.*'jobs.mine.f'.*Tokenmill's own"),
         ("METRICS_PORT", "9466-9464", "TOKENMILL_METRICS_PORT"),

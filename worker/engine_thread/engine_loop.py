@@ -127,7 +127,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
-        """Do what the I/O thread has ordered. A Look needs nothing: the turn that it began looks at the intake."""
+        """Do what the I/O thread has ordered. A Look had only to begin a turn, as each turn looks at the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)
@@ -153,8 +153,9 @@ class EngineLoop:
         if began_at < self._follow_at:
             return
         texts = self._engine.texts_so_far(self._followed)
-        # A request of several samples is followed until the last of them ends.
-        self._followed -= self._ended - texts.keys()
+        # A request of several samples is followed until the last of them ends. Until then it has a growing text.
+        ended_wholly = self._ended - texts.keys()
+        self._followed -= ended_wholly
         self._ended.clear()
         if texts:
             self._report(Texts(texts))

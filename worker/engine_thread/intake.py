@@ -32,7 +32,7 @@ LONG = 65_536
 them."""
 
 TURN = 65_536
-"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step computes fewer."""
+"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step has room for fewer."""
 
 OVERHEAD = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
@@ -47,7 +47,7 @@ hold only the bytes of their picture files, and do not delay the prompts behind 
 THREADS = 2
 
 URGENT_TURNS = 20
-"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler does so with steps."""
+"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler shares steps alike."""
 
 LEAVE_S = 1.0
 """Seconds that a leaving worker waits for threads that prepare a prompt."""
@@ -150,7 +150,7 @@ class Intake:
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
-        # Requests whose grammars are compiled; they are in no lane.
+        # Requests whose grammars are being compiled; they are in no lane.
         self._compiling: set[_Waiting] = set()
         # Requests whose grammars are ready; other threads append.
         self._compiled: deque[_Waiting] = deque()
@@ -185,8 +185,7 @@ class Intake:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._by_id[add.request_id] = waiting
-        prompt = add.request.prompt if add.request.messages is None else add.request.messages
-        if not isinstance(prompt, str) and has_pictures(prompt):
+        if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
             self._prepare_pictured()
         else:
@@ -238,7 +237,7 @@ class Intake:
             )
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        self.begun(request_ids)
+        self.begun(request_ids)  # they make room for further requests with pictures
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the refused requests.
@@ -255,7 +254,7 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane gives at least one request."""
+        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request gives at least one."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -289,7 +288,7 @@ class Intake:
         waiting.grammar.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
-        """Put the requests whose grammars are compiled back into their lanes."""
+        """Put the requests whose grammars are ready back into their lanes."""
         while self._compiled:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
@@ -345,7 +344,7 @@ class Intake:
         return [_refusal(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return the new requests that this worker could not prepare for lack of memory, descriptors or disk."""
+        """Return the requests that this worker lately could not prepare for lack of memory, descriptors or disk."""
         faults = self._faults
         self._faults = []
         return faults

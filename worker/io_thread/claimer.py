@@ -13,7 +13,7 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""After so many seconds without a look in vain, all workers of the queue count again. See FairShare."""
+"""Seconds without a look in vain after which all workers of the queue count again. See FairShare."""
 
 
 class FairShare:
@@ -156,7 +156,7 @@ class Claimer:
 
     @property
     def has_all_it_may(self) -> bool:
-        """Whether --max-jobs allows no more."""
+        """Whether --max-jobs allows no further job."""
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
     def has_taken_all(self) -> bool:
@@ -172,7 +172,7 @@ class Claimer:
         timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
-            self._num_held_at_claim[lane] = 0
+            self._num_held_at_claim[lane] = 0  # so that the timer is ended once for each claim
             timer.end_now()
         return timer.due(moment)
 

@@ -229,7 +229,7 @@ class IoLoop:
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
-        """Pass an event on to those whom it concerns."""
+        """Pass an event on to the parts of the worker that it concerns."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
@@ -292,7 +292,7 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self._release_mode != "engine_died":
+            if self._release_mode != "engine_died":  # a dead engine tells no tokens for journals
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -363,7 +363,7 @@ class IoLoop:
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
             f"{problem} {type(error).__name__}",
-            "%s (%s); trying again until it does",
+            "%s (%s); trying again until that is over",
             problem,
             shown_error(error),
         )

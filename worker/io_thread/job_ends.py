@@ -81,7 +81,7 @@ class JobEnds:
         self._log = parts.log
         self._clock = parts.clock
         self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
-        self._max_result_bytes = parts.environment.lent.max_result_bytes
+        self._max_result_bytes = parts.environment.shared_context.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
@@ -228,7 +228,7 @@ class JobEnds:
             else:
                 self._write(job, reply)
 
-        # Only our own call raises errors of Redis. They are no reason to fail the job.
+        # Only our own call of `begin` raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(
@@ -281,9 +281,10 @@ class JobEnds:
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
-            except Exception as error:  # another try would fail in the same way
+            except Exception as error:
                 if is_server_fault(error):
                     raise
+                # Another try would fail in the same way, so the job is closed without its dependents.
                 self._log.error(
                     "job %s: its dependents cannot be queued: %s",
                     claimed.job_id,
@@ -296,7 +297,7 @@ class JobEnds:
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
             """Queue the next page, or let the job go."""
             if failure is not None:
-                raise failure
+                raise failure  # nobody foresaw it, so the guard ends the job
             if next_cursor:
                 self.queue_dependents(job, outcome, next_cursor)
             else:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jobs.common.keys import FILE, FUNCTION
+from jobs.errors import AdapterAwaited
 from jobs.runs.end_notices import POSTING
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import own_function, task_of
@@ -44,7 +45,7 @@ class JobRunner:
         clock = parts.clock
         post = parts.events.put
         traces = parts.environment.traces
-        lent = parts.environment.lent
+        shared_context = parts.environment.shared_context
 
         self._packer = parts.packer
         self._budget = parts.budget
@@ -55,6 +56,7 @@ class JobRunner:
         self._log = log
         self._clock = clock
         self._functions = parts.functions
+        self._enders = parts.enders
         self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
         self._surplus = list[ClaimedJob]()  # claimed, but without a place here
@@ -63,8 +65,10 @@ class JobRunner:
         self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
-        self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
-        inspections = Inspections(post, lent.checks)
+        self._files = TaskFiles(
+            parts.packer, self._calls, shared_context.file_timeout_s, log, clock
+        )
+        inspections = Inspections(post, shared_context.checks)
         self.journals = Journals(
             self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock
         )
@@ -144,7 +148,7 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        """Run a function in a thread, once Redis shows that it has begun."""
+        """Run a job's function in a thread, once Redis shows that the job has begun."""
         is_post = job.function_name == POSTING  # sends the notice of a run's end
         if is_post:
             pool = self._posts
@@ -256,7 +260,10 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
-        """Fail a job in which our code raised, or give it back if the fault is this worker's."""
+        """Fail a job in which our code raised, or give it back if the fault is this worker's, or an adapter's."""
+        if isinstance(error, AdapterAwaited):
+            self._give_back_without_adapter(job, error)
+            return
         if not is_fault(error):
             self._ends.fail(job, error)
             return
@@ -265,6 +272,21 @@ class JobRunner:
         self._log.error(
             "job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault
         )
+
+    def _give_back_without_adapter(self, job: HeldJob, error: AdapterAwaited) -> None:
+        """Give back a job whose adapter has other files now, once this worker has seen which.
+
+        From then on no worker with these files claims a shard. A prompt that named no files takes those that are there.
+        """
+        self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
+        self._withdraw(job, JobStopped)
+
+        def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            """Let go of the job, also if the folder could not be read."""
+            self._surplus += self._withdraw_all([job])
+
+        refresh = self._environment.shared_context.adapters.refresh
+        self._calls.submit(self._enders, job, PoolCall(refresh, then, is_ours=True))
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
         """Give back the jobs whose requests this worker could not prepare. faults: request ids and errors."""
@@ -430,18 +452,18 @@ class JobRunner:
         """Interrupt or fail a job that has run for longer than its limit."""
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:  # it plans a run
+        if job.is_ours and job.is_function:  # it plans a run, or sends a notice
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
 
-        reason = timeout_error(job.limit_s)
+        error_class = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
             if not job.is_overdue:
-                job.interrupt_function(reason)
+                job.interrupt_function(error_class)
         else:
-            self._withdraw(job, reason)
-            self._ends.fail(job, reason())
+            self._withdraw(job, error_class)
+            self._ends.fail(job, error_class())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""
@@ -540,7 +562,7 @@ class JobRunner:
                 self._withdraw(job, JobStopped)
                 self._ends.writer.forget(job)
                 self._let_go(job)
-                if job.call is None:
+                if job.call is None:  # otherwise the task is closed when the call comes back
                     self._close(job)
                 withdrawn.append(job.claimed)
         return withdrawn

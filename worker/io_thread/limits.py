@@ -1,11 +1,11 @@
-"""When a worker leaves by itself, and how often it does its duties. Many workers do theirs less often."""
+"""When a worker leaves by itself, and how often it does its duties. With many workers, each does them less often."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""Seconds added to --job-monitoring-interval. With the sweep's period this stays within the promised 60 s."""
+"""Seconds added to --job-monitoring-interval. They and the sweep's period together stay within the promised 60 s."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Limits:
 
     @property
     def sweep_period_s(self) -> float:
-        """Seconds between looks for abandoned jobs. They add to the time until such a job runs again."""
+        """Seconds between looks for abandoned jobs. An abandoned job waits for the next look before it runs again."""
         return min(self.lease_s / 4, 10.0)
 
 
@@ -99,7 +99,7 @@ class PollRates:
         self._factor = 1.0
 
     def hear(self, num_workers: Mapping[str, int], num_started: int) -> None:
-        """Note how many workers each queue has, and how many jobs have begun on all of them."""
+        """Note how many workers each queue has, and how many jobs of all the queues have begun."""
         self._num_workers = [max(1, num_workers.get(name, 1)) for name in self._queue_names]
         self._num_started = num_started
         self._factor = self._jitter()

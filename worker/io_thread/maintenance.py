@@ -38,12 +38,12 @@ class Maintenance:
         self._client = parts.clients.pool
         self._tally = parts.tally
         self._order_timer = Timer(PERIOD_S)
-        self._adapters = parts.environment.lent.adapters
+        self._adapters = parts.environment.shared_context.adapters
         self._adapter_timer = Timer(_ADAPTERS_PERIOD_S)
         self._adapter_trouble = LastingTrouble(
             parts.log, "the folder of adapters can be read again"
         )
-        self._is_looking = False
+        self._looks_for_adapters = False
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
@@ -56,15 +56,19 @@ class Maintenance:
             self._pool.submit(partial(self._registries.queue_left, names), self._report)
         if self._order_timer.due(moment):
             self._pool.submit(partial(self._queue_order.put_in_order, names), self._report)
-        if self._adapters.is_live and not self._is_looking and self._adapter_timer.due(moment):
-            self._is_looking = True
+        if (
+            self._adapters.is_live
+            and not self._looks_for_adapters
+            and self._adapter_timer.due(moment)
+        ):
+            self._looks_for_adapters = True
             self._pool.submit(self._adapters.refresh, self._looked)
         if self._clean_timer.due(moment):
             self._pool.submit(partial(self._registries.clean, names), self._report)
 
     def _looked(self, _: Any, error: BaseException | None) -> None:
         """Note that a look for adapters is over, and whether it failed."""
-        self._is_looking = False
+        self._looks_for_adapters = False
         if error is None:
             self._adapter_trouble.passed()
         else:

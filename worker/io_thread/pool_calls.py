@@ -65,8 +65,8 @@ class RoomLine:
     ) -> None:
         """Make a call now. If earlier calls wait, make it in its turn.
 
-        start: makes the call. is_awaited: whether its job still waits for it. A call that nobody awaits is made without
-        a turn.
+        start: makes the call. is_awaited: whether its job still waits for it. If its job has been stopped, the next
+        `try_again` makes the call at once, so that it sees this and ends.
         """
         is_behind_a_try = self._tried is not None and self._tried < place
         is_behind_others = any(earlier_place < place for earlier_place in self._waiting)

@@ -40,7 +40,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Its model is loaded. facts: the values of its key in Redis."""
+        """Show a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -60,7 +60,7 @@ class _WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield a metric family for each metric of the methods below."""
-        metrics = (*self._queue_metrics(), *self._job_metrics(), *self._engine_metrics())
+        metrics = (*self._worker_metrics(), *self._job_metrics(), *self._engine_metrics())
         for metric in metrics:
             family = metric.family(metric.name, metric.help, labels=metric.labels)
             for label_values, value in metric.rows:
@@ -74,7 +74,7 @@ class _WorkerCollector(Collector):
         if numbers is not None:
             yield from waiting_families(numbers)
 
-    def _queue_metrics(self) -> Iterator[_Metric]:
+    def _worker_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics that say what the worker is."""
         facts = self._facts
         shown = self._counts.shown

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 LIVE_S = 180.0
-"""Seconds without a turn after which a thread counts as hanging. The longest steps, on a CPU, take less."""
+"""Seconds without a turn of its loop after which a thread counts as hanging. The longest steps, on a CPU, take less."""
 
 REACHED_S = 15.0
 """Seconds for which Redis counts as reachable after a turn of the I/O thread without an error of Redis."""
@@ -18,7 +18,10 @@ class WatchedEngine(Protocol):
 
 
 class WatchedIo(WatchedEngine, Protocol):
-    """What Health needs of the I/O thread. redis_at: monotonic seconds when all its duties last succeeded, or None."""
+    """What Health needs of the I/O thread.
+
+    redis_at: monotonic seconds when all its duties last succeeded; None before they have.
+    """
 
     redis_at: float | None
 
@@ -40,7 +43,7 @@ class Health:
         self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops from now on. Called once the model is loaded."""
+        """Watch these two loops from now on, once the model is loaded."""
         self._engine = engine
         self._io = io
 

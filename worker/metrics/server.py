@@ -64,7 +64,7 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on. Its model is loaded. facts: the values of its key in Redis."""
+        """Serve a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
@@ -99,7 +99,7 @@ class MetricsServer:
         self._open[writer] = None
         try:
             with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-                # The client is to blame.
+                # These errors come from what the client did, so nobody here is told.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:

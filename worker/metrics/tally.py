@@ -58,7 +58,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self.total = 0.0  # the sum of all values
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -70,12 +70,12 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound in Prometheus' form, and how many values were at most as large."""
         bounds = [str(float(bound)) for bound in self.bounds]
-        counts = list(self.counts)
-        total = 0
+        counts = list(self.counts)  # a copy, because the thread that writes counts on meanwhile
+        number_so_far = 0
         cumulative = []
         for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
-            total += number
-            cumulative.append((bound, float(total)))
+            number_so_far += number
+            cumulative.append((bound, float(number_so_far)))
         return cumulative
 
 
@@ -97,7 +97,7 @@ class Shown:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
 
-    jobs: ended jobs by queue, outcome and reason. rows: rows of finished shards by the same.
+    jobs, rows: by queue, outcome and reason, the ended jobs, and the rows of finished shards.
     requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
     queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
     ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
@@ -192,7 +192,7 @@ class Tally:
         self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
 
     def redis_failed(self, error: BaseException) -> None:
-        """Count a turn of the I/O thread that Redis has refused or not answered."""
+        """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
         self.redis_errors[type(error).__name__] += 1
 
     def answered(self, seconds: float) -> None:

@@ -73,7 +73,7 @@ def new_client(
 def _counted(
     connection_class: type[Any], sent: Callable[[], None], answered: Callable[[float], None]
 ) -> type[Any]:
-    """Return a class of connections like this one that calls `sent` and `answered` for each command or pipeline."""
+    """Return a subclass of a class of connections, which calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
         """A connection that tells what is sent over it."""

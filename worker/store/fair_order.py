@@ -84,7 +84,7 @@ class PlacedJob(NamedTuple):
     """A job in its place.
 
     end: the virtual time at which it is done if each run gets its share. Virtual time counts the rows that a run with
-    priority 1 has had. number: its place before, which decides between equal ends.
+    priority 1 has had. number: its place in the queue before, which decides between equal ends.
     """
 
     end: float
@@ -102,8 +102,8 @@ def fair_order(
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
     urgent: the runs that come first. When these runs or priorities have changed, the caller passes all jobs as new.
-    waited: for each run, the virtual time for which its first job has waited. They bring the run's jobs forward.
-    Without them, small jobs that come again and again would pass a large one for ever.
+    waited: for each run, the virtual time for which its first job has waited. This time brings the run's jobs forward.
+    Without it, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:
         # The urgent runs are one stream below, so its jobs must come in the order of the runs. Where the other runs'
@@ -112,7 +112,7 @@ def fair_order(
         new = sorted(new, key=lambda job: places.get(job.run, 0))
     runs = {job.run for job in (*in_order, *new)}
     num_others = len(runs - set(urgent))
-    # How many times the share of another run the urgent runs get together.
+    # The urgent runs together get this many times the share of another run.
     urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
 
     # By stream: the end of its last job that has a place. The urgent runs are one stream, each other run is one.

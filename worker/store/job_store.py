@@ -62,7 +62,7 @@ class Released:
     """A job that was taken from its holder.
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
-    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue, or not there.
     worker_name: the worker on which the job had begun; "" if it had not begun. Only for show, because anybody may
     write it.
     """
@@ -89,7 +89,7 @@ class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
     models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
-    more_models: returns names that may change: of adapters.
+    more_models: returns the adapters' names, which may change.
     clock: Unix seconds by Redis' clock.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
     answer. The call may then be made again, because no method doubles an effect.
@@ -204,7 +204,7 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
-        """Extend leases. held: with the time at which each job began, or "" to leave that as it is."""
+        """Extend leases. held: each job, and the time at which it began, or "" to leave that time as it is."""
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
@@ -347,7 +347,7 @@ class JobStore:
         return int(next_cursor)
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of an ended job whose dependents are queued."""
+        """Let go of an ended job whose dependents are queued, and give it its time to live or its next run."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:

@@ -32,9 +32,8 @@ class OrderMemory:
     """What the last look at a queue leaves for the next one.
 
     last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
-    samples: the earliest first. front: the ids of the first jobs, with the ends of their places. heads: each run's
-    first job, with the virtual time for which this job was the first. priorities: that of each run which has another
-    than 1.
+    samples: the earliest first. front: the ids of the first jobs, each with its PlacedJob.end. heads: each run's
+    first job, with the virtual time for which this job was the first. priorities: by run, without those that are 1.
     """
 
     last: str = ""
@@ -53,8 +52,8 @@ class OrderMemory:
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
             front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
             heads = {}
-            for run, (job_id, rows) in fields["heads"].items():
-                heads[str(run)] = (str(job_id), float(rows))
+            for run, (job_id, waited) in fields["heads"].items():
+                heads[str(run)] = (str(job_id), float(waited))
             priorities = {str(run): int(priority) for run, priority in fields["priorities"].items()}
             return cls(
                 last=str(fields["last"]),
@@ -91,7 +90,7 @@ class OrderMemory:
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The new sample takes the place of the last one while the one before that is too near.
+        # If the last but one sample is too recent, the new sample replaces the last one.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))

@@ -25,7 +25,7 @@ _TURN_MS = 4500
 left out."""
 
 _MEMORY_S = 3600
-"""Seconds for which a queue's memory is kept after its last look."""
+"""Seconds for which Redis keeps what a look at a queue remembers for the next one."""
 
 
 class QueueOrder:
@@ -63,7 +63,8 @@ class QueueOrder:
         num_in_order = 0
         is_as_before = urgent == memory.urgent and priorities == memory.priorities
         if is_as_before and memory.last in run_of:
-            # The jobs behind the last one that was put in order have come since. They are counted from the queue's end.
+            # The jobs behind the last one that was put in order have come since. If that job stands in the queue twice,
+            # its last place counts.
             num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
 

@@ -100,7 +100,7 @@ class Scheduler(RQScheduler):
             )
 
     def enqueue_once(self) -> None:
-        """Enqueue the due jobs of queues that have no scheduler, and keep no lock."""
+        """Enqueue the due jobs of the queues whose locks are free, then give the locks back."""
         try:
             self.acquire_locks()
             self.enqueue_scheduled_jobs()

@@ -23,7 +23,7 @@ _STUCK_S = 60
 """Seconds after which a job in an intermediate queue counts as left behind, as with RQ."""
 
 _SEEN_TTL_S = 24 * 3600
-"""Seconds for which Redis keeps the time when a job was first seen there."""
+"""Seconds for which Redis keeps the time when a job was first seen in an intermediate queue."""
 
 
 class StockJobs:

@@ -98,8 +98,9 @@ def shown_loading(
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
 
-    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only while its
-    process runs, and if it wrote something within SILENT_S. In a restarted container, this process may have its id.
+    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
+    something within SILENT_S, and a process other than this one has its id. In a restarted container, this process may
+    have got the id.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
@@ -133,7 +134,7 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that others take up its jobs at their next look. Return how many leases.
+    """End the leases of a dead worker, so that others take up its jobs at their next look. Returns how many were ended.
 
     If that worker lives after all, it renews them, or finds that it has lost the jobs. Nothing ends twice. Raises
     RedisError.
@@ -256,6 +257,7 @@ class WorkerRecord:
     def _write(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
+        """Write what `show` says. Raises RedisError."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
         facts = {**self._facts, **self._changing_facts()}

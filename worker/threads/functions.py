@@ -65,6 +65,7 @@ class FunctionPool:
             goes_on = call.run()
             del self._running[thread]
             del call  # while this thread waits, it holds nothing that the call has used
+            # This thread ends if its call was given up, or if another thread has taken its place.
             if not goes_on or self._drop_if_relieved(thread):
                 with self._lock:  # `give_up_stuck` counts the thread as stuck under this lock
                     self._stuck.discard(thread)
@@ -131,7 +132,7 @@ class FunctionPool:
                 if place is None:
                     continue
                 self._stuck.add(thread)
-            if not self._drop_if_relieved(thread):
+            if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
                 self._threads.remove(thread)
                 self._add_thread()
             places.append(f"{thread.name} in {place}")

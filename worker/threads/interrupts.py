@@ -109,7 +109,7 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any. Else this call counts as alive since `holder` last was. It does not wait.
+        """Raise the call's interrupt, if any. Else take over `holder`'s last sign of life. This does not wait itself.
 
         holder: the call that this call waits for; None if that is not known.
         """
@@ -162,7 +162,7 @@ class Call:
         return not self._given_up
 
     def _call(self) -> Any:
-        """Call the function. Only meanwhile can errors be raised in this thread."""
+        """Call the function. Errors can be raised in this thread only while the function runs."""
         _current.call = self
         try:
             with self._lock:
@@ -249,7 +249,7 @@ def shield_imports() -> None:
 
 
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of importlib's, in which errors from outside wait."""
+    """Return a wrapper for a function of importlib's. While the wrapper imports, errors from outside wait."""
 
     @wraps(import_)
     def shielded(name: str, *rest: Any) -> Any:

@@ -142,7 +142,7 @@ class OtelTraces(Traces):
             end.ended_at,
             written_at,
         ]
-        # The producer's clock may be ahead of this one. No stage may begin after the next one.
+        # The producer's clock may be ahead of this machine's. No stage may begin after the next one.
         enqueued, claimed, began, first_token, finished, ended, written = _ascending(moments)
 
         failed = end.outcome != "finished"

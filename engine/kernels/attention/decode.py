@@ -2,8 +2,9 @@
 
 A program takes splits of one sequence for all query heads of one KV head, so that keys and values are read
 once; the program that ends last merges them. Splits depend on the context's own length and are merged in order:
-a row has the same bits in every batch. Sources: arXiv:2309.06180; Flash-Decoding,
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+a row has the same bits in every batch, unless it begins with a prefix that is read once for several rows. Then the
+splits of that prefix are computed before (`prefix`), and are merged with those of the row's own tokens.
+Sources: arXiv:2309.06180; Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,16 @@ from engine.kernels.attention.kv_tile import (
     base2_cap,
     first_seen,
     fold_tiles,
+    narrow_queries,
     pad_head_dim,
+    split_length,
     tile_tokens,
+)
+from engine.kernels.attention.prefix import (
+    MAX_PREFIX_SPLITS,
+    PrefixRows,
+    attend_to_prefixes,
+    count_prefix_splits,
 )
 
 # 512 tokens of 8 heads of 128 are 2 MiB of bfloat16, and what is left of them for the merge 0.4 % of that.
@@ -47,6 +56,7 @@ class DecodeRows:
     included; 0 marks padding, which reads nothing and gets zeros.  block_tables: [decodes, blocks] int32.
     max_context_len: at least the longest of them, on the host.
     order: [decodes] int32, a permutation, which of them start first; None: as they stand.
+    prefixes: those that layers without window and chunk read once for several rows; None: there are none.
     """
 
     rows: Tensor
@@ -54,24 +64,20 @@ class DecodeRows:
     block_tables: Tensor
     max_context_len: int
     order: Tensor | None = None
-
-
-@triton.jit
-def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Return the tokens of each split of the seen context: whole tiles."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, MAX_SPLITS), TILE) * TILE, SPLIT)
+    prefixes: PrefixRows | None = None
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def decode_kernel(
     out_ptr, partial_ptr, logsum_ptr, arrived_ptr, query_ptr, keys_ptr, values_ptr,
-    key_scales_ptr, value_scales_ptr, sinks_ptr, slopes_ptr, order_ptr, rows_ptr, context_lens_ptr, tables_ptr,
+    key_scales_ptr, value_scales_ptr, sinks_ptr, slopes_ptr, order_ptr, rows_ptr, context_lens_ptr,
+    begins_ptr, tables_ptr,
     log2_scale, max_splits, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr, HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, sequence, first split): takes every n-th split, n splits being in the grid."""
     kv_head = tl.program_id(0)
@@ -82,6 +88,10 @@ def decode_kernel(
     seq = seq.to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
     first = first_seen(context_len - 1, WINDOW, CHUNK)
+    num_prefix_splits = 0
+    if begins_ptr is not None:
+        first = tl.load(begins_ptr + seq)  # neither a window nor chunks are here
+        num_prefix_splits = count_prefix_splits(first)
     length = split_length(context_len - first, SPLIT, MAX_SPLITS, TILE)
     # padding has one split, of no tokens
     num_splits = tl.maximum(tl.cdiv(context_len - first, length), 1)
@@ -101,6 +111,7 @@ def decode_kernel(
     tables_ptr += seq * table_stride
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
+        queries, log2_scale = narrow_queries(queries, log2_scale)
 
     slopes = None
     if slopes_ptr is not None:
@@ -125,18 +136,18 @@ def decode_kernel(
         result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
         if value_scales_ptr is not None:
             result *= tl.load(value_scales_ptr + kv_head)
-        if num_splits == 1:
+        if num_splits + num_prefix_splits == 1:
             row = tl.load(rows_ptr + seq).to(
                 tl.int64
             )  # again: held through the loop, it takes registers
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
             tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
         else:
-            part = (seq * max_splits + split) * HEADS
+            part = (seq * max_splits + num_prefix_splits + split) * HEADS
             tl.store(partial_ptr + part * HEAD_DIM + head_places, result, mask=inside)
             tl.store(logsum_ptr + part + head, row_max + tl.log2(row_sum), mask=group < GROUP)
 
-    if num_splits > 1:
+    if num_splits + num_prefix_splits > 1:
         tl.debug_barrier()  # all of this program's threads have stored before one of them says so
         arrived = arrived_ptr + seq * (HEADS // GROUP) + kv_head
         num_programs = tl.minimum(num_splits, tl.num_programs(2))
@@ -146,8 +157,9 @@ def decode_kernel(
             row = tl.load(rows_ptr + seq).to(tl.int64)
             merge_splits(
                 out_ptr + row * (HEADS * HEAD_DIM) + kv_head * (GROUP * HEAD_DIM),
-                partial_ptr, logsum_ptr, seq * max_splits * HEADS + kv_head * GROUP, num_splits,
-                HEADS, GROUP, HEAD_DIM, DIM_PAD, MAX_SPLITS, HEADS_PAD, PARTS,
+                partial_ptr, logsum_ptr, seq * max_splits * HEADS + kv_head * GROUP,
+                num_prefix_splits + num_splits,
+                HEADS, GROUP, HEAD_DIM, DIM_PAD, MERGED_SPLITS, HEADS_PAD, PARTS,
             )  # fmt: skip
 
 
@@ -198,6 +210,15 @@ def choose_num_programs(num_pairs: int, num_processors: int) -> int:
     return min(-(-PROGRAMS_PER_PROCESSOR * num_processors // num_pairs), MAX_SPLITS)
 
 
+def max_registers(dim_pad: int, *, is_fp8: bool) -> int | None:
+    """Return how many registers a thread has at most; None leaves that to the assembler."""
+    if is_fp8:
+        # It takes 128 otherwise and spills some. With 144 three programs share a Hopper multiprocessor and not four.
+        return 144
+    # It takes 152 or 168 otherwise for heads of 256, which leaves room for 3 programs and not 4.
+    return 128 if dim_pad > 128 else None
+
+
 def decode_attention(
     query: Tensor,
     cache: Cache,
@@ -233,14 +254,22 @@ def decode_attention(
     assert len(arrived) >= num_decodes * kv_heads
     # in this layer a query may see little of a long context
     max_seen = min(n for n in (batch.max_context_len, window, chunk) if n is not None)
-    max_splits = max(1, min(MAX_SPLITS, -(-max_seen // split_tokens)))
+    max_own_splits = max(1, min(MAX_SPLITS, -(-max_seen // split_tokens)))
+    prefixes = batch.prefixes if window is None and chunk is None else None
+    max_splits = max_own_splits + (0 if prefixes is None else MAX_PREFIX_SPLITS)
     parts = (num_decodes, max_splits, heads)
     partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
     logsum = torch.empty(parts, dtype=torch.float32, device=query.device)
+    if prefixes is not None:
+        attend_to_prefixes(
+            query, cache, prefixes, (batch.rows, batch.context_lens, batch.block_tables), (partial, logsum),
+            scale=scale, soft_cap=soft_cap, slopes=slopes,
+        )  # fmt: skip
     # KV heads in the first place of the grid: neighbours in memory are read at the same time
-    decode_kernel[(kv_heads, num_decodes, min(num_programs, max_splits))](
+    decode_kernel[(kv_heads, num_decodes, min(num_programs, max_own_splits))](
         out, partial, logsum, arrived, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
-        batch.order, batch.rows, batch.context_lens, batch.block_tables,
+        batch.order, batch.rows, batch.context_lens, None if prefixes is None else prefixes.begins,
+        batch.block_tables,
         scale * LOG2_E.value, max_splits, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=group, GROUP_PAD=max(heads_pad, DOT_MIN),
@@ -248,9 +277,8 @@ def decode_attention(
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
         TILE=tile_tokens(dim_pad, query.element_size(), DECODE_TILE_BYTES),
         SPLIT=split_tokens, MAX_SPLITS=MAX_SPLITS,
+        MERGED_SPLITS=MAX_SPLITS if prefixes is None else 2 * MAX_SPLITS,
         HEADS_PAD=heads_pad, PARTS=max(MERGED_ROWS // heads_pad, 1),
         num_warps=4, num_stages=NUM_STAGES if scales is None else FP8_STAGES,
-        # left to itself, the assembler takes 152 or 168 registers for heads of 256, which leaves room for 3
-        # programs and not 4
-        maxnreg=128 if dim_pad > 128 else None,
+        maxnreg=max_registers(dim_pad, is_fp8=scales is not None),
     )  # fmt: skip

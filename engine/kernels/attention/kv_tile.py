@@ -31,6 +31,12 @@ LOWEST = tl.constexpr(-1e38)
 
 
 @triton.jit
+def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """Return the tokens of each split of the seen context: whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, MAX_SPLITS), TILE) * TILE, SPLIT)
+
+
+@triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return the first token that the query at `position` sees; 0 for the -1 of an empty context."""
     first = position * 0
@@ -54,6 +60,23 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
     far = (1.0 - decay) / (1.0 + decay)
     far = tl.where(x < 0.0, -far, far)
     return SOFT_CAP * tl.where(square < 0.0625, near, far)
+
+
+@triton.jit
+def narrow_queries(queries, log2_scale):
+    """Return queries for FP8 keys, in float16 if they were bfloat16, and the scale of their scores.
+
+    A GPU turns two FP8 numbers into float16 by one instruction, into bfloat16 by three. float16 has the mantissa of
+    bfloat16 and a smaller range, so the queries are multiplied by a power of two: the largest is 2**12 to 2**13.
+    """
+    if queries.dtype == tl.bfloat16:
+        largest = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
+        # the exponent of a float32 as its bits have it, 127 for 1.0; that of 2**-114 for all below
+        exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 13)
+        factor = ((2 * 127 + 12 - exponent) << 23).to(tl.float32, bitcast=True)
+        queries = (queries.to(tl.float32) * factor).to(tl.float16)
+        log2_scale *= ((exponent - 12) << 23).to(tl.float32, bitcast=True)
+    return queries, log2_scale
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from engine.kernels.attention.kv_tile import (
     base2_cap,
     first_seen,
     fold_tiles,
+    narrow_queries,
     pad_head_dim,
     tile_tokens,
 )
@@ -89,6 +90,8 @@ def prefill_kernel(
     values_ptr += kv_head * HEAD_DIM
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
+        if DIM_PAD <= 128:  # wider heads spill then on Hopper
+            queries, log2_scale = narrow_queries(queries, log2_scale)
     tables_ptr += seq * table_stride
 
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)

@@ -63,7 +63,10 @@ class AdapterLoader:
         places: dict[Linear, dict[str | None, _Pair]] = {}
         for pair in pairs:
             layer, shard = self._find(pair.module)
-            places.setdefault(layer, {})[shard] = pair
+            pairs_of_layer = places.setdefault(layer, {})
+            if shard in pairs_of_layer:
+                raise _named_twice(pair.module)
+            pairs_of_layer[shard] = pair
         return places
 
     def _find(self, module: str) -> tuple[Linear, str | None]:
@@ -113,6 +116,13 @@ class _Misfit(Exception):
     """An adapter does not fit the model."""
 
 
+def _named_twice(module: str) -> _Misfit:
+    """Return the error for a module whose name stands there with and without a prefix."""
+    return _Misfit(
+        f"{WEIGHTS} holds {module!r} twice, with and without a prefix: save the adapter again"
+    )
+
+
 class _Pair:
     """The matrices A [rank, in] and B [out, rank] for one of the checkpoint's modules, and their factor."""
 
@@ -142,11 +152,14 @@ class _Pair:
 def _pairs(
     tensors: Mapping[str, CheckpointTensor], values: Mapping[str, object]
 ) -> Iterator[_Pair]:
-    """Pair an adapter's tensors by module. Raises _Misfit if one has no partner."""
+    """Pair an adapter's tensors by module. Raises _Misfit if one has no partner, or a module is there twice."""
     halves: dict[str, dict[str, CheckpointTensor]] = {}
     for name, tensor in tensors.items():
-        module, _, half = name.removesuffix(".weight").rpartition(".")
-        halves.setdefault(module.removeprefix(PREFIX), {})[half] = tensor
+        module, _, half = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        halves_of_module = halves.setdefault(module, {})
+        if half in halves_of_module:
+            raise _named_twice(module)
+        halves_of_module[half] = tensor
     if not halves:
         raise _Misfit(f"{WEIGHTS} holds no tensors")
     for module, found in halves.items():

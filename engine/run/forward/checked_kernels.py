@@ -25,7 +25,7 @@ from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.attention.state_pool import StateParts, StatePool
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_backend import TritonBackend, TritonMetadata
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.checkpoint.quantized import PackedForm
 from engine.errors import AttentionRefused, KernelDiffers
@@ -144,6 +144,12 @@ class CheckedBackend(TritonBackend):
         assert self.layer_kernels is not None
         self.layer_kernels = checked_layer_kernels(self.layer_kernels, comparison)
 
+    def share_all_prefixes(self, layers: Sequence[AttentionFeatures], block_size: int) -> None:
+        """Read every prefix once that some of a step's sequences have in common, however short."""
+        self.share_prefixes(layers, torch.float32, block_size)
+        if self.prefix_limits is not None:
+            self.prefix_limits = replace(self.prefix_limits, least_spared_bytes=0)
+
     def build_metadata(
         self,
         block_tables: NDArray[np.int32],
@@ -166,8 +172,11 @@ class CheckedBackend(TritonBackend):
         def reference(query: Tensor, *rest: Any) -> Tensor:
             return self._plain.forward(query, cache, self._plain_metadata, features, sinks, slopes)
 
+        assert isinstance(metadata, TritonMetadata)
+        sees_all = features.window is None and features.chunk is None
+        shares = sees_all and metadata.decode.prefixes is not None
         out: Tensor = self._comparison.run(
-            "attention",
+            "attention to a common prefix" if shares else "attention",
             super().forward,
             reference,
             (query, cache, metadata, features, sinks, slopes),
@@ -409,6 +418,7 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
         return  # the engine takes another backend
     for form, layer in _packed_layers(config, built):
         backend.check_packed(form, layer, dtype)
+    backend.share_all_prefixes(built.attention_layers, model.block_size)
     steps = _make_steps(model.block_size)
     num_blocks = 1 + int(max(step.block_tables.max() for step in steps))
     is_fp8 = model.kv_cache_dtype != "auto"
@@ -485,7 +495,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, then their decodes, then both in one step."""
+    """Make prefills of three sequences, then their decodes, then both in one step, then decodes behind one prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = -(-longest // block_size)
@@ -493,24 +503,35 @@ def _make_steps(block_size: int) -> list[StepBatch]:
     contexts = np.zeros(num_seqs, np.int64)
     steps = []
     for lens in QUERY_LENS:
-        query_lens = np.array(lens, np.int64)
-        contexts = contexts + query_lens
-        step = make_step(list(lens), contexts.tolist(), block_size, tables.size)
-        seqs = np.repeat(np.arange(num_seqs), query_lens)
-        blocks = tables[seqs, step.positions // block_size].astype(np.int64)
-        parts = step.state_parts.copy()
-        parts[:, 2] = np.where(parts[:, 2] >= 0, np.arange(num_seqs), -1)
-        parts[:, 3] = np.arange(num_seqs)
-        steps.append(
-            replace(
-                step,
-                token_ids=np.arange(len(step.positions), dtype=np.int64) * 7919 % VOCABULARY,
-                slot_mapping=blocks * block_size + step.positions % block_size,
-                block_tables=tables,
-                state_parts=parts,
-            )
-        )
+        contexts = contexts + np.array(lens, np.int64)
+        steps.append(_step_over(tables, list(lens), contexts.tolist(), block_size))
+
+    num_shared = int(contexts.max()) // block_size
+    behind_prefix = tables.copy()
+    behind_prefix[:, :num_shared] = tables[contexts.argmax(), :num_shared]
+    own_token = [num_shared * block_size + 1] * num_seqs
+    steps.append(_step_over(behind_prefix, [1] * num_seqs, own_token, block_size))
     return steps
+
+
+def _step_over(
+    tables: NDArray[np.int32], query_lens: list[int], contexts: list[int], block_size: int
+) -> StepBatch:
+    """Make a step of sequences with these block tables; each has a state of its own."""
+    num_seqs = len(tables)
+    step = make_step(query_lens, contexts, block_size, tables.size)
+    seqs = np.repeat(np.arange(num_seqs), query_lens)
+    blocks = tables[seqs, step.positions // block_size].astype(np.int64)
+    parts = step.state_parts.copy()
+    parts[:, 2] = np.where(parts[:, 2] >= 0, np.arange(num_seqs), -1)
+    parts[:, 3] = np.arange(num_seqs)
+    return replace(
+        step,
+        token_ids=np.arange(len(step.positions), dtype=np.int64) * 7919 % VOCABULARY,
+        slot_mapping=blocks * block_size + step.positions % block_size,
+        block_tables=tables,
+        state_parts=parts,
+    )
 
 
 def main() -> None:

@@ -9,6 +9,9 @@ A step is two graphs: one advances the rows (`attention.decode_state`) and compu
 their next tokens into the state that the next step starts from. The host writes only rows of sequences that
 joined or moved, padding where one left, and new blocks (`rows`). Where requests change logits, or want log
 probabilities, the tokens are chosen without the second graph.
+
+Where rows have prefixes in common that are worth it (`attention.prefix_groups`), another first graph is replayed, whose
+layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -22,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend, ForwardBatch
+from engine.attention.prefix_groups import PrefixTensors
+from engine.attention.state_pool import find_waves
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
@@ -108,12 +113,23 @@ class DecodeGraphs:
             for size in reversed(self._sizes)
         ]
         self._replays = largest_first[::-1]
+        self._sharing: dict[
+            int, Replay
+        ] = {}  # by size, the first graph where prefixes are read once
+        for size in reversed(self._sizes):
+            if static.limits is not None and static.limits.can_pay(size, max_model_len):
+                self._sharing[size] = capture(self._bind_sharing(size, max_model_len))
         for compute, choose_tokens in self._replays:
             compute()  # the first replay takes longer, and shows if anything is wrong with a graph
             choose_tokens()
+        for compute in self._sharing.values():
+            compute()
 
     def fits(self, step: StepBatch) -> bool:
-        """Return whether `run` can take this step: one token of each sequence, all of which sample."""
+        """Return whether `run` can take this step: one token of each sequence, all of which sample.
+
+        States that one sequence reads and another writes take another step: a graph computes all rows at once.
+        """
         num_seqs = len(step.slots)
         is_decode = (
             len(step.token_ids) == len(step.sample_rows) == num_seqs
@@ -121,6 +137,7 @@ class DecodeGraphs:
             and not len(step.pooled_rows)
             and step.pictures is None
             and not len(step.adapters)
+            and not find_waves(step.state_parts).any()
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
 
@@ -136,9 +153,12 @@ class DecodeGraphs:
         keep: is given the logits before they are edited, [any, vocabulary], and the row of each sequence, [seqs].
         """
         graph = bisect_left(self._sizes, len(step.slots))
+        size = self._sizes[graph]
         compute, choose_tokens = self._replays[graph]
         try:
             rows = self._static.write(step, sampling, last)
+            if self._static.has_prefixes:
+                compute = self._sharing.get(size, compute)
             compute()
             edits = sampling.ready_edits()  # computes masks while the step runs
             if edits is None and keep is None:
@@ -148,7 +168,6 @@ class DecodeGraphs:
                     # a row's pending token is the one that it has just computed: it lies in the row itself
                     at = rows[edits.rows]
                     edits = edits.placed(at, at[edits.pending[:, 0]])
-                size = self._sizes[graph]
                 state = self._static.state.first(size)
                 keep_logits = None if keep is None else partial(_keep_of_rows, keep, rows)
                 self._choose(
@@ -165,7 +184,34 @@ class DecodeGraphs:
         """Make two calls to capture: a decode step of `size` static rows up to hidden states; choosing next tokens."""
         forward, advance, choose = self._forward, self._backend.advance, self._choose
         state, outputs = self._static.state.first(size), self._hidden
-        batch = ForwardBatch(
+        batch = self._batch(size, max_context_len, None)
+
+        def run() -> None:
+            advance(state)
+            outputs[size] = forward(batch)
+
+        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids, None)
+
+    def _bind_sharing(self, size: int, max_context_len: int) -> Callable[[], None]:
+        """Make the first call of _bind, where prefixes are read once; hidden states go where that call has them."""
+        forward, advance = self._forward, self._backend.advance
+        state, outputs = self._static.state.first(size), self._hidden
+        prefixes = self._static.prefixes
+        assert prefixes is not None, "there are limits"
+        prefixes = prefixes._replace(begins=prefixes.begins[:size])
+        batch = self._batch(size, max_context_len, prefixes)
+
+        def run() -> None:
+            advance(state)
+            outputs[size].copy_(forward(batch))
+
+        return run
+
+    def _batch(
+        self, size: int, max_context_len: int, prefixes: PrefixTensors | None
+    ) -> ForwardBatch:
+        state = self._static.state.first(size)
+        return ForwardBatch(
             token_ids=state.token_ids,
             positions=state.positions,
             slot_mapping=state.slot_mapping,
@@ -176,14 +222,10 @@ class DecodeGraphs:
                 state.block_tables,
                 max_context_len,
                 self._static.order[:size],
+                prefixes,
             ),
+            states=None if self._static.states is None else self._static.states.first(size),
         )
-
-        def run() -> None:
-            advance(state)
-            outputs[size] = forward(batch)
-
-        return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids, None)
 
 
 def _keep_of_rows(keep: Keep, rows: NDArray[np.int64], logits: Tensor) -> None:

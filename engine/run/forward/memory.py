@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.checkpoint.adapter_folder import AdapterFolder
 from engine.errors import ConfigError
 from engine.run.config import EngineConfig
 from engine.run.cpu_threads import PROC, ROOT, Cgroup, cgroups_of
@@ -83,6 +84,14 @@ def _headroom(group: Cgroup) -> int | None:
     stat = dict(line.split() for line in group.read("memory.stat").splitlines())
     inactive_file = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return int(limit) - int(usage) + inactive_file
+
+
+def adapter_bytes(config: EngineConfig, number_bytes: int) -> int:
+    """Return the bytes of max_adapters adapters, each as large as the largest one that is in the folder now.
+
+    number_bytes: of a number in the model's dtype. With tensor parallelism a rank takes less than this.
+    """
+    return config.max_adapters * AdapterFolder(config.adapters).largest() * number_bytes
 
 
 class PoolSizes(NamedTuple):

@@ -1,5 +1,7 @@
 """MixedGraphs: steps with prompts in them, replayed from graphs between one layer's attention and the next.
 
+What is said of attention here holds for delta nets too, which are computed between two recorded pieces likewise.
+
 A decode step is one graph, see decode_graphs.py. Where prompts are computed beside decodes, each step has other numbers
 of sequences and tokens, which attention depends on and nothing else does. So the parts between attention calls are
 recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size. Its
@@ -23,6 +25,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBreak, CapturableBackend, ForwardBatch
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.attention.state_pool import Mix, StateBreak, StateParts
 
 MOST_TOKENS = 2048
 PADDING_SLOT = -1
@@ -43,7 +46,19 @@ class AttentionCall:
     slopes: Tensor | None
 
 
-Attend = Callable[[AttentionCall], None]
+@dataclass(frozen=True)
+class StateCall:
+    """What advances a layer's states between two recorded pieces.
+
+    x, out: [tokens, any], what the piece before has written and what the piece behind reads.
+    """
+
+    x: Tensor
+    out: Tensor
+    compute: Mix
+
+
+Attend = Callable[[AttentionCall | StateCall], None]
 ReplayPieces = Callable[[Attend], None]
 CapturePieces = Callable[[Callable[[Attend], None]], ReplayPieces]
 
@@ -61,14 +76,14 @@ class CudaPieces:
         Raises RuntimeError if a piece waits for the device.
         """
         graphs: list[torch.cuda.CUDAGraph] = []
-        calls: list[AttentionCall] = []
+        calls: list[AttentionCall | StateCall] = []
 
         def begin_piece() -> None:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             graphs.append(graph)
 
-        def end_piece(call: AttentionCall) -> None:
+        def end_piece(call: AttentionCall | StateCall) -> None:
             graphs[-1].capture_end()
             calls.append(call)
             begin_piece()
@@ -121,7 +136,7 @@ class MixedGraphs:
         self._slot_mapping = torch.full_like(self._token_ids, PADDING_SLOT)
         self._no_rows = self._token_ids[:0]
         self._hidden: Tensor | None = None
-        self._queries: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         # the largest first: its buffers and its memory hold the others
         replays = [capture(partial(self._run, size)) for size in reversed(sizes)]
         self._replays = replays[::-1]
@@ -140,7 +155,11 @@ class MixedGraphs:
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self._slot_mapping[num_tokens : self._sizes[place]].fill_(PADDING_SLOT)
 
-        def attend(call: AttentionCall) -> None:
+        def attend(call: AttentionCall | StateCall) -> None:
+            if isinstance(call, StateCall):
+                assert isinstance(batch.states, StateParts), "each step has parts"
+                call.out[:num_tokens].copy_(call.compute(call.x[:num_tokens], batch.states))
+                return
             attended = self._backend.forward(
                 call.query[:num_tokens],
                 call.cache,
@@ -163,19 +182,21 @@ class MixedGraphs:
             slot_mapping=self._slot_mapping[:size],
             sample_rows=self._no_rows,
             attention=_PieceEnd(self, attend),
+            states=_StatePieceEnd(self, attend),
         )
         hidden = self._forward(batch)
         if self._hidden is None:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)
 
-    def buffers(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers for queries of this shape and for their attention, which all layers share."""
-        shape = tuple(query.shape[1:])
-        if shape not in self._queries:
-            self._queries[shape] = torch.zeros_like(query), torch.zeros_like(query)
-        queries, out = self._queries[shape]
-        return queries[: len(query)], out[: len(query)]
+    def buffers(self, x: Tensor, out_width: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers for an input of this shape and for its output, [..., out_width], which layers share."""
+        shape = *x.shape[1:], out_width
+        if shape not in self._buffers:
+            out = x.new_zeros(*x.shape[:-1], out_width)
+            self._buffers[shape] = torch.zeros_like(x), out
+        inputs, outputs = self._buffers[shape]
+        return inputs[: len(x)], outputs[: len(x)]
 
 
 class _PieceEnd(AttentionBreak):
@@ -192,7 +213,20 @@ class _PieceEnd(AttentionBreak):
         sinks: Tensor | None,
         slopes: Tensor | None,
     ) -> Tensor:
-        kept_query, out = self._graphs.buffers(query)
+        kept_query, out = self._graphs.buffers(query, query.shape[-1])
         kept_query.copy_(query)
         self._attend(AttentionCall(kept_query, out, cache, features, sinks, slopes))
+        return out
+
+
+class _StatePieceEnd(StateBreak):
+    """Ends a piece where a layer's states are advanced."""
+
+    def __init__(self, graphs: MixedGraphs, attend: Attend) -> None:
+        self._graphs, self._attend = graphs, attend
+
+    def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
+        kept, out = self._graphs.buffers(x, width)
+        kept.copy_(x)
+        self._attend(StateCall(kept, out, compute))
         return out

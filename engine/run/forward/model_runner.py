@@ -33,6 +33,7 @@ from engine.run.forward.adapter_loader import AdapterLoader
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.forward.memory import (
     PoolSizes,
+    adapter_bytes,
     allowed_bytes,
     check_pool_bytes,
     default_cpu_kv_cache_bytes,
@@ -103,6 +104,10 @@ class ModelRunner:
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
                     self._probe()
+                if isinstance(self.backend, CapturableBackend):
+                    self.backend.share_prefixes(
+                        self.model.attention_layers, self._kv_dtype, config.block_size
+                    )
                 self._allocate()
             self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
         except torch.OutOfMemoryError as error:
@@ -367,12 +372,18 @@ class ModelRunner:
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
         config, num_ranks = self._config, self._tp.size
+        for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
-            most = default = max(0, self._measure_room(self._memory))
+            most = default = max(0, self._measure_room(self._memory) - for_adapters)
             owner = f"memory_utilization={config.memory_utilization} of the GPU"
         else:
-            most, default = allowed_bytes() // num_ranks, default_cpu_kv_cache_bytes(num_ranks)
+            most = max(0, allowed_bytes() // num_ranks - for_adapters)
+            default = min(most, default_cpu_kv_cache_bytes(num_ranks))
             owner = "the memory this process may still take"
+        if for_adapters:
+            owner += (
+                f" beside {for_adapters / 2**30:.2f} GiB for max_adapters={config.max_adapters}"
+            )
         check_pool_bytes(config, most, owner)
         model = self.model
         size = block_bytes(
@@ -424,7 +435,9 @@ class ModelRunner:
         # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
-        if capture is None or self._graphs_failed or model.states or model.index_keys:
+        if capture is None or self._graphs_failed or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
 
@@ -452,6 +465,8 @@ class ModelRunner:
                     self._config.block_size,
                     self.device,
                     backend.write_rows,
+                    backend.prefix_limits,
+                    has_states=bool(model.states),
                 ),
                 max_model_len,
             )
@@ -470,7 +485,9 @@ class ModelRunner:
         """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
         model, cache, backend = self.model, self.cache, self.backend
         capture = choose_piece_capture(self._config, backend, self.device)
-        if capture is None or model.may_wait or model.states or model.index_keys:
+        if capture is None or model.may_wait or model.index_keys:
+            return None
+        if model.states and not model.can_record_states:
             return None
         assert isinstance(backend, CapturableBackend)
         sizes = step_sizes(self._config.max_num_batched_tokens)

@@ -1,6 +1,7 @@
 """The rows of a decode batch on the device: which sequence has which row, and the memory that graphs read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
-from engine.kernels.upload import ALIGNMENT
+from engine.attention.prefix_groups import PrefixArrays, PrefixLimits, PrefixTensors
+from engine.attention.state_pool import StateTable
+from engine.kernels.upload import ALIGNMENT, unpack, upload_packed
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
@@ -27,6 +30,9 @@ class StaticRows:
     """The max_num_seqs rows: first those of the last step, then padding. At the start all are padding.
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
+    limits: which prefixes that rows have in common are read once; None if none is.
+    prefixes: those of the rows, if there are limits; stale without has_prefixes, which says if there are any.
+    states: None if the model keeps none.
     """
 
     def __init__(
@@ -36,7 +42,11 @@ class StaticRows:
         block_size: int,
         device: torch.device,
         write_rows: WriteRows,
+        limits: PrefixLimits | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
+        """has_states: of a model that keeps states."""
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
@@ -59,7 +69,16 @@ class StaticRows:
         )
         self.indices = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
         self.order = torch.empty_like(self.indices)
+        self.states = StateTable(max_num_seqs, device) if has_states else None
         self._memory = RowMemory(wide, narrow, self.state.block_tables, self.order)
+        self.prefixes: PrefixTensors | None = None
+        self.has_prefixes = False
+        self.limits = limits
+        self._written_prefixes: PrefixArrays | None = None
+        if limits is not None:
+            none = limits.arrange([], max_num_seqs)
+            self._prefix_memory = upload_packed(none, device)
+            self.prefixes = PrefixTensors(*unpack(self._prefix_memory, none))
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
@@ -79,6 +98,7 @@ class StaticRows:
         """Forget what the device knows: the next step writes all rows."""
         self._generations.fill(-1)
         self._num_filled = len(self._generations)
+        self._written_prefixes = None
 
     def write(
         self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None
@@ -108,12 +128,32 @@ class StaticRows:
                 self._order(rows, step.context_lens) if has_moved else NO_ORDER,
             )
             self._write_rows(self._memory, writes, None if last is None else last.token_ids)
+        # a sequence's blocks stay what they are while it keeps its row, so its prefix does too
+        if has_moved and self.limits is not None:
+            self._write_prefixes(self.limits, step, rows)
+        if self.states is not None:
+            self.states.write(step.state_parts, rows)
         self._generations[rows] = step.generations
         self._positions[rows] = step.positions + 1
         self._num_blocks[rows] = num_blocks
         self._generations[num_seqs:] = -1
         self._num_filled = num_seqs
         return rows
+
+    def _write_prefixes(
+        self, limits: PrefixLimits, step: StepBatch, rows: NDArray[np.int64]
+    ) -> None:
+        """Find the prefixes that the step's sequences have in common, and write them if they are others."""
+        prefixes = limits.find(step.block_tables, step.context_lens)
+        self.has_prefixes = len(prefixes) > 0
+        if not prefixes:
+            return
+        by_row = [replace(prefix, seqs=rows[prefix.seqs]) for prefix in prefixes]
+        arrays = limits.arrange(by_row, len(self._generations))
+        written = self._written_prefixes
+        if written is None or not all(map(np.array_equal, arrays, written)):
+            self._prefix_memory.copy_(upload_packed(arrays, self._prefix_memory.device))
+            self._written_prefixes = arrays
 
     def _place(self, step: StepBatch) -> NDArray[np.int64]:
         """Give each sequence a row below the number of sequences: its own, or a free one."""

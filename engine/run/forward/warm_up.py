@@ -19,8 +19,9 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     """Return the largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
     These are max_num_seqs prompts, and one chunk of the whole token budget at the end of the longest context, both with
-    all log probabilities; max_num_seqs decodes at the longest context; single decodes at halving contexts, which a
-    backend may cut into more pieces; and short prompts, whose products may have tiles of their own.
+    all log probabilities; max_num_seqs decodes at the longest context, each with blocks of its own or all with the
+    same; single decodes at halving contexts, which a backend may cut into more pieces; and short prompts, whose
+    products may have tiles of their own.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     share, rest = divmod(num_tokens, num_seqs)
@@ -42,6 +43,9 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
             ),
         )
     ]
+    longest_decodes = steps[2]
+    same_blocks = np.repeat(longest_decodes.block_tables[:1], num_seqs, axis=0)
+    steps.append(replace(longest_decodes, block_tables=same_blocks))
     for i, step in enumerate(steps[:2]):
         rows = np.arange(len(step.token_ids))
         steps[i] = replace(

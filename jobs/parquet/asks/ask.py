@@ -44,20 +44,23 @@ PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
     """Make Arrow columns from names and types. A type is one of Arrow's names, "probabilities" or "embedding"."""
-    own_types = {
+    our_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),
     }
     fields = []
     for name, type_name in columns.items():
-        is_own = type_name in own_types
-        column_type = own_types[type_name] if is_own else pa.type_for_alias(type_name)
+        is_ours = type_name in our_types
+        column_type = our_types[type_name] if is_ours else pa.type_for_alias(type_name)
         fields.append(pa.field(name, column_type))
     return fields
 
 
 def label_fields(spec: RunSpec) -> list[pa.Field]:
-    """Return the columns of a row that is scored against a run's labels."""
+    """Return the columns of a row that is scored against a run's labels.
+
+    The labels' probabilities are a map, or a struct if the run asks for that.
+    """
     fields = output_fields(Labels.columns)
     if spec.probabilities != STRUCT:
         return fields
@@ -84,7 +87,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the rows of a run, without source and keys."""
+        """Return the ask for the rows of a run. Its source and keys are still missing; see ask_of."""
 
     @staticmethod
     @abc.abstractmethod

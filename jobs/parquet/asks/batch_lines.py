@@ -45,7 +45,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of every run that generates, and the column of arguments that were left out."""
+        """Return the columns of any run that generates, and the column of arguments that were left out."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))
@@ -67,20 +67,21 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        deciding_row = Row(json.dumps(line), values=version)
+        deciding_row = Row(json.dumps(line), values=version)  # all fields of a row are hashed
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
         """Return the versions of the functions that a line names; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
-        # RepairOptions finds a tool's function as it finds a check's.
+        # A tool is written like a check, so that RepairOptions finds its function too.
         functions = [body.get("check")]
         tools = body.get(TOOL)
         if isinstance(tools, list):
             for name in tools:
                 if isinstance(name, str):
-                    functions.append({TOOL: name.replace(":", ".")})
+                    dotted = name.replace(":", ".")  # a line may write module:function
+                    functions.append({TOOL: dotted})
         versions = []
         for function in functions:
             if isinstance(function, dict):
@@ -102,7 +103,7 @@ class BatchLines(RowAsk):
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
-        # The line's task takes the line for a job.
+        # To its task, the line is a job.
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)
@@ -138,7 +139,7 @@ class BatchLines(RowAsk):
     def _look_up_sampling(self, name: str) -> bool:
         """Return whether the engine knows a sampling value of this name."""
         try:
-            self._context.check_sampling({name: None})
+            self._context.check_sampling({name: None})  # None is refused only for an unknown name
         except InvalidJob:
             return False
         return True

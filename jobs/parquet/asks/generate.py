@@ -59,9 +59,9 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 
 
 class Generate(RowAsk):
-    """Asks for `n` completions of each row, or is one prompt of a Chain.
+    """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
-    sampling, chat: its prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
+    sampling, chat: the prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
     must not contain, unless the prompt allows them.
     """
 
@@ -74,7 +74,7 @@ class Generate(RowAsk):
         is_chat: bool,
         control_tokens: Collection[str] = (),
     ) -> None:
-        # Without the seed, because each row makes its own seed of the run's.
+        # Without the seed, because each row gets a seed of its own.
         self._sampling = {name: value for name, value in sampling.items() if name != "seed"}
         self._seed = seed
         self._n = spec.n
@@ -85,10 +85,10 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
         self._control_tokens = () if allows_control_tokens else control_tokens
-        #: How an answer is found by more than one prompt, such as calls of tools; None if it is not.
+        #: How an answer is found by more than one prompt, such as calls of tools; None if one prompt is enough.
         self._way = spec.way
-        way_checks = spec.way is not None and spec.way.has_checks
-        self.has_checks = spec.repairs.check is not None or way_checks
+        way_has_checks = spec.way is not None and spec.way.has_checks
+        self.has_checks = spec.repairs.check is not None or way_has_checks
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
@@ -160,7 +160,8 @@ class Generate(RowAsk):
         row_sampling = row.own_sampling
         sampling = {**self._sampling, **row_sampling}
         chat = self._chat
-        if "tools" in row_sampling:  # tools are a chat option, so both are split again
+        if "tools" in row_sampling:
+            # Tools are a chat option, and the row's tools replace the run's.
             sampling, chat = split_chat_options({**sampling, **chat, **row_sampling})
         if sampling.get("temperature") != 0:
             sampling = {"seed": seed, **sampling}  # a seed that the row names stays
@@ -174,7 +175,7 @@ class Generate(RowAsk):
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
             failed = no_answer(failed_sample, self._n)
-            return replace(failed, attempts=1)
+            return replace(failed, attempts=1)  # a request that failed is not asked again
         samples = prompt_answer.samples
         first = prompt_answer.first
         columns = {**self._logprobs(samples), **_plain_columns(prompt_answer.extras)}

@@ -41,5 +41,6 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
         check=spec.functions_version(context.checks),
         max_model_len=plan.model.max_model_len,
         seed=plan.given_seed,
+        adapters=ask.adapters,
     )
     return ask

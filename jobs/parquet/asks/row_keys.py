@@ -1,8 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names a row and what the row is asked. A model's mark is a hash of the model's identity. A whole
-key joins a key and a mark. Rows with equal whole keys have the same answer, in any run. Files and the memory of answers
-have only whole keys.
+A key without a model names a row and what the row is asked. The files of the row's adapters belong to that. A model's
+mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
+answer, in any run. Files and the memory of answers have only whole keys.
 """
 
 import json
@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.common.display import brief
-from jobs.context.adapters import shown_adapter
+from jobs.context.adapters import Adapters, shown_adapter
 from jobs.context.served_model import PinnedModel
+from jobs.parquet.asks.named_adapters import names_in_arguments, names_in_row
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.dialects import DIALECT
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -31,6 +32,9 @@ SIZE = 16
 
 #: The most adapters that a difference lists for a run.
 _MAX_ADAPTERS_SHOWN = 4
+
+#: For a run that names no adapter.
+NO_ADAPTERS = Adapters()
 
 _TRUNCATION = "truncate_prompt_tokens"
 
@@ -73,8 +77,8 @@ _NOT_DECIDING = _FILE_ARGUMENTS | {
     "escalate_below",
 }
 
-#: Arguments that decide a row's later prompts. These are made once the first prompt is answered. Without later prompts,
-#: the arguments change an answer only through its prompt.
+#: Arguments that decide a row's later prompts, which do not exist yet when the row gets its key. If a row has only one
+#: prompt, these arguments change an answer only through that prompt.
 _LATER_PROMPT_ARGUMENTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
@@ -85,7 +89,7 @@ class RowKeys:
 
     before: the request that is asked before all rows, if any. check: the version of the run's check function.
     max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt.
-    seed: Plan.given_seed.
+    seed: Plan.given_seed. adapters: those that the run has pinned.
     """
 
     def __init__(
@@ -95,7 +99,12 @@ class RowKeys:
         check: str,
         max_model_len: int = 0,
         seed: int | None = None,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
+        self._spec = spec
+        # By each text that names an adapter of the run, the adapter with its files.
+        self._pinned = {name: adapters.pin(name) for name in adapters.names}
+        self._names_for_all = names_in_arguments(spec)
         self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_DECIDING
         if not spec.prompts:
@@ -126,6 +135,8 @@ class RowKeys:
     def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
         texts = [row.prompt, row.sampling, row.values]
+        if self._pinned:
+            texts += self._adapters_of(row)
         if row.pictures:  # else a text that looks like such a prompt would have its key
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
@@ -140,6 +151,13 @@ class RowKeys:
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()
+
+    def _adapters_of(self, row: Row) -> list[str]:
+        """Return the adapters that may answer a row, with their files. A row's own one stands for the run's."""
+        names = set(names_in_row(row, self._spec))
+        if not names or self._spec.steps:
+            names |= self._names_for_all
+        return sorted(self._pinned[name] for name in names if name in self._pinned)
 
 
 def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,14 +174,14 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Say what two runs ask differently, value by value. any_model: leave out the model."""
+    """Say what two runs ask differently, value by value. any_model: whether to leave out the model."""
     lines = []
     new_fingerprints = {new.model.fingerprint}
-    if new.second is not None:
+    if new.second is not None:  # a cascade takes answers of both its models
         new_fingerprints.add(new.second.fingerprint)
     if not any_model and old.model.fingerprint not in new_fingerprints:
         lines.append(f"model {old.model} there, {new.model} here")
-    if not any_model and old.model.adapters != new.model.adapters:
+    if old.model.adapters != new.model.adapters:
         old_shown = _adapters_only_in(old.model, new.model)
         new_shown = _adapters_only_in(new.model, old.model)
         lines.append(f"adapters {old_shown} there, {new_shown} here")
@@ -183,7 +201,7 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 
 
 def _adapters_only_in(model: PinnedModel, other: PinnedModel) -> str:
-    """Name the adapters of a run that another run has not, with their files. other: the model of the other run."""
+    """Name the adapters that only one of two models has, as errors show them. other: the model that lacks them."""
     adapters = [adapter for adapter in model.adapters if adapter not in other.adapters]
     if not adapters:
         return "none"

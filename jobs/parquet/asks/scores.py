@@ -51,7 +51,7 @@ class Scores(RowAsk):
         """Return the ask that scores the rows of a run."""
         spec = plan.spec
         kind = scoring_of(spec)
-        assert kind is not None, "a run that generates"
+        assert kind is not None, "a run that generates has no scoring"
         chat = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
@@ -64,7 +64,7 @@ class Scores(RowAsk):
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of the run's scoring."""
         kind = scoring_of(spec)
-        assert kind is not None, "a run that generates"
+        assert kind is not None, "a run that generates has no scoring"
         if kind is Labels:
             return [*label_fields(spec), *ROW_FIELDS]
         return [*output_fields(kind.columns, embedding_size), *ROW_FIELDS]

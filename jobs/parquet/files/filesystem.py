@@ -68,7 +68,7 @@ class FetchedFile(io.RawIOBase):
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:
         self._fetch = fetch
         self._size = size
-        self._at = 0
+        self._at = 0  # where the next read begins
 
     def readable(self) -> bool:
         """Return True."""
@@ -104,4 +104,4 @@ class FetchedFile(io.RawIOBase):
         if size is None or size < 0:
             size = bytes_left
         content = super().read(min(size, bytes_left))
-        return content or b""  # other files of this base class may return None
+        return content or b""  # the base class' read may return None, though not with this readinto

@@ -9,7 +9,7 @@ from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
-#: A file of at most this many bytes is read whole. A larger file is read in samples of as many bytes in all.
+#: A Parquet file of at most this many bytes is read whole. The samples of a larger file have this many bytes together.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
@@ -24,8 +24,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
     """Return 32 hexadecimal digits that depend only on a file's contents, not on its times.
 
     If a Parquet file is larger than 64 KiB, only the footer and 4 samples of 16 KiB are read. So an edit in place is
-    not noticed if it keeps the sizes and statistics and lies outside the samples. Raises CorruptParquet or
-    InputNotFound.
+    not noticed if it keeps the sizes and statistics and lies outside the samples. A file of another format is read
+    whole. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
     with reading(path), storage.open_input(path) as file:
@@ -47,6 +47,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
             raise CorruptParquet(path, f"its footer would have {footer_bytes} bytes")
         # The samples are evenly spaced. The first one begins the file, the last one ends where the footer begins.
         sample_bytes = WHOLE_BYTES // NUM_SAMPLES
+        # If the footer is nearly the whole file, all samples begin at 0.
         last_start = max(0, size - footer_bytes - sample_bytes)
         for number in range(NUM_SAMPLES):
             start = last_start * number // (NUM_SAMPLES - 1)
@@ -62,8 +63,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
     """Raise InputChanged if the file is not the planned one before or after the body.
 
-    If the run reads a file that was made of the input, only that file is looked for. Raises ConvertedInputGone if it is
-    not there.
+    If the run reads a converted file in the input's place, nothing is compared. Raises ConvertedInputGone if the
+    converted file is not there.
     """
     rows_path = plan.rows_path(file)
     if rows_path != file.path:

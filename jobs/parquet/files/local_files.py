@@ -19,9 +19,9 @@ from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Opens a folder that may be entered, even if it may not be read.
+#: The flags that open a folder to enter it, even if it may not be read.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
-#: Opens a new file. Fails if the name is taken.
+#: The flags that open a new file. They fail if the name is taken.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
@@ -64,7 +64,7 @@ def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        with suppress(OSError):  # then the error of the body is raised
+        with suppress(OSError):  # if this look fails, the error of the body is raised below
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode):
                 raise PathSwapped(path, f"{name!r} is a link now") from None
@@ -131,6 +131,7 @@ class LocalFiles:
         self.check_interrupted()
         with (
             _entered(folder, self._roots) as descriptor,
+            # The first descriptor only enters the folder. To list it, it is opened once more.
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
@@ -167,7 +168,7 @@ class LocalFiles:
         return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
 
     def open_output(self, path: str) -> Any:
-        """Open a new file for pyarrow to write. A file of this name is removed."""
+        """Open a new file for pyarrow to write. A file that already has this name is removed first."""
         self.check_interrupted()
         with self._parent(path) as (folder, name):
             with suppress(FileNotFoundError):

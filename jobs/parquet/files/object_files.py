@@ -72,11 +72,13 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 
 #: A store copies no larger object in one request.
 MAX_COPY_BYTES = 5 << 30
+#: Bytes that are fetched at once from an opened object.
 BLOCK_BYTES = 1 << 18
 #: Bytes that are uploaded in one request. A smaller object is one request. A store takes at most 10,000 requests for
 #: one object.
 CHUNK_BYTES = 8 << 20
 
+#: The most requests of one upload that are sent at once.
 _CONCURRENCY = 2
 #: The schemes and buckets that were tested and do not overwrite objects. Shared by all threads.
 _safe_buckets: set[tuple[str, str]] = set()
@@ -202,11 +204,10 @@ class ObjectFiles:
     def publish(self, temporary: str, target: str) -> None:
         """Copy a temporary object to its name. Raises FileExistsError if that is taken.
 
-        If a reply was lost, the copy is sent again and finds itself in place. That raises FileExistsError too.
+        If a reply was lost, the request is sent again and finds the first copy. That raises FileExistsError too.
         """
         store, key = self._store_and_key(target)
-        temporary_path = os.path.join(os.path.dirname(target), os.path.basename(temporary))
-        _, temporary_key = self._store_and_key(temporary_path)
+        _, temporary_key = self._store_and_key(temporary)
         head = self._head(temporary)
         # If there is no temporary object, the copy raises the error.
         if head is None or head["size"] <= MAX_COPY_BYTES:

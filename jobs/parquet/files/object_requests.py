@@ -37,9 +37,9 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 #: The part of obstore's error that comes before the text of the store's reply.
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
-#: The codes of stores that have no such bucket.
+#: The codes by which stores say that they have no such bucket.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-#: The statuses from 400 to 499 that another request may not get.
+#: The statuses from 400 to 499 after which the same request may succeed later.
 _TRY_AGAIN = {"408", "425", "429"}
 
 _REASON_CHARS = 300
@@ -50,16 +50,16 @@ _log = logging.getLogger("rq.worker")
 def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
     """Return a client of a bucket, for all threads.
 
-    timeout_s: the time limit of one call. tries_s: the time limit of obstore's retries within it.
+    timeout_s: the time limit of one call. tries_s: the time limit of obstore's own retries within that call.
     """
-    share = timedelta(seconds=timeout_s * _SHARE)
+    time_for_tries = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
         "retry_config": {
             "max_retries": 100,
-            "retry_timeout": min(share, timedelta(seconds=tries_s)),
+            "retry_timeout": min(time_for_tries, timedelta(seconds=tries_s)),
         },
         "client_options": {
-            "timeout": min(share, timedelta(seconds=REQUEST_S)),
+            "timeout": min(time_for_tries, timedelta(seconds=REQUEST_S)),
             "allow_http": _endpoint(scheme).startswith("http://"),
         },
     }

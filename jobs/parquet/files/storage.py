@@ -30,9 +30,9 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """Local files and objects in stores, by their paths.
 
-    Methods take paths that `resolve` has returned, or paths in such a folder. They raise PathOutsideRoots for other
-    paths. Two executions may work in a folder at once, because only the first `publish` or `create` of a path changes
-    anything.
+    Methods take paths that `resolve` has returned, and paths below a folder that it has returned. They raise
+    PathOutsideRoots for a path below no root. Two executions may work in a folder at once, because only the first
+    `publish` or `create` of a path changes anything.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Storage:
         """Take the roots of local files and of objects, in the form that run_path returns.
 
         check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
-        shard_bytes: the most bytes of one shard's prompts. Children that read tables have a multiple of it.
+        shard_bytes: the most bytes of one shard's prompts. A child that reads tables may take a multiple of it.
         """
         self.check_interrupted = check_interrupted
         self.shard_bytes = shard_bytes
@@ -60,7 +60,7 @@ class Storage:
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
-        """Return the storage of a job."""
+        """Return the storage that a job may reach."""
         return cls(
             context.data_roots,
             context.check_interrupted,
@@ -75,7 +75,7 @@ class Storage:
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
         """Return the kind of files to which a path belongs. Raises PathOutsideRoots without a root of its kind."""
-        if not is_stored(path.lower()):
+        if not is_stored(path.lower()):  # a scheme may be in capitals
             return self._local
         if self._stored is None:
             raise errors.PathOutsideRoots(run_path(path), ":".join(self._roots))
@@ -122,7 +122,7 @@ class Storage:
         return self._files_of(path).open_input(path)
 
     def open_output(self, path: str) -> Any:
-        """Open a new file for pyarrow to write. A file of this name is removed."""
+        """Open a new file for pyarrow to write. A file that already has this name is removed first."""
         return self._files_of(path).open_output(path)
 
     def create(self, path: str) -> None:

@@ -33,8 +33,8 @@ def scan(
 
     rows: how many rows to look at; None for all. Of a Parquet file, only the footer is looked at.
     dialect: how the file's text is written, see RunSpec.dialect.
-    Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is written otherwise, SchemaMismatch, or an
-    error of look_at.
+    Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is not written as the dialect says. Raises
+    SchemaMismatch, or an error of look_at.
     """
     if input_format == PARQUET:
         return look_at(storage, path)
@@ -42,9 +42,9 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that are not Parquet; return their bytes. Raises InputError or OutputError.
+    """Make the Parquet files of inputs that are not Parquet. Return their size in bytes.
 
-    files: numbers of the plan's files.
+    files: numbers of the plan's files. Raises InputError or OutputError.
     """
     num_bytes = 0
     converted_paths = set()
@@ -103,6 +103,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
+        # Nobody else writes into this folder, so any id will do.
         convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 

@@ -62,7 +62,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     as each row's own JSON.
     """
     sink = io.BytesIO()
-    # This file must live as long as the sink, because its end closes the sink.
+    # The variable keeps this file alive: once it is deleted, pyarrow closes the sink.
     file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
@@ -214,7 +214,7 @@ class _TextTable:
             )
 
     def batch(self, records: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows with their problems. Raises CorruptTable if the values no longer have the columns' kinds."""
+        """Return rows, with a column of their problems. Raises CorruptTable if values no longer have their kinds."""
         problems: list[str | None] = []
         for record in records:
             if record.problem is None:
@@ -241,7 +241,7 @@ class _ArrowTable:
     """The rows of one of Arrow's files. The file's schema gives the columns' types, so no kinds are needed."""
 
     def __init__(self, path: str, source: Any) -> None:
-        """Raises SchemaMismatch for a column whose type Parquet does not have."""
+        """Read the file's schema. Raises SchemaMismatch for a column whose type Parquet does not have."""
         self._path = path
         self.kinds: dict[str, kinds.Kind] = {}
         head = source.read_at(len(_ARROW_MARK), 0)
@@ -270,7 +270,7 @@ class _ArrowTable:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
-            batch = batch.slice(0, rows_left)
+            batch = batch.slice(0, rows_left)  # None leaves the batch whole
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)
                 yield part.num_rows, part.nbytes, part
@@ -305,8 +305,9 @@ class _ArrowTable:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _plain_type(arrow_type: pa.DataType) -> pa.DataType:
     """Return the type that Parquet has for values of this type."""
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
-    return _PLAIN.get(kind, kind)
+    if pa.types.is_dictionary(arrow_type):
+        value_type = _plain_type(arrow_type.value_type)
+        return pa.dictionary(arrow_type.index_type, value_type, arrow_type.ordered)
+    return _PLAIN.get(arrow_type, arrow_type)

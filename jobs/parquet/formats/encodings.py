@@ -8,7 +8,7 @@ from typing import Any
 from jobs.errors import CorruptTable, OtherEncoding
 
 CHUNK_BYTES = 1 << 20
-#: Marks at the beginning of files in other encodings, longer ones first.
+#: Marks at the beginning of files in other encodings. Longer ones come first, because they may begin with shorter ones.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -115,7 +115,7 @@ class Decoded(io.RawIOBase):
                 name = self._encoding
                 reason = (
                     f"it has no byte order mark, which encoding {name} needs: "
-                    f"say {name}-le or {name}-be if it is one"
+                    f"if it is written as {name}-le or {name}-be, name that encoding"
                 )
                 raise CorruptTable(self._path, self._format, reason) from None
             self._unread = text.encode("utf-8", "surrogateescape")

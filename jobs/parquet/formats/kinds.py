@@ -4,7 +4,7 @@ A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which 
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
 values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
-A CSV file's column has a type only if each value of this type is written exactly as in the file. So prompts show the
+A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
 that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
 
@@ -93,7 +93,7 @@ COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
+    """Return the kind of a CSV file's column. If its numbers have decimal commas, the kind begins with COMMA_KIND."""
     has_decimals = kind in ("fraction", "float", "number", "digits")
     if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
@@ -136,7 +136,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    if not fields or "json" in fields.values():
+    if not fields or "json" in fields.values():  # Parquet has no type for an object without names
         return "json"
     return {"struct": fields}
 
@@ -178,9 +178,11 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
+    # As "digits" such a number would become a float in the output.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
-        return "text"  # as "digits" it would become a float in the output
-    if repr(number) != text:  # the file writes the number in another way than a template would
+        return "text"
+    # A template would write the number in another way than the file does.
+    if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
 

@@ -17,9 +17,10 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # By a line's number: the wanted row that begins there, or None where the row before was the last wanted one.
+    # By a line's number: the wanted row that begins there. None ends a wanted row, where an unwanted one begins.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
+    # Records tell where rows begin, and hold no lines. So the file is read once more for the lines.
     with _opened(path, file_format, dialect) as file:
         records = json_records(file)
         if file_format in HEADED:

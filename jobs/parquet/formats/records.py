@@ -18,13 +18,14 @@ from jobs.runs.plans.names import OPENAI_BATCH, TSV
 #: The most bytes of a line, or of a row of CSV: room for the longest prompt, even if every letter is escaped.
 MAX_LINE_BYTES = 8 << 20
 
+#: The most lines of a row of CSV.
 MAX_LINES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 #: JSON's escape for half of a surrogate pair. Such a half alone is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# The csv module has one limit for the process. A field is never longer than its row, which is bounded.
+# The csv module has one limit for the process. No field reaches this one, because `_csv_rows` bounds the whole row.
 csv.field_size_limit(2 * MAX_LINE_BYTES)
 
 
@@ -100,7 +101,7 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):  # the line's end does not count
             yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
         size = len(line)

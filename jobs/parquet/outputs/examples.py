@@ -13,7 +13,7 @@ from jobs.runs.statistics.report import Examples
 NUM_EXAMPLES = 5
 #: The most parts that are searched for rows without an error.
 NUM_PARTS = 3
-#: Columns of answers that hold numbers or long exchanges.
+#: How the names of columns end that hold numbers or long exchanges.
 _LEFT_OUT = ("_tokens", "logprobs", "embedding", "messages")
 
 

@@ -96,7 +96,10 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
 
 
 def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
-    """Return the lines of failed rows, by file and row. Files that changed or cannot be read are left out."""
+    """Return the lines of failed rows, by file and row.
+
+    Files in stores are left out, and so are files that changed or cannot be read.
+    """
     if plan.input_format not in LINES:
         return {}
     rows_by_file: dict[str, set[int]] = defaultdict(set)

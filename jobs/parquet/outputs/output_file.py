@@ -73,9 +73,10 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines of rows that have an error, or of rows that have none.
+    """Return the lines of a batch's rows for one of the two output files.
 
-    first_row: the number that the batch's first row has in the run.
+    is_error_file: whether to take the rows with an error, or those without. first_row: the number that the batch's
+    first row has in the run.
     """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
@@ -144,7 +145,10 @@ def open_part(
 def part_rows(
     storage: Storage, plan: Plan, shard: int, columns: Sequence[str], only: Set[int] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
+    """Yield the rows of a part, with their numbers in the run. Raises PartDamaged.
+
+    only: the numbers of the rows to yield; None for all rows.
+    """
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         absent = set(columns) - set(file.schema.names)

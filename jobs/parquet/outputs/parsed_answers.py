@@ -72,7 +72,7 @@ class Parsed(NamedTuple):
 
 
 def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
-    """Parse a row's answer or answers. If an answer failed its check, the check's reason stands for its value.
+    """Parse a row's answer or answers. An answer that failed its check has the check's reason in place of a value.
 
     prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
     """
@@ -159,7 +159,7 @@ def _inner(kind: ValueType, value: Any, path: str) -> Any:
 
 
 def _number(type_name: str, value: float) -> float | int | None:
-    """Return a number as a type has it; None if the type has no such number."""
+    """Return a number as the float or int that a type asks for; None if the type has no such number."""
     if type_name == schema_types.NUMBER:
         try:
             return float(value)
@@ -173,7 +173,7 @@ def _number(type_name: str, value: float) -> float | int | None:
 
 
 def _from_text(type_name: str, text: str) -> Any:
-    """Return the text, date or moment that a text stands for in a type; None if the type has no such value."""
+    """Return a text as a value of a type: itself, a date or a moment. Return None if it is no such value."""
     if type_name == schema_types.STRING:
         return text
     try:

@@ -52,13 +52,13 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
-    if spec.order:
+    if spec.order:  # the output is sorted by this column
         names.append(ROW_NUMBER)
     return ColumnChoice(tuple(names), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
-    """Return the number of dimensions of the embeddings that a run asks of a model."""
+    """Return how many numbers an embedding of a run has."""
     return spec.dimensions or model.embedding_size
 
 
@@ -95,7 +95,7 @@ def output_schema(
 
 def _output_field(field: pa.Field) -> pa.Field:
     """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
-    if has_comma_digits(field):
+    if has_comma_digits(field):  # its texts become numbers; see as_number
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
     has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON

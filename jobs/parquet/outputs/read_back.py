@@ -38,18 +38,21 @@ STORE_TIMEOUT_S = 30.0
 
 
 class FolderReader:
-    """Reads a run's folder as it is on this machine, or in a store with this program's keys."""
+    """Reads a run's folder, on this machine or in a store that this program has the credentials for."""
 
     def __init__(self, folder: str) -> None:
-        """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
+        """Open the run in a folder. Raises PlanDamaged, StoreError, or ImportError without obstore.
+
+        folder: its real path.
+        """
         if is_stored(folder):
             # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         written_plan = load_plan(self._storage, os.path.join(folder, PLAN))
+        # The folder may have been moved since the plan was written. Then its plan here has another run than its parts.
         self.planned_run = written_plan.run
-        # The folder may have been moved since the plan was written.
         spec = replace(written_plan.spec, output=folder)
         self.plan: Plan = replace(written_plan, spec=spec)
 
@@ -78,10 +81,10 @@ class FolderReader:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
-        names = part_shards(written_at)
+        names_by_shard = part_shards(written_at)
         return {
             shard: written_at[name]
-            for shard, name in names.items()
+            for shard, name in names_by_shard.items()
             if shard < len(self.plan.shards)
         }
 
@@ -129,10 +132,10 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
+        """Yield the rows of a part that have an error. cut: also rows with a cut answer. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
-            # file_number: the last file that begins at or before the row
+            # The row is in the last file that does not begin after it.
             file_number = bisect_right(self._first_rows, input_row) - 1
             file_row = input_row - self._first_rows[file_number]
             yield FailedRow(row, self.plan.files[file_number].path, file_row, reason)
@@ -145,7 +148,7 @@ class FolderReader:
     @cached_property
     def _input_rows(self) -> Sequence[int]:
         """Return the number that each of the run's rows has in the whole input."""
-        if not self.plan.files[0].num_chosen or self.plan.reused is None:
+        if not self.plan.files[0].num_chosen or self.plan.reused is None:  # all rows are in the run
             return range(self.plan.rows)
         path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))
         with self._storage.open_input(path) as source:

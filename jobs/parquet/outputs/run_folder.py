@@ -62,7 +62,7 @@ MAX_PLAN_BYTES = 256 << 20
 def find_plan(storage: Storage, folder: str) -> Plan | None:
     """Return the plan in a folder, or None. Raises the errors of load_plan."""
     path = os.path.join(folder, PLAN)
-    with writing(path):
+    with writing(path):  # a folder that cannot be reached could not be written either
         if storage.stat(path) is None:
             return None
     return load_plan(storage, path)
@@ -119,7 +119,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "com
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Return the manifest of a finished run. parts: in order.
+    """Return the manifest of a finished run. parts: the statistics of all parts, in the parts' order.
 
     In it, `seconds` is the time from the first shard's start to the last one's end.
     """
@@ -172,7 +172,10 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the fact for Redis that says what earlier runs asked differently; {} if many of their rows were taken."""
+    """Return the fact for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
+
+    A difference is only noted if few answers of the earlier run could be taken.
+    """
     if plan.reused is None:
         return {}
     texts = []
@@ -244,7 +247,7 @@ class RunFolder:
         return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
-        """Look into every part; return the shards that have no part. check_interrupted: called before each look.
+        """Read every part; return the shards that have no part. check_interrupted: called before each part is read.
 
         If a part was removed before the run's end, the files that were made of all parts are removed too. Raises
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
@@ -397,7 +400,10 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if a file is not there, although it was just written."""
+        """Raise OutputNotWritable if no file has this name, although one was just written.
+
+        Then something else has the name, such as a folder.
+        """
         if not self._is_there(name):
             raise OutputNotWritable(
                 self.path(name), "something with this name is there, and it is not a file"

@@ -67,8 +67,8 @@ def partition_columns(
     """Return the columns that the folders' names give, and each file's values in them.
 
     A column is int64 if all its values are integers without leading zeros, else string. in_files: the files' own
-    columns, which come before a folder's key of the same name. Raises SchemaMismatch if the keys of the files' folders
-    differ.
+    columns. A folder's key of the same name is left out. Raises SchemaMismatch if the files' folders have different
+    keys.
     """
     names = files[0].key_names
     for file in files:
@@ -160,8 +160,8 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted: the format of files in folders; None for any single
-    format.
+    output: the run's output folder, which is left out. wanted: the format of the files to take from folders. None takes
+    Parquet files, or else files of the folder's only format.
     """
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
@@ -230,7 +230,7 @@ class Search:
                 # Files below a key=value folder count as files of the top folder. All other files below are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
                 if entry.is_link and not is_key_folder:
-                    continue
+                    continue  # nested files are only looked for to refuse them, and not through links
                 child = folder.child(entry, self.storage)
                 is_child_nested = not is_key_folder
                 if child is not None and child.path != self._output:
@@ -333,7 +333,7 @@ def find_files(
     files of its only other format. input_format names the format to take instead.
     A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
     The files come sorted, without hidden names, unless a glob spells a hidden name out.
-    If there are several inputs, keys are taken from the folders below the folder that holds them all.
+    If there are several inputs, keys are taken from the folders below the one folder that holds all inputs.
     Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)

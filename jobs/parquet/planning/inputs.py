@@ -182,7 +182,7 @@ class _Look:
     """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
-        """Raises InvalidJob for a dialect that files of the format do not have."""
+        """Take the files' format and dialect. Raises InvalidJob for a dialect that the format does not have."""
         check_dialect(dialect, file_format)
         self._storage = storage
         self.format = file_format

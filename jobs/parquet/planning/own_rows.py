@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
+from jobs.context.adapters import Adapters
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.chain import Chain
 from jobs.parquet.asks.generate import Generate
@@ -47,7 +48,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
 
     chosen: the rows' numbers in the input, in the run's order.
     """
-    assert plan.reused is not None
+    assert plan.reused is not None, "its name becomes part of the files' names"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
     first = replace(first_file, num_chosen=len(chosen))
@@ -121,7 +122,10 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: first by their own max_tokens, large ones first, then by prompt."""
+    """Return the numbers by which rows are sorted: by their own max_tokens, large ones first, then by prompt.
+
+    Of max_tokens, only the number of bits counts. So rows with about the same limit are sorted by their prompts.
+    """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
@@ -163,7 +167,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     # Rows that failed before have no answer to take.
     num_found = sum(run.rows for run in old.reused) + num_cut
     most_to_find = min(num_rows, old.keys.num_known)
-    if 2 * num_found < most_to_find:
+    if 2 * num_found < most_to_find:  # the user may have changed an argument by mistake
         has_function = plan.spec.repairs.function is not None
         no_difference = _NO_DIFFERENCE[has_function]
         for run, old_plan in zip(old.reused, old.plans, strict=True):
@@ -325,10 +329,10 @@ def find_matches(
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return keys as old runs made them that differ from the plan only by a smaller max_tokens.
+    """Return the RowKeys that the plan would have with each smaller max_tokens that an old run had.
 
-    If an answer of such a run ended by itself, it would be the same now. Empty for batch files, because their lines
-    have sampling values of their own. check: the version of the check's function.
+    If an old answer with one of these keys ended by itself, it would be the same now. Empty for batch files, because
+    their lines have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -352,6 +356,7 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
             check=check,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
+            adapters=Adapters(plan.model.adapters),
         )
         asks.append(shorter_keys)
     return asks
@@ -363,7 +368,7 @@ def _shows_cuts(column: str) -> bool:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers ended by themselves, each at the first attempt."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt (see _UNCUT)."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):

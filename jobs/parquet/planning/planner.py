@@ -9,6 +9,7 @@ from jobs import errors
 from jobs.common.workers import read_serving
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel, clock_text, split_formats
+from jobs.parquet.asks.named_adapters import rows_name_adapters
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.run_folder import (
@@ -18,11 +19,7 @@ from jobs.parquet.outputs.run_folder import (
     find_plan,
     load_plan,
 )
-from jobs.parquet.planning.adapters import (
-    rows_name_adapters,
-    with_adapters_of_rows,
-    with_named_adapters,
-)
+from jobs.parquet.planning.adapters import with_adapters_of_rows, with_named_adapters
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
@@ -70,7 +67,7 @@ def plan_run(
     context: JobContext, storage: Storage, spec: RunSpec, submission: Submission
 ) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
-    storage.resolve(spec.output)
+    storage.resolve(spec.output)  # raises PathOutsideRoots before anything is recorded
     queue = submission.queue
     state = RunState(context.connection, spec.run, context.lease)
     state.open_submission(context.job_id, spec.output, submission)
@@ -184,7 +181,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
             continue
         candidate = PinnedModel(
             name=served.model,
-            fingerprint=names[0],  # as in ServedModel.names
+            fingerprint=names[0],  # ServedModel.names begins with it
             dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),

@@ -416,7 +416,7 @@ class _Counts:
             step = item.send(None)  # what the item yields first
         except StopIteration as end:  # the item has returned an answer
             raise _Unanswerable(end.value.error) from None
-        assert isinstance(step, list)
+        assert isinstance(step, list), "an item begins with requests"
         return [self._ask.prepared(request) for request in step]
 
     def to_object(self) -> dict[str, Any]:
@@ -435,7 +435,7 @@ class _Counts:
 
 
 class _Unanswerable(Exception):
-    """Raised with the error of a row that asks nothing."""
+    """Raised for a row without a prompt. Its text is the row's error."""
 
 
 def _limit_of(request: Request) -> int:
@@ -492,7 +492,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are cached.
+    """Return how many tokens of a prompt the previous prompt has left in the cache. Only whole blocks are cached.
 
     The last token is never taken from the cache.
     """

@@ -142,9 +142,9 @@ def _pictures_or_problem(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:
-        # For example, a path is not UTF-8.
-        if is_exhausted(problem):
+        if is_exhausted(problem):  # the machine lacks memory, and nothing is wrong with the row
             raise
+        # Something is wrong with the row, such as a path that is not UTF-8.
         return RowProblem(str(problem)[:1000])
 
 
@@ -198,12 +198,13 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
     def read(path: str) -> bytes:
         """Return the bytes of a picture's file. Raises InvalidValue."""
         is_relative = not path.startswith("/") and "://" not in path
-        if is_relative and folder is None:
-            raise InvalidValue(
-                "{} is relative, and rows of several folders were put together: name it whole", path
-            )
         if is_relative:
-            path = os.path.join(folder or "", path)
+            if folder is None:
+                raise InvalidValue(
+                    "{} is relative, and rows of several folders were put together: give the whole path",
+                    path,
+                )
+            path = os.path.join(folder, path)
         path = storage.resolve(path)
         try:
             with reading(path), storage.open_input(path) as file:

@@ -71,7 +71,7 @@ class RowSampling:
         self._sampling = dict(sampling)
         self._check_sampling = check
         # The values that a row's null stands for. They are written out, so that rows with equal values have equal
-        # texts. A seed is not among them, because each row makes its own seed of the run's.
+        # texts. A seed is not among them, because each row gets a seed of its own.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)
@@ -92,7 +92,7 @@ class RowSampling:
             is_number = has_number_type or has_digits(schema.field(column))
             may_be_text = is_text(inner) and name not in NOT_TEXT
             if not is_number and not may_be_text:
-                expected = f"a value for {name}: a number, as a rule"
+                expected = f"numbers, or another type that holds values of {name}"
                 if is_text(inner):
                     expected += (
                         " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
@@ -100,7 +100,7 @@ class RowSampling:
                 raise WrongColumnType(column, kind, expected)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem."""
+        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):

@@ -68,7 +68,7 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: the rows' keys, with the model's mark; zeros for a row without an answer. marks: each row's mark of its model.
+    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark of its model.
     """
     distinct_marks = np.unique(marks, axis=0)
     packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
@@ -124,7 +124,7 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found. num_known: how many can be found.
+    keys: the known keys. A key of zeros is never found. all: the same keys. num_known: how many keys can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -476,9 +476,7 @@ def _unlike(old: Plan, new: Plan) -> str | None:
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
         )
     if old.spec.prompts:
-        return (
-            "its rows have several prompts, and the other max_model_len may have cut each of them"
-        )
+        return "its rows have several prompts, and its smaller max_model_len may have cut the answer to each"
     return None
 
 

@@ -60,7 +60,10 @@ def _by_shard(
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> list[Record]:
-    """Return the records that planning has taken from earlier runs; none if the log is damaged or of another check."""
+    """Return the records that planning has taken from earlier runs.
+
+    Returns none if the log is damaged, or was written for another version of the check function.
+    """
     if plan.reused is None:
         return []
     path = plan.reused_path(shard)

@@ -28,9 +28,10 @@ def row_runner(
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. In the end it has one answer for each row.
 
-    rows: a row that has an answer already is replaced by the Answer. number_of: gives a row's number in the run. memo:
-    holds the answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with each
-    row whose texts are no longer needed. is_over: whether the run's deadline has passed. Then no further row is begun.
+    rows: the rows, with the Answer in place of a row that has one already. number_of: gives a row's number in the run.
+    memo: holds the answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with
+    each row whose texts are no longer needed. is_over: whether the run's deadline has passed. Then no further row is
+    begun.
     Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
     """
 
@@ -71,5 +72,5 @@ def row_runner(
     rows_and_entries.sort(key=lambda pair: pair[0])
     entries = [entry for _, entry in rows_and_entries]
     if memo is None:
-        memo = AnswerMemo(0)
+        memo = AnswerMemo(0)  # it remembers nothing
     return ItemRunner(entries, answers, ask, checks, memo, expired=expired)

@@ -3,9 +3,10 @@
 import os
 
 from jobs.context import JobContext
+from jobs.context.adapters import shown_adapter
 from jobs.context.answers import Answer
 from jobs.context.served_model import is_served
-from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
+from jobs.errors import AdapterAwaited, PlanDamaged, RunOfAnotherModel, unlike
 from jobs.items.runner import ItemRunner, ItemsTask
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import load_plan
@@ -15,7 +16,7 @@ from jobs.runs.plans.plan import Plan
 
 
 class RowsTask(ItemsTask):
-    """Asks rows, and drops their texts at its end."""
+    """Asks rows, and frees the memory of their texts when it is closed."""
 
     runner: ItemRunner[Answer] | None = None
     _texts: ShardTexts | None = None
@@ -34,14 +35,20 @@ class RowsTask(ItemsTask):
 
 
 def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> None:
-    """Raise RunOfAnotherModel if the plan's model, or an adapter that it names, is not served here.
+    """Raise RunOfAnotherModel if the plan's model is not served here, and AdapterAwaited if only an adapter is not.
 
-    A BatchWorker leaves such a shard on its queue, but one of RQ's own workers takes any shard.
+    A BatchWorker leaves such a shard on its queue. One of RQ's own workers takes any shard. An adapter's files may
+    change after the claim.
     """
     model = plan.model_of(is_second)
-    served_names = {context.model.pin, *context.adapters.pinned}
-    if not is_served(model.pin, served_names):
+    if not is_served(model.pin, {context.model.pin, *model.adapters}):
         raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
+    present = set(context.adapters.pinned)
+    missing = [shown_adapter(adapter) for adapter in model.adapters if adapter not in present]
+    if missing:
+        raise AdapterAwaited(
+            f"run {plan.run} needs the files of adapters {', '.join(missing)}, and they are not here now: put them back"
+        )
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:

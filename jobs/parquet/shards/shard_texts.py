@@ -35,7 +35,7 @@ class ShardTexts:
         self._columns = columns
         self._shard_bytes = shard_bytes
         self._remedy = remedy
-        #: By a row, the first row that is equal to the row.
+        #: Each distinct row, by itself. Equal rows share the first one's texts.
         self._known: dict[Row, Row] = {}
         #: The bytes that are counted in `shard_bytes`.
         self._bytes = 0

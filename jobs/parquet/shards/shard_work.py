@@ -159,7 +159,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, and let other shards have the file."""
+        """Free the memory of the rows that are not answered. The shard reads its file no more."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
@@ -208,8 +208,8 @@ class ShardWork(RowsTask):
         records = []
         for row, answer in enumerate(answers):
             mark = self._marks[row].tobytes()
-            is_own = mark == own_mark and answer.error is None
-            is_low = is_own and answer.column("margin") < bound
+            is_own_answer = mark == own_mark and answer.error is None
+            is_low = is_own_answer and answer.column("margin") < bound
             if not is_low:
                 records.append(Record(row, mark, answer))
         return records

@@ -208,7 +208,7 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     match = _SAMPLE.fullmatch(sample)
     if match is None or Fraction(match["number"]) == 0:
         raise InvalidValue(
-            "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
+            "sample is {}, expected a share such as 1%, or a number of rows from 1", brief(sample)
         )
     size = Fraction(match["number"])
     if match["percent_sign"]:

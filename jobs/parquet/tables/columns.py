@@ -62,7 +62,7 @@ def is_list(kind: pa.DataType) -> bool:
 class ColumnChoice(NamedTuple):
     """A choice of a file's columns. Names that the file does not have are ignored.
 
-    names: the columns to read; None for all columns that are not in `without`.
+    names: the columns to read; None for all columns. without: the columns that are left out if `names` is None.
     """
 
     names: Sequence[str] | None = None
@@ -151,7 +151,7 @@ def num_values(column: pa.Array) -> int:
         # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
-        # A slice of a column has the items of the whole column. Its own ones lie between its offsets.
+        # A slice of a column has the items of the whole column. The items of the slice lie between its offsets.
         first = int(column.offsets[0].as_py())
         end = int(column.offsets[-1].as_py())
         num_items = end - first

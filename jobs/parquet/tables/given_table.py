@@ -42,7 +42,7 @@ def write_table_file(source: Any, folder: str) -> str:
         path = os.path.join(folder, f"{digest.hexdigest()}.parquet")
         os.replace(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # it has its name already
             os.unlink(temporary)
     return path
 

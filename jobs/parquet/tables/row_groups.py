@@ -74,7 +74,7 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of about GROUP_BYTES at most, with as many rows each. A piece has at least one row."""
+    """Cut a batch into pieces with the same number of rows, at least one. A piece has about GROUP_BYTES at most."""
     batch_bytes = max(GROUP_BYTES, batch.nbytes)  # a small batch is one piece
     piece_rows = max(1, batch.num_rows * GROUP_BYTES // batch_bytes)
     return (batch.slice(start, piece_rows) for start in range(0, batch.num_rows, piece_rows))

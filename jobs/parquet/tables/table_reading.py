@@ -76,7 +76,10 @@ def look_at(
 
 
 def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Return a child's reply. If the child is killed, a second child is asked once. Raises TableNotRead."""
+    """Call `ask`, which asks a child, and return its result. If that child is killed, call it once more.
+
+    Raises TableNotRead.
+    """
     try:
         try:
             return ask()
@@ -171,9 +174,9 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file, and lend a function that has a child do a task with it.
+    """Open a file in a child process, and lend a function that sends the child a task.
 
-    share: the share of a shard's bytes that the child may take; by default the format's.
+    share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default that of the format.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE
@@ -269,7 +272,7 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                size = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 factor = f"{SHARD_TIMES} times "
                 raise ShardTooLarge(self._path, size, self._limit, factor, remedy)

@@ -60,12 +60,12 @@ class Embeddings(Scoring):
         dimensions = options["dimensions"]
         if dimensions is not None and dimensions > model.embedding_size:
             raise InvalidJob(
-                f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+                f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size} numbers"
             )
         prompt_name = options["prompt_name"]
         if prompt_name is not None and prompt_name not in model.embedding_prompts:
             raise InvalidValue(
-                "prompt_name is {}, and {} has {}",
+                "prompt_name is {}, and the model {} has prompts of these names: {}",
                 brief(prompt_name),
                 brief(model.name),
                 ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",

@@ -57,7 +57,7 @@ class Scoring(abc.ABC):
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model cannot score so, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model cannot score in this way, or a shard of the run would hold too much."""
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt. chat: the options of a chat; then the prompt is the chat's messages."""

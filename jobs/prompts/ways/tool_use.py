@@ -69,7 +69,7 @@ class ToolUse(Way):
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Ask a chat, run the tools that its answer calls, and go on until an answer calls no tool."""
-        messages = request.messages or []
+        messages = request.messages or []  # only a chat has tools, so there are messages
         answers: list[Completion] = []
         error: str | None = None
         while error is None:

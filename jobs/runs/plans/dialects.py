@@ -15,7 +15,7 @@ _TABS = ("\\t", "tab")
 
 
 def parse_encoding(name: str, value: Any) -> str | None:
-    """Return Python's name of a text encoding."""
+    """Return Python's name of a text encoding; None for none. Raises InvalidValue."""
     if value is None:
         return None
     try:
@@ -30,7 +30,7 @@ def parse_encoding(name: str, value: Any) -> str | None:
 
 
 def parse_delimiter(name: str, value: Any) -> str | None:
-    """Return the character between two CSV fields."""
+    """Return the character between two CSV fields; None for the default. Raises InvalidValue."""
     if value is None:
         return None
     if value in _TABS:
@@ -49,7 +49,7 @@ def _may_separate(character: str) -> bool:
 
 
 def parse_decimal(name: str, value: Any) -> str | None:
-    """Return the decimal mark of numbers; None for the point, the default."""
+    """Return the decimal mark of numbers; None for the point, the default. Raises InvalidValue."""
     if value in (None, "."):
         return None
     if value != ",":

@@ -56,7 +56,7 @@ _BESIDE_BATCHES = (
     "only_new",
     "rows_per_shard",
 )
-#: Arguments that the normal form of such a run has, each with the values that it may have.
+#: Arguments that the normal form of a run of batch files has, each with the values that it may have.
 _BATCH_VALUES = {
     "prompt_column": ("prompt",),
     "keep": (["custom_id"],),
@@ -105,7 +105,7 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             )
         if sampling_name == "n":
             raise InvalidJob(
-                "n cannot come from a column: all rows of a run have as many completions"
+                "n cannot come from a column: all rows of a run have the same number of completions"
             )
         if sampling_name in CHAT_NAMES and sampling_name != "tools":
             raise InvalidJob(
@@ -126,7 +126,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
-        checked_text(text, f"the default of column {brief(column)}")
+        checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
     return {
         column_name(f"a column of {name}", column): text for column, text in sorted(value.items())
     }
@@ -167,10 +167,11 @@ def check_read(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes a generated answer, where nothing is generated.
 
-    read: the names of values that are read all the same. For the message, ask names what generates nothing, and owner
-    names what has the values.
+    read: the names of values that are read all the same. ask, owner: words for the message, of what generates nothing
+    and of what has the values.
     """
     for name in values:
+        # A call that is forced has to be generated. Any other tool_choice is only read.
         is_forced_call = name == "tool_choice" and forces_call(values)
         if name not in read or is_forced_call:
             raise InvalidValue(
@@ -211,7 +212,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], ask: str) -> None:
-    """Raise InvalidJob if one of these options has a value. ask: what asks, for the message."""
+    """Raise InvalidJob if one of these options has a value. ask: words for the message, of what generates nothing."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {ask} do not go together: nothing is generated")

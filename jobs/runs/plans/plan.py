@@ -18,7 +18,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Redis keeps the shares of at most this many shards. In a run with more shards, all shards count as equal.
+#: Redis keeps each shard's share of the run's work for at most this many shards. In a run with more shards, all count
+#: as equal.
 MAX_SHARES = 10_000
 
 
@@ -98,7 +99,7 @@ class Plan:
     seed: the source of every row's seed.
     added_columns: columns that come after the files' own.
     columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns that prompts read as each row's own JSON. A type would be the same for all rows.
+    as_json: columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
     sizes: the bytes of the rows that each shard asks.
     second: the model that answers rows with low margins again.
     planned_at: Unix seconds. Chats take it as the present time.
@@ -180,7 +181,7 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        has_chosen_rows = bool(file.num_chosen)
+        has_chosen_rows = bool(file.num_chosen)  # a file with none of its rows chosen is not read
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
         content = json.dumps([file.fingerprint, file.rows, self.columns])
@@ -200,7 +201,7 @@ class Plan:
         first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
         shards = set()
         for row in rows:
-            # The shard before the first one that begins behind this row.
+            # The row is in the last shard that begins at it or before it.
             shards.add(bisect_right(first_rows, row) - 1)
         return sorted(shards)
 
@@ -311,7 +312,7 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 #: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
 TAIL_SHARE = 8
-#: The fewest rows of such a shard: enough to keep a worker's batch filled.
+#: The fewest rows of a shard near a run's end: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
 
@@ -329,6 +330,7 @@ def cut_shards(
     if limit is not None:
         rows = min(rows, limit)
 
+    # This finds a far too small rows_per_shard before millions of shards are made.
     are_too_many = rows // rows_per_shard > MAX_SHARDS
     shards: list[Shard] = []
     if not are_too_many:

@@ -118,7 +118,7 @@ def _is_column_name(text: str) -> bool:
     return not is_jinja_tag
 
 
-#: The most prompts of a row. Each prompt is a turn in the batch.
+#: The most prompts of a row. Each one waits for the answer to the one before.
 MAX_STEPS = 20
 
 #: Columns that a row has only once, however many prompts it has.
@@ -194,7 +194,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
         expected = f"a word of letters, digits and _, at most {longest} characters"
         raise unlike(f"the name of prompts[{number}]", name, expected)
 
-    template_texts(value["template"])
+    template_texts(value["template"])  # raises for a template of another form
 
     sampling = value.get("sampling")
     if sampling is None:
@@ -204,7 +204,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     for key in ("n", "seed"):
         if sampling.get(key) is not None:
             raise InvalidJob(
-                f"prompt {name!r} has {key} of its own, which is one for all prompts of a run"
+                f"prompt {name!r} has its own {key}, but all prompts of a run have the same {key}"
             )
 
     prompt = {"name": name, "template": value["template"]}
@@ -270,7 +270,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # Both are read before they are merged, so that both use the same names.
+        # The prompt's values and the run's are read before they are merged, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )

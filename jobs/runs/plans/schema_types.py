@@ -78,7 +78,7 @@ class _Reader:
     def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
         """Return the type of the schema that a `$ref` names."""
         if reference in references:
-            raise _unfit(path, f"{brief(reference)} holds itself, and a column has an end")
+            raise _unfit(path, f"{brief(reference)} holds itself, and a column's type cannot")
         schema = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise _unfit(path, f"{brief(reference)} is not in this schema")
@@ -91,7 +91,7 @@ class _Reader:
         return self.type_of(schema, path, (*references, reference))
 
     def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the one type of several schemas. One of these may be the schema of null."""
+        """Return the type that several schemas have in common. One of them may be the schema of null."""
         types = []
         is_nullable = False
         for option in options:
@@ -137,7 +137,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
-    """Return the one type of the values of an enum."""
+    """Return the type that the values of an enum have in common. One of them may be null."""
     types = []
     is_nullable = False
     for value in values:
@@ -155,7 +155,7 @@ _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: S
 
 
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
-    """Return the one type that values of several types have in a column."""
+    """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
     if not types:
         raise _unfit(path, "its schema names null alone")
     is_nullable = is_nullable or any(kind.is_nullable for kind in types)

@@ -147,7 +147,7 @@ class RunSpec:
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             sources = [OPENAI_BATCH]
-            # OPENAI_BATCH replaces this below. It is no value that a producer may give, so it would not be parsed.
+            # OPENAI_BATCH replaces this below. Producers may not give that value, so its parser would refuse it here.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}
@@ -269,7 +269,7 @@ class RunSpec:
     def parsed_types(self) -> Mapping[str, ValueType]:
         """Return the types of the values that answers are parsed into, by the names of their prompts.
 
-        The name is "" if rows have one prompt. Answers to prompts that are left out stay texts. Raises InvalidJob.
+        The name is "" if rows have one prompt. Answers to a prompt that has no entry stay texts. Raises InvalidJob.
         """
         if not self.parse:
             return {}
@@ -309,7 +309,7 @@ class RunSpec:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return a version of the functions that look at answers, from their files. Raises InvalidJob."""
+        """Return a version of the functions that look at answers, made of their files. Raises InvalidJob."""
         version = checks.version(self.repairs)
         if self.way is not None:
             version += self.way.version(checks)
@@ -345,7 +345,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def _from_json(schema: Any) -> Any:
-    """Return a schema that may be given as its JSON. Raises InvalidJob."""
+    """Return a schema, which may be given as its JSON text. Raises InvalidJob."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -355,9 +355,9 @@ def _from_json(schema: Any) -> Any:
 
 
 def _sources(options: Mapping[str, Any]) -> list[str]:
-    """Return a list of the one option that says what each row asks; empty for the default column of prompts.
+    """Return the option that says what each row asks, in a list. The list is empty for the default column of prompts.
 
-    Raises InvalidJob for more than one.
+    Raises InvalidJob for more than one such option.
     """
     sources = [
         name
@@ -514,7 +514,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         bound,
         ADAPTER not in spec.sampling,
-        "escalate_below asks a second model, which does not have this one's adapter: leave one of them out",
+        "escalate_below asks a second model, which lacks the first one's adapter: leave it or escalate_below out",
     )
     _check_used(
         bound,
@@ -535,7 +535,7 @@ def _check_template(spec: RunSpec) -> None:
     _check_used(
         is_jinja,
         spec.prompts is None,
-        "template_format is 'jinja', and prompts have {column} templates",
+        "template_format is 'jinja', and prompts have {column} templates: leave template_format out",
     )
     _check_used(
         is_jinja,
@@ -548,7 +548,7 @@ def _check_template(spec: RunSpec) -> None:
         "defaults stand for null in a template, but there is no template: give one too",
     )
     if is_jinja:
-        template_texts(spec.template)
+        template_texts(spec.template)  # raises for a template of another form
     elif has_template:
         parsed = prompt_steps.Template.parse(spec.template)
         if not parsed.columns and not spec.image_column:

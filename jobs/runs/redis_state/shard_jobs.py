@@ -35,7 +35,8 @@ from jobs.runs.redis_state.state import RunState
 class EarlierJob:
     """A job as its hash describes it.
 
-    status: None if it is unknown. submission: the number of the run's submission that enqueued the job.
+    status: None if it is unknown. submission: the number of the run's submission that enqueued the job. in_queue:
+    whether it was found on the queue that was looked through.
     """
 
     id: str
@@ -45,12 +46,12 @@ class EarlierJob:
     submission: int = 0
     in_queue: bool = False
 
-    def was_cancelled(self, cancelled: int) -> bool:
+    def was_cancelled(self, last_cancelled: int) -> bool:
         """Whether the run was cancelled after the job was enqueued.
 
-        cancelled: the number of the run's last cancelled submission, 0 for none.
+        last_cancelled: the number of the run's last cancelled submission, 0 for none.
         """
-        return cancelled > 0 and self.submission <= cancelled
+        return last_cancelled > 0 and self.submission <= last_cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
@@ -116,6 +117,7 @@ def read_earlier(
     return jobs
 
 
+#: Jobs that one EXISTS looks for.
 _CHUNK = 1000
 
 
@@ -188,13 +190,14 @@ def enqueue_shards(
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    num_low: how many rows of each shard a cascade's second model is asked; None for jobs of the first model.
+    num_low: how many rows of each shard have a low margin, so that a cascade's second model is asked; None for jobs of
+    the first model.
     """
     new_jobs = _NewJobs(context, queue_name, plan, state, num_low)
     num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
-        # A chunk is not written if another planner writes at the same time.
+        # If another planner writes at the same time, `enqueue` is called again for the same chunk.
         num_enqueued += state.write(partial(new_jobs.enqueue, shards[start : start + CHUNK]))
     return num_enqueued
 
@@ -233,10 +236,10 @@ class _NewJobs:
         if self._state.is_cancelled():
             raise RunCancelled(run)
         submission = self._state.submission()
-        cancelled = self._state.cancelled_submission()
+        last_cancelled = self._state.cancelled_submission()
         seen_jobs: list[_SeenJob] = []
         for queue in self._queues:
-            seen_jobs += queue.look(shards, cancelled)
+            seen_jobs += queue.look(shards, last_cancelled)
         shards_alive = {job_shard(run, seen.job.id) for seen in seen_jobs if seen.is_alive}
         job_ids: dict[int, str] = {}
         for shard in shards:
@@ -251,7 +254,7 @@ class _NewJobs:
                 may_wait = job.origin != self._target.queue.name
                 job.delete(pipe, from_queue=may_wait)
                 pipe.delete(results_key(job.id))
-            elif job.was_cancelled(cancelled):
+            elif job.was_cancelled(last_cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
         if job_ids:
@@ -268,7 +271,7 @@ class _NewJobs:
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:  # a job with the run's queue asks the second model
+        if self._is_second:  # this further argument makes the job ask the second model
             args.append(self._queue_name)
             description += ", again"
         # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.
@@ -311,10 +314,10 @@ class _ShardQueue:
         self._run = run
         self._is_second = is_second
 
-    def look(self, shards: Sequence[int], cancelled: int) -> list[_SeenJob]:
+    def look(self, shards: Sequence[int], last_cancelled: int) -> list[_SeenJob]:
         """Return the jobs of the shards.
 
-        cancelled: the number of the last cancelled submission, 0 for none.
+        last_cancelled: the number of the last cancelled submission, 0 for none.
         """
         job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, job_ids)
@@ -326,11 +329,11 @@ class _ShardQueue:
             jobs = read_earlier(self._connection, job_ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
-        return [_SeenJob(job, self._is_alive(job, cancelled)) for job in jobs]
+        return [_SeenJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
-    def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
+    def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
         """Whether a job will bring its shard to an end."""
-        if job.was_cancelled(cancelled):  # a worker that holds the job ends it without a part
+        if job.was_cancelled(last_cancelled):  # a worker that holds the job ends it without a part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True

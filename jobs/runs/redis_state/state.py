@@ -187,10 +187,10 @@ class RunState:
         pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - LISTED_S * 1000)
         pipe.expire(RUNS_KEY, LISTED_S)
 
-    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
-        """Have `pipe` remove the fields `gone` from the run's hash, and write `facts`."""
-        if gone:
-            pipe.hdel(self._key, *gone)
+    def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *outdated: str) -> None:
+        """Have `pipe` remove the fields `outdated` from the run's hash, and write `facts`."""
+        if outdated:
+            pipe.hdel(self._key, *outdated)
         pipe.hset(self._key, mapping=dict(facts))
         pipe.expire(self._key, RUN_TTL_S)
 
@@ -285,7 +285,7 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                # Enqueueing the job once more makes a new submission.
+                # Without this field, the job makes a new submission if somebody enqueues it once more.
                 pipe.hdel(self._key, "plan_job")
                 pipe.execute()
                 raise RunCancelled(self.run)

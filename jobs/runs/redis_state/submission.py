@@ -137,7 +137,7 @@ class Submission:
 
         now: the Unix seconds from which a duration as deadline counts; by default this moment.
         """
-        check_queue_name(queue)
+        check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)
         wishes = {name: run_arguments.pop(name, None) for name in WISHES}
         model = parse_model(wishes["model"])

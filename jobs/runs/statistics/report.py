@@ -163,6 +163,7 @@ _ASKED = {
 }
 #: Arguments that are not listed, because every run has them, or they stand elsewhere on the page.
 _SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
+#: The most input files that the page names.
 MAX_INPUTS = 10
 
 
@@ -210,7 +211,7 @@ _SOURCES = (
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return the numbers of answers by reason of their end, by label, and by result of their check."""
+    """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
     tables = []
     by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
     for title, key in by_title.items():

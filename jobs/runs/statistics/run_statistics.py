@@ -142,7 +142,7 @@ class Reasons:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows with an error."""
+        """Return the number of rows that were counted, with any reason."""
         return sum(reason.rows for reason in self._by_kind.values())
 
     def rows_with(self, text: str) -> int:
@@ -215,6 +215,7 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     latest_end = -inf
     for start, end in sorted(spans):
         if start > latest_end:
+            # A clock that was set back may put an end before its start.
             latest_end = max(start, end)
             merged.append((start, latest_end))
         else:

@@ -92,7 +92,7 @@ def batch_runs(connection: Redis, batches: Sequence[BatchRecord]) -> dict[str, R
 
 
 def record_limited(connection: Redis, project: str, limit: str, now: float) -> None:
-    """Record that a project was refused. now: Unix seconds."""
+    """Record that a project was refused at a limit. now: Unix seconds."""
     with connection.pipeline(transaction=False) as pipe:
         pipe.hset(API_LIMITED_KEY, f"{project} {limit}", str(int(now)))
         pipe.expire(API_LIMITED_KEY, RUN_TTL_S)

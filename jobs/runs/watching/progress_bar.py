@@ -42,7 +42,7 @@ class Bar:
         tqdm.write(text, file=self._file)
 
     def close(self) -> None:
-        """End the bar."""
+        """Leave the bar as it is. What is printed later begins on a new line."""
         self._bar.close()
 
 

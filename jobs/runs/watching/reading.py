@@ -22,7 +22,7 @@ from jobs.common.workers import (
     other_lengths,
     read_workers,
 )
-from jobs.context.served_model import is_served
+from jobs.context.adapters import shown_adapter
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
@@ -179,7 +179,7 @@ class RunLook:
                 self.stopped.add(job_id)
 
     @property
-    def is_still(self) -> bool:
+    def seems_idle(self) -> bool:
         """Whether the run is planned and not over, and no shard is seen to run."""
         if self.is_finished or "cancelled" in self.facts:
             return False
@@ -199,6 +199,7 @@ class RunLook:
         recorded = RunState(connection, self.run).recorded()
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
+        # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or planned
@@ -210,6 +211,7 @@ class RunLook:
             for shard in sought[:MAX_SOUGHT]:
                 pipe.exists(*map(rq_jobs.job_key, self._job_ids(shard)))
             num_existing = pipe.execute()
+        # Nobody runs a stopped job again, so its shard counts as gone too.
         self.gone = num_existing.count(0) + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
@@ -282,6 +284,7 @@ class RunLook:
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
             awaited_model=awaited_model,
+            awaited_adapters=self._awaited_adapters(workers),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
@@ -343,6 +346,7 @@ class RunLook:
         oldest_first = [*in_order[num_before:], *in_order[:num_before]]
         latest = state.parts_of(oldest_first[-MAX_LOOKED:])
 
+        # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         parts = PartsDone(recorded, latest, self.counts)
@@ -371,13 +375,25 @@ class RunLook:
         """
         models = models_on(workers, queue)
         identity = self.facts.get(identity_fact)
-        if models is None or identity is None or is_served(identity, models):
+        if models is None or identity is None:
+            return None
+        model, _, _ = identity.partition("\n")  # further lines name adapters
+        if model in models:
             return None
         text = _shown(self.facts, text_fact)
         others = other_lengths(workers, queue, identity)
         if text and others:
             return f"{text}, but {others}"
         return text
+
+    def _awaited_adapters(self, workers: Collection[Worker]) -> str | None:
+        """Return the run's adapters whose files no worker of its queue has, as texts; None if none is missing."""
+        served = models_on(workers, self.facts["queue"])
+        if served is None:
+            return None
+        _, *adapters = self.facts.get("model", "").split("\n")  # the first line names the model
+        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in served]
+        return safe_name(", ".join(missing), MAX_TEXT_CHARS) if missing else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
@@ -426,7 +442,7 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
 
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
         may_lack_jobs = num_left > look.length
-        if look.is_still and (is_close_look or may_lack_jobs):
+        if look.seems_idle and (is_close_look or may_lack_jobs):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
         if is_close_look and snapshot.state == "running":
@@ -526,10 +542,10 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
 
 
 def _progress(
-    meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
+    reported: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
-    """Return the progress that a job's hash tells."""
-    shown = stored.json_object(meta)
+    """Return the progress that the fields of a job's hash tell. reported: what the job has reported, as JSON."""
+    shown = stored.json_object(reported)
     tokens_of_answers = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
     return Progress(
@@ -574,14 +590,15 @@ def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
     """Read a queue's waiting, running and failed jobs.
 
     The places are read in the order in which jobs move on, so that no job is missed. most: the most entries of a
-    registry.
+    registry; 0 for all.
     """
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, most - 1)
-        pipe.zrevrange(keys.failed, 0, most - 1)
+        last = most - 1  # -1 means the last of all
+        pipe.zrange(keys.started, 0, last)
+        pipe.zrevrange(keys.failed, 0, last)
         waiting, popped, started, failed = pipe.execute()
     return QueueLook(waiting + popped, _jobs_by_run(started), _jobs_by_run(failed))
 

@@ -48,10 +48,11 @@ class RunSnapshot:
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
+    awaited_adapters: those of the run's adapters whose files no worker of its queue has.
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
-    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
+    submitted_by: the user and machine that submitted it last, which nobody has checked; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
@@ -84,6 +85,7 @@ class RunSnapshot:
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
     listened: tuple[str, ...] = ()
+    awaited_adapters: str | None = None
     awaited_second: str | None = None
     planned_by: str | None = None
     second_queue: str | None = None
@@ -154,7 +156,10 @@ class RunSnapshot:
 
     @property
     def deadline_holds(self) -> bool | None:
-        """Whether the run is expected to end before its deadline. None without a deadline, or if not known yet."""
+        """Whether the run is expected to end before its deadline.
+
+        None without a deadline, for a finished run, or if that is not known yet.
+        """
         if self.deadline is None or self.finished:
             return None
         until_deadline_s = self.deadline - time.time()
@@ -175,7 +180,7 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            # Somebody deleted the planning job. If the job has ended, its status says how.
+            # A planning job that has ended still has a status. Without one, somebody has deleted the job.
             return self.plan_status is None
         if not self.queue_length:
             return True
@@ -264,6 +269,11 @@ def needs(snapshot: RunSnapshot) -> list[str]:
         sentences.append(no_worker_text(queue, snapshot.listened))
     elif snapshot.awaited_model is not None:
         sentences.append(_not_served(queue, snapshot.awaited_model))
+    elif snapshot.awaited_adapters is not None:
+        sentences.append(
+            f"no worker on queue {queue!r} has the files of adapters {snapshot.awaited_adapters}: put these files into "
+            "the folder of its TOKENMILL_ADAPTERS, and the run goes on"
+        )
     return sentences
 
 

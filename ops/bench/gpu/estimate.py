@@ -253,7 +253,7 @@ def main() -> None:
     for model in MODELS:
         lines = []
         for rows in ROWS:
-            estimates = [estimate(model, rows, _built(model, engine)) for engine in ENGINES]
+            estimates = [estimate(model, rows, engine) for engine in ENGINES]
             before = estimates[0]
             share = f"{before.eager_steps / before.steps:.0%}"
             seconds = [f"{made.seconds:.2f}" for made in estimates]
@@ -261,13 +261,6 @@ def main() -> None:
         print(f"\n{model.name}, estimated seconds on an H200")
         heads = ("rows", "steps", "eager before", *(engine.name for engine in ENGINES))
         print_table(heads, lines)
-
-
-def _built(model: Model, engine: Engine) -> Engine:
-    """Return the engine as it is for a model: one that keeps states has no graphs."""
-    if model.num_state_layers:
-        return replace(engine, has_graphs=False, has_mixed_graphs=False)
-    return engine
 
 
 if __name__ == "__main__":

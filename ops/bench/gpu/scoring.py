@@ -1,10 +1,10 @@
-"""Where rows are scored: seconds of whole runs with and without graphs for steps with prompts, in turns.
+"""Where rows are scored: seconds of whole runs with and without what makes them fast, in turns.
 
     python -m ops.bench.gpu.scoring --json scoring.json
 
-One engine on Qwen3-0.6B's shape takes each shape with its graphs for steps with prompts, and with these left out. The
-shapes: rows behind common tokens with short answers, and 256 sequences of which one wants log probabilities or follows
-a grammar.
+One engine on Qwen3-0.6B's shape takes each shape with its graphs for steps with prompts, and with these left out. With
+a long common prefix it also takes it where each row reads that for itself. The shapes: rows behind common tokens, and
+256 sequences of which one wants log probabilities or follows a grammar.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ops.bench.make import SHAPES, existing_checkpoint
 from ops.bench.report import print_machine, print_table, spread
 
 PROMPT_TOKENS = 10_000  # prompts take ids below this, or the vocabulary's where it is smaller
-WITH, WITHOUT = "graphs for prompts", "without"
+WITH, WITHOUT, NO_SHARING = "graphs for prompts", "without", "each row reads the prefix"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RowShape:
     """Rows of one kind.
 
     shared: tokens that all prompts begin with. prompt, answer: the least and the most tokens of a row's own.
-    first: parameters of the first row alone.
+    first: parameters of the first row alone. has_long_prefix: it also runs where each row reads the prefix for itself.
     """
 
     name: str
@@ -44,11 +44,13 @@ class RowShape:
     prompt: tuple[int, int]
     answer: tuple[int, int]
     first: dict[str, Any]
+    has_long_prefix: bool = False
 
 
 ROW_SHAPES = (
     RowShape("2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32), {}),
     RowShape("2,000 rows behind 896 tokens, answers of 1 to 4", 2000, 896, (20, 80), (1, 4), {}),
+    RowShape("256 rows behind 2,048 tokens", 256, 2048, (20, 80), (64, 128), {}, True),
     RowShape("2,000 prompts of 300 to 500, answers of 4 to 16", 2000, 0, (300, 500), (4, 16), {}),
     RowShape("256 sequences", 256, 0, (100, 300), (100, 300), {}),
     RowShape("256, one with log probabilities", 256, 0, (100, 300), (100, 300), {"logprobs": 5}),
@@ -97,17 +99,26 @@ def time_rows(
     return time.perf_counter() - started
 
 
+def variants_of(shape: RowShape) -> list[str]:
+    """The variants in which a shape runs."""
+    return [WITH, WITHOUT] + [NO_SHARING] * shape.has_long_prefix
+
+
 def run_turns(
     engine: Engine, shapes: Sequence[RowShape], vocab_size: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Each shape with graphs for prompts and without, in turns; yield a record for each run."""
+    """Each shape in its variants, in turns; yield a record for each run."""
     runner: Any = engine._open_runner()
-    graphs: dict[str, MixedGraphs | None] = {WITH: runner._mixed_graphs, WITHOUT: None}
+    mixed_graphs: MixedGraphs | None = runner._mixed_graphs
+    static_rows = runner._graphs._static
+    limits = runner.backend.prefix_limits
     turn = 0
     for number in range(rounds):
         for shape in shapes:
-            for variant, mixed_graphs in graphs.items():
-                runner._mixed_graphs = mixed_graphs
+            for variant in variants_of(shape):
+                runner._mixed_graphs = None if variant == WITHOUT else mixed_graphs
+                shares = variant != NO_SHARING
+                runner.backend.prefix_limits = static_rows.limits = limits if shares else None
                 turn += 1
                 prompts, params = make_rows(shape, vocab_size, turn)
                 before = engine.stats().num_steps
@@ -126,22 +137,27 @@ def print_results(records: Sequence[dict[str, Any]]) -> None:
     """A row for each shape; ratios are within rounds."""
     rows = []
     for shape in dict.fromkeys(record["shape"] for record in records):
-        seconds: dict[str, dict[int, float]] = {WITH: {}, WITHOUT: {}}
+        seconds: dict[str, dict[int, float]] = {WITH: {}, WITHOUT: {}, NO_SHARING: {}}
         for record in records:
             if record["shape"] == shape:
                 seconds[record["variant"]][record["round"]] = record["seconds"]
-        ratios = [seconds[WITHOUT][i] / took for i, took in seconds[WITH].items()]
+        ratios = {
+            variant: [each / seconds[WITH][i] for i, each in seconds[variant].items()]
+            for variant in (WITHOUT, NO_SHARING)
+        }
         steps = statistics.median(each["steps"] for each in records if each["shape"] == shape)
         rows.append(
             [
                 shape,
                 spread(list(seconds[WITH].values())),
                 spread(list(seconds[WITHOUT].values())),
-                spread(ratios),
+                spread(ratios[WITHOUT]),
+                spread(ratios[NO_SHARING]) if ratios[NO_SHARING] else "",
                 f"{steps:.0f}",
             ]
         )
-    print_table(["", f"seconds, {WITH}", f"seconds, {WITHOUT}", "ratio", "steps"], rows)
+    header = ["", f"seconds, {WITH}", f"seconds, {WITHOUT}", "ratio"]
+    print_table([*header, f"ratio, {NO_SHARING}", "steps"], rows)
 
 
 def main() -> None:

@@ -112,10 +112,13 @@ def usage_problems(
         wanted = kernels.get(name, Kernel())
         if usage.spill_bytes:
             yield f"{each.where}: spills {usage.spill_bytes} bytes with {usage.registers} registers"
-        if usage.programs * usage.num_warps < (wanted.warps if in_16_bits else 1):
+        warps = wanted.warps if in_16_bits else 1
+        if each.variant.is_fp8 and wanted.fp8_warps is not None:
+            warps = wanted.fp8_warps
+        if usage.programs * usage.num_warps < warps:
             yield (
                 f"{each.where}: {usage.programs} programs of {usage.num_warps} warps on a multiprocessor, "
-                f"{wanted.warps} warps wanted; {usage.registers} registers, "
+                f"{warps} warps wanted; {usage.registers} registers, "
                 f"{usage.shared_bytes:,} bytes shared"
             )
         # shared memory is laid out for products of 16-bit numbers, 8 of them: FP8 ones are copied by 8 bytes

@@ -16,6 +16,7 @@ import torch
 
 from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePool, state_parts
 from engine.attention.triton_backend import PACKED, TritonBackend
 from engine.checkpoint.model_config import read_model_config
@@ -50,7 +51,8 @@ class Kernel:
 
     variants: at most so many are compiled for one layer, whatever its steps are.
     of_layer: constants that tell a model's layers from each other.
-    warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's.
+    warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's. fp8_warps: if
+    it reads FP8 numbers; as many unless given.
     product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
     wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
     buffers: of each tensor that its loops copy to shared memory, at least so many.
@@ -59,6 +61,7 @@ class Kernel:
     variants: int = 1
     of_layer: tuple[str, ...] = ()
     warps: int = 32
+    fp8_warps: int | None = None
     product: str | None = None
     wide: float = 0.75
     buffers: int = 0
@@ -66,8 +69,15 @@ class Kernel:
 
 KERNELS = {
     "decode_kernel": Kernel(
-        variants=2, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65
+        variants=4,
+        of_layer=("WINDOW",),
+        warps=16,
+        fp8_warps=12,
+        product="mma",
+        buffers=2,
+        wide=0.65,
     ),
+    "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
@@ -79,6 +89,9 @@ KERNELS = {
     "packed_product_kernel": Kernel(variants=3, warps=8, product="mma", wide=0.3),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
+    "solve_kernel": Kernel(warps=8, product="mma", wide=0.5),
+    "chunk_kernel": Kernel(warps=8, product="mma", wide=0.7, buffers=2),
+    "gate_kernel": Kernel(wide=0.5),  # gates of 16 bits beside what was found, in float32
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
@@ -177,6 +190,9 @@ def meta_model(
         scales=scales,
     )
     cache.states = StatePool(model.states, 4, META)
+    backend.share_prefixes(layers, FP8 if fp8 else dtype, BLOCK_SIZE)
+    assert backend.prefix_limits is not None
+    backend.prefix_limits = replace(backend.prefix_limits, least_spared_bytes=1)
     return model, backend, cache
 
 
@@ -201,7 +217,7 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
-    """A recorded decode step over static buffers, one that is not recorded, and a mixed step."""
+    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then a mixed step."""
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)
@@ -209,11 +225,20 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
             tokens, tokens, tokens, tokens, attention, state_parts(step.state_parts, META)
         )
 
-    decodes = make_step([1] * num_rows, [1000 + num_rows] * num_rows, BLOCK_SIZE, 4)
+    length = 1000 + num_rows
+    num_blocks = num_rows * -(-length // BLOCK_SIZE)
+    alone = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, num_blocks)
+    sharing = replace(alone, block_tables=np.zeros_like(alone.block_tables))
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
     tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
-    yield make(decodes, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints))
-    for step in decodes, make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4):
+    assert backend.prefix_limits is not None
+    prefixes = PrefixTensors(*upload(backend.prefix_limits.arrange([], num_rows), META))
+    for recorded in (None, prefixes):
+        yield make(
+            alone, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints, recorded)
+        )
+    mixed = make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4)
+    for step in (alone, sharing, mixed):
         metadata, _ = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
         yield make(step, metadata)
 
@@ -276,6 +301,7 @@ CASES = (
     model_case("Qwen3-0.6B", torch.float16),
     model_case("Qwen3-0.6B", fp8=True),
     model_case("gpt-oss-20b", fp8=True),
+    model_case("Gemma-2-9B", fp8=True),
     packed_case("int4", 128),
     packed_case("int4", 128, torch.float16),
     packed_case("int4", 128, torch.float32),

@@ -258,7 +258,7 @@ def test_of_a_long_queue_some_jobs_spread_over_its_length_are_read(
     redis.rpush("rq:queue:bulk", *(f"job{number}" for number in range(50)))
     producers = read_producers(redis, "bulk")
     assert (producers.num_waiting, producers.num_read) == (100, 20)
-    assert producers.share("-") == 50
+    assert producers.estimate("-") == 50
 
 
 def test_counts_out_of_a_sample_are_said_to_be_about_right(

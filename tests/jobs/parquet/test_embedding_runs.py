@@ -108,7 +108,7 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
         score_parquet(
             replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed"
         )
-    with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
+    with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6 numbers"):
         runs.plan(task="embed", dimensions=7)
     runs.write(["a"], embedding=[1])
     with pytest.raises(ColumnConflict, match="embedding"):

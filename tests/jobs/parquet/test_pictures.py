@@ -278,7 +278,7 @@ def test_pictures_of_rows_that_are_sorted_keep_their_folders(runs: Runs, tmp_pat
     found = runs.score(inputs, answer=seen, image_column="image")
     assert found["completion"].to_pylist() == ["[r]one", "[b]two"]
     found = runs.score(inputs, seen, tmp_path / "sorted", image_column="image", order="prefix")
-    assert all("name it whole" in each for each in found["error"].to_pylist())
+    assert all("give the whole path" in each for each in found["error"].to_pylist())
 
 
 def test_an_answer_to_a_picture_that_was_replaced_since_is_not_taken(

@@ -13,7 +13,7 @@ from jobs.common.keys import FORMAT, MODEL_FIELD, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.context.adapters import Adapters, LiveAdapters
 from jobs.context.answers import AnswerMemo
-from jobs.errors import InvalidJob, ModelNotServed, RunOfAnotherModel, UnknownAdapter
+from jobs.errors import AdapterAwaited, InvalidJob, ModelNotServed, UnknownAdapter
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, feed, opened_task, run_task
@@ -98,6 +98,13 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(serving: JobContext) 
         run_task(serving, "jobs.complete", "a", model="sqll")
 
 
+def test_a_head_takes_no_adapter_and_the_error_names_what_was_asked_for(
+    serving: JobContext,
+) -> None:
+    with pytest.raises(InvalidJob, match=r"'sql' is an adapter, and .* name 'm', or leave `model`"):
+        run_task(serving, "jobs.classify_text", "a", model="sql")
+
+
 def test_an_adapter_whose_files_cannot_be_used_is_refused_with_the_reason() -> None:
     problems = {"bad": "adapter 'bad' cannot be used: use_dora is set"}
     pinned = [SQL]
@@ -131,24 +138,39 @@ def test_a_run_pins_its_adapter_and_other_workers_leave_its_shards(
     pin = redis.hget(job.key, MODEL_FIELD)
     assert pin == f"{MODEL.pin}\n{SQL}".encode()
     serve(CHANGED, FRENCH)
-    with pytest.raises(RunOfAnotherModel, match=r"with adapters sql \(11111111\)"):
+    with pytest.raises(AdapterAwaited, match=rf"run {run} needs .* adapters sql \(11111111\)"):
         runs.run(job)
     add_worker(redis, "w")
     record = {"models": [*MODEL.names, "sql", CHANGED], "format": FORMAT}
     redis.set(worker_key("w"), json.dumps(record), ex=WORKER_STATS_TTL_S)
     redis.hset("rq:worker:w", "queues", "bulk")
-    shown = invoke("status", run).output
-    assert "serves model m (float32, fingerpr) with adapters sql (11111111): start one" in shown
+    awaited = "no worker on queue 'bulk' has the files of adapters sql (11111111): put these files"
+    assert awaited in invoke("status", run).output
     redis.set(
         worker_key("w"),
         json.dumps({**record, "models": [*MODEL.names, SQL]}),
         ex=WORKER_STATS_TTL_S,
     )
-    assert "serves model" not in invoke("status", run).output
+    assert "no worker on queue" not in invoke("status", run).output
     serve(SQL)
     named = Named()
     runs.work(named)
     assert sorted(named.asked) == [("a", SQL), ("b", SQL)]
+
+
+def test_a_job_whose_adapter_is_not_here_any_more_gets_no_answer(
+    runs: Runs, serve: Serve, serving: JobContext
+) -> None:
+    """Neither an error for a row nor for a prompt: the worker gives the job back."""
+    changed = FakeCompletion(
+        error="the files have changed", finish_reason="error", lacks_adapter=True
+    )
+    runs.write(["a"])
+    runs.plan(sampling={"adapter": "sql"})
+    with pytest.raises(AdapterAwaited, match="the files have changed"):
+        runs.work(lambda request: changed)
+    with pytest.raises(AdapterAwaited, match="the files have changed"):
+        run_task(serving, "jobs.complete", ["a", "b"], adapter="sql", answer=lambda _: changed)
 
 
 def test_each_row_has_the_adapter_of_its_column(runs: Runs, serve: Serve) -> None:
@@ -189,6 +211,32 @@ def test_equal_rows_of_another_adapter_are_asked_anew(runs: Runs, serve: Serve) 
     assert len(named.asked) == 4, "the same adapter, so its answer is taken"
 
 
+def test_rows_of_an_adapter_that_came_too_late_are_asked_again_by_a_retry(
+    runs: Runs, serve: Serve, invoke: Invoke
+) -> None:
+    """A name that nobody knew when the run was planned is an error of its row."""
+    runs.write(["a", "b"], who=["sql", "late"])
+    runs.plan(sampling=GREEDY, sampling_columns={"adapter": "who"})
+
+    def refuse_late(request: Request) -> FakeCompletion:
+        is_late = request.sampling["adapter"].startswith("late")
+        return (
+            FakeCompletion(error="not there", finish_reason="error")
+            if is_late
+            else Named()(request)
+        )
+
+    runs.work(refuse_late)
+    late = f"late@{'7' * 32}"
+    serve(SQL, FRENCH, late)
+    retried = str(runs.output.parent / "retried")
+    invoke("errors", str(runs.output), "--retry", retried)
+    named = Named()
+    runs.work()  # plans it
+    runs.work(named)
+    assert named.asked == [("b", late)]
+
+
 def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     runs: Runs, serve: Serve
 ) -> None:
@@ -200,6 +248,41 @@ def test_a_run_that_takes_no_answers_says_which_adapters_have_other_files(
     output = str(runs.output.parent / "new")
     planned = runs.plan(output=output, reuse=str(runs.output), **asked)
     assert planned["reused"][0]["differs"] == ["adapters sql (11111111) there, sql (33333333) here"]
+
+
+def test_only_rows_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    """Also if an argument names the adapter of rows that name none."""
+    runs.write(["a", "b", "c", "d"], who=["sql", "fr", None, f"fr@{'2' * 32}"])
+    asked: dict[str, Any] = {"sampling": GREEDY, "sampling_columns": {"adapter": "who"}}
+    with_default = {**asked, "sampling": {**GREEDY, "adapter": "sql"}}
+    for number, (arguments, again) in enumerate([(asked, ["a"]), (with_default, ["a", "c"])]):
+        serve(SQL, FRENCH)
+        old, new = (str(runs.output.parent / f"{age}-{number}") for age in ("old", "new"))
+        runs.plan(output=old, **arguments)
+        runs.work(Named())
+        serve(CHANGED, FRENCH)
+        runs.plan(output=new, reuse=old, **arguments)
+        named = Named()
+        runs.work(named)
+        assert sorted(named.asked) == [(prompt, CHANGED) for prompt in again]
+
+
+def test_only_lines_whose_adapter_has_other_files_are_asked_again(runs: Runs, serve: Serve) -> None:
+    bodies = [{"model": name, "prompt": name, "temperature": 0} for name in ("sql", "fr", "m")]
+    lines = [
+        {"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    source = runs.source.parent / "lines.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    old, new = (str(runs.output.parent / age) for age in ("old", "new"))
+    runs.plan(source, output=old, input_format="openai-batch")
+    runs.work(Named())
+    serve(CHANGED, FRENCH)
+    runs.plan(source, output=new, input_format="openai-batch", reuse=old)
+    named = Named()
+    runs.work(named)
+    assert named.asked == [("sql", CHANGED)]
 
 
 def test_a_run_with_an_unknown_adapter_fails_by_name(runs: Runs, serve: Serve) -> None:

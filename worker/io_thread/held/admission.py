@@ -12,7 +12,7 @@ MAX_ID_CHARS = 255
 
 
 class Admission:
-    """Decides by its exact name whether a function may run here, before anything is imported.
+    """Decides whether a function may run here, by the function's exact name, before anything is imported.
 
     A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by attribute.
     Callbacks must be on the same list. A job may not call a method of an object.
@@ -43,6 +43,6 @@ class Admission:
         return record
 
     def _nearest(self, name: str) -> str:
-        """Return a hint with the allowed name that is most like this one; "" if none is."""
+        """Return a hint with the allowed name that is most like `name`; "" if none is like it."""
         near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
         return f"; did you mean {near[0]!r}?" if near else ""

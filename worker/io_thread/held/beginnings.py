@@ -55,7 +55,7 @@ class Beginnings:
             if job.claimed.execution_id in lost_ids:
                 continue
             if self._functions.pop(job.number, None) is None:
-                continue  # the write failed this job, and the guard had it forgotten
+                continue  # the write raised for this job, so the guard has failed it
             with self._guard.around(job):
                 _start_clock(job, moment, moment)
                 hand_over()

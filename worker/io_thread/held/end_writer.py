@@ -97,7 +97,7 @@ class EndWriter:
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError, an error of the server, call it again."""
+        """Write the ends that wait. After a RedisError, call it again."""
         for batch in list(self._batches()):
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))

@@ -144,7 +144,7 @@ class HeldJob:
     # Its record and copies
 
     def hold(self, record: JobRecord) -> None:
-        """Hold this record of its hash from now on."""
+        """From now on hold this record of the job's hash in place of the earlier one."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
@@ -164,7 +164,7 @@ class HeldJob:
         return self._awaited
 
     def awaits(self, call_key: object) -> bool:
-        """Whether the job still waits for the call with this key of `await_call`."""
+        """Whether the job still waits for the call that got this key from `await_call`."""
         return self._awaited is call_key
 
     def interrupt_function(self, reason: type[BaseException]) -> None:
@@ -209,7 +209,7 @@ class HeldJob:
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
-    def unread(self) -> float:
+    def num_unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
         if self.num_requests is None:
             return float("inf")
@@ -265,6 +265,7 @@ class HeldJob:
             # Samples that have ended have left the engine.
             tokens_by_sample = dict(running.get(self.request_id(index), {}))
             for completion in completions:
+                # A completion with an error may have no tokens.
                 if completion.finish_reason != "error":
                     tokens_by_sample[completion.index] = completion.token_ids
             tokens_by_request[index] = tokens_by_sample

@@ -30,7 +30,7 @@ class JobOwner(Protocol):
 class JobGuard:
     """Surrounds every call of the I/O thread that concerns a job.
 
-    An error in such a call fails the job, and the thread goes on. If failing it raises too, the job is let go. Its
+    An error in such a call fails the job, and the thread goes on. If the job cannot be failed either, it is let go. Its
     lease then runs out, which counts as a worker's death. Errors of the Redis server, and those that end a process,
     pass through.
     """

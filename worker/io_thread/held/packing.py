@@ -64,8 +64,8 @@ class Packer:
         self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
         self._ended_streams: list[HeldJob] = []
-        # The sequences that have left the engine since the last refill, and before each of the refills before it.
-        self._num_left = 0
+        # How many sequences have left the engine since the last refill, and how many had left at each refill before.
+        self._num_departed = 0
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def opening(self, job: HeldJob) -> None:
@@ -92,7 +92,7 @@ class Packer:
     @property
     def _is_behind(self) -> bool:
         """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
-        # A job's `next_index` is the number of its requests so far. A part without any counts as one.
+        # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
@@ -146,7 +146,7 @@ class Packer:
 
     def delivered(self, job: HeldJob, num_sequences: int) -> None:
         """Count sequences of a job that have left the engine."""
-        self._num_left += num_sequences
+        self._num_departed += num_sequences
         self._in_engine[job.lane] -= num_sequences
         job.num_in_engine -= num_sequences
 
@@ -157,7 +157,7 @@ class Packer:
         left than the engine has slots. Opening the next file takes many steps. Functions and unopened files take no
         room.
         """
-        num_unread = sum(job.unread for job in self._streams[lane])
+        num_unread = sum(job.num_unread for job in self._streams[lane])
         if num_unread == 0:
             return self._refill(lane)
         newest_job = self._streams[lane][-1]
@@ -227,11 +227,11 @@ class Packer:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
         if not any(self._in_engine):  # an idle worker leaves the next jobs to other workers too
             self._departures.clear()
-            self._num_left = 0
+            self._num_departed = 0
             self._reserve = self._min_reserve
-        elif self._num_left:
-            self._departures.append(self._num_left)
-            self._num_left = 0
+        elif self._num_departed:
+            self._departures.append(self._num_departed)
+            self._num_departed = 0
             wished_reserve = 2 * max(self._departures)
             self._reserve = max(self._min_reserve, min(self.slots, wished_reserve))
 

@@ -57,7 +57,7 @@ class TextStreams:
         streamed = job.streamed.get(sample, _NO_TEXT)
         num_tokens_before = len(streamed.token_ids)
         new_token_ids = partial.token_ids[num_tokens_before:]
-        # Of each part, its text so far in Redis and now.
+        # For each part of the answer: its name, its text that Redis has, and its text now.
         parts = (
             ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
             ("text", streamed.text, partial.text),

@@ -2,8 +2,8 @@
 -- job's field `sequences` says. Nothing is claimed while `rq suspend` holds all workers, or after Redis came back with
 -- older data, until a person confirms that.
 --
--- As with RQ's own workers, a job only has to stand in the queue. Jobs that are gone or cancelled are dropped from it,
--- and jobs that this claim or a running execution has taken and nobody has enqueued again since.
+-- As with RQ's own workers, a job only has to stand in the queue. Jobs that are deleted or cancelled are dropped from
+-- it. So are jobs that this claim or an open execution has taken, unless somebody has enqueued them again since.
 --
 -- These jobs stay where they are in the queue, for other workers:
 --   jobs whose field `tokenmill_model` has a line that is not among `models`: the model, or an adapter;
@@ -43,7 +43,7 @@ if #earlier > 0 then
     local id, job_left_before = earlier[i], earlier[i + 1]
     local eid = token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      local deaths, journal = left_of(id)
+      local deaths, journal = deaths_and_journal(id)
       claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, job_left_before, journal, pieces_of(id)}
     end
   end
@@ -138,7 +138,7 @@ local function consider(id)
     files_left = files_left + (kind == 'file' and 1 or 0)
     return
   end
-  local deaths, journal = left_of(id)
+  local deaths, journal = deaths_and_journal(id)
   local pieces = is_followed and pieces_of(id) or {} -- most jobs are not followed, which saves a command
   local is_suspect = deaths >= args.suspect_deaths
   local num_sequences = math.max(1, tonumber(sequences_text) or 1)

@@ -1,5 +1,5 @@
--- Let go of a job that has ended and whose dependents are queued. Of end_execution.lua's arguments it takes the first
--- four. A job that was cancelled, or enqueued again under its id, in the meantime is not ours to settle any more.
+-- Let go of a job that has ended and whose dependents are queued. It takes the first four arguments of
+-- end_execution.lua. A job that was cancelled, or enqueued again under its id, in the meantime is not ours to settle.
 local taken_at = holds(queue, id, eid)
 local is_ours = taken_at and not is_queued_again(queue, id, taken_at)
 if call('HGET', job, 'ended_by') == eid then

@@ -6,8 +6,8 @@
 --   {'alive', 0} if the job is 'abandoned' but its lease still runs;
 --   {'gone', 0} if its holder has let go of it;
 --   {'dropped', 0} if the job was cancelled, deleted or enqueued again;
---   {'exhausted', deaths, claimed, worker} if max_deaths workers have died with it. The caller holds it now, by the execution
---   `new_eid`, to fail it;
+--   {'exhausted', deaths, claimed, worker} if max_deaths workers have died with it. The caller holds it now, by the
+--   execution `new_eid`, to fail it;
 --   {'ended', 0, claimed} if its end is written. The caller holds it now, by the same execution, to queue dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
 local job = 'rq:job:' .. id
@@ -32,7 +32,7 @@ let_go(queue, id, eid)
 if is_queued then return {'dropped', 0} end
 
 local is_death = mode ~= 'given_back'
-local deaths = left_of(id) + (is_death and 1 or 0)
+local deaths = deaths_and_journal(id) + (is_death and 1 or 0)
 if is_death then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
 if is_death and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)

@@ -63,7 +63,7 @@ class Policy:
             _ = self.retry_wait_s  # raises if an interval cannot be used
         if self.repeats_left and self.repeats_left > 0:
             for interval_s in self.repeat_intervals or ():
-                _seconds(interval_s)
+                _seconds(interval_s)  # raises, and so does _bounded_ttl
         for ttl_s in (self.result_ttl, self.failure_ttl):
             _bounded_ttl(ttl_s or 0)
 

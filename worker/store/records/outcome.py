@@ -96,7 +96,7 @@ class Outcome:
         `result_ttl`, an error of any type is raised.
         """
         if job is None and self.claimed.damage is None:
-            return self  # the policy was checked when it was read
+            return self  # its policy was checked when the job was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)  # raises if a step cannot be made of it

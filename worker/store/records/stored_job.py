@@ -39,7 +39,7 @@ class StoredJob(Job):
 
     @property
     def data(self) -> bytes:
-        """The payload's JSON. It is unpacked again each time, because it may be large."""
+        """The payload's JSON. It is unpacked each time and not kept, because it may be large."""
         if self._data is not _STILL_PACKED:
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)

@@ -41,9 +41,9 @@ local function count(counter)
   call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', args.working_s)
 end
 
--- Write what RQ writes about a run, and one more field. Copies of the job may have been saved while it ran.
+-- Write what RQ writes about a try, and one more field. Copies of the job may have been saved while it ran.
 local function write_run(name, value)
-  -- They belong to the try that ends here. A reader of the text has all of it in the result.
+  -- These keys belong to the try that ends here. A reader of the text has all of it in the result.
   call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id, 'tokenmill:text:' .. id)
   call(
     'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,

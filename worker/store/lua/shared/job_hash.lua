@@ -5,7 +5,7 @@ local bytes_read = 0
 -- How many workers have died with a job, and the journal that an earlier execution of it has left, or false.
 -- The key tokenmill:deaths:<job> stays until the job is set aside, or no worker has died with it for a week. A field of
 -- the job's hash could not be trusted, as producers write there.
-local function left_of(id)
+local function deaths_and_journal(id)
   local deaths, journal = unpack(call('MGET', 'tokenmill:deaths:' .. id, 'tokenmill:journal:' .. id))
   bytes_read = bytes_read + (journal and #journal or 0)
   return tonumber(deaths or '') or 0, journal

@@ -1,7 +1,7 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
 -- The lease is the time to live of the execution hash; only release.lua acts on its end. Until the job begins
 -- (renew.lua), it looks as it did in the queue.
--- deaths, journal, pieces: what left_of and pieces_of return. They are called if these are not given.
+-- deaths, journal, pieces: what deaths_and_journal and pieces_of return. They are called if these are not given.
 local function open_execution(queue, id, eid, deaths, journal, pieces)
   local job = 'rq:job:' .. id
   local execution = 'rq:execution:' .. id .. ':' .. eid
@@ -17,7 +17,7 @@ local function open_execution(queue, id, eid, deaths, journal, pieces)
   call('PERSIST', job)
   call('HDEL', job, 'tokenmill_progress') -- it belongs to an earlier execution
   if not deaths then
-    deaths, journal = left_of(id)
+    deaths, journal = deaths_and_journal(id)
     pieces = pieces_of(id)
   end
   return {id, eid, job_hash(id), deaths, '', journal, pieces}

@@ -34,9 +34,10 @@ def find_shared_prefixes(
     if int(query_lens[long_enough].sum()) < least_queries:
         return []
     first_blocks = block_tables[long_enough, 0]
-    for first_block in np.unique(first_blocks):
+    different_blocks, counts = np.unique(first_blocks, return_counts=True)
+    for first_block in different_blocks[counts > 1]:
         seqs = long_enough[first_blocks == first_block]
-        if len(seqs) < 2 or int(query_lens[seqs].sum()) < least_queries:
+        if int(query_lens[seqs].sum()) < least_queries:
             continue
         tables = block_tables[seqs]
         same_blocks = np.logical_and.accumulate(tables == tables[0], axis=1).sum(1)
