@@ -331,7 +331,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
         click.echo(json.dumps(content, indent=2))
     else:
         click.echo(
-            f"{levels[Level.FAULT]} faults, {levels[Level.WARNING]} warnings, {levels[Level.OK]} ok"
+            f"faults: {levels[Level.FAULT]}, warnings: {levels[Level.WARNING]}, ok: {levels[Level.OK]}"
         )
     context.exit(1 if levels[Level.FAULT] else 0)
 

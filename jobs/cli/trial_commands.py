@@ -82,7 +82,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         lines.append(f"         {reason}")
     lines += [
         f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
-        f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
+        f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save about "
         f"{result['cached_tokens']:,.0f}",
     ]
     tried = result["num_tried"]

@@ -211,7 +211,7 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
 
 
 def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
-    """Return a run's cells of the table. "-" stands for nothing."""
+    """Return a run's cells of the table. An empty cell is "-"."""
     return (
         run.run,
         run.state,
@@ -253,7 +253,7 @@ _WORKER_HEADS = (
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
-    """Return a worker's cells of the table. "-" stands for nothing."""
+    """Return a worker's cells of the table. An empty cell is "-"."""
     up = duration_text(worker.up_s)
     memory = bytes_text(worker.memory_bytes) if worker.memory_bytes else ""
     held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())

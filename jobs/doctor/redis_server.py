@@ -86,7 +86,10 @@ def not_served(url: str, error: RedisError) -> Finding:
         if url.startswith("rediss:"):
             mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
-        mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
+        mend = (
+            "use the Redis user of the role that this needs, or give this user the rules of its role in "
+            "ops/redis-users.acl, +info and +ping among them"
+        )
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
     return fault("redis", f"{address} {problem} ({error})", mend)
@@ -185,8 +188,8 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     used_bytes = health.used_bytes
     max_bytes = health.limit_bytes
     if max_bytes and used_bytes > FULL * max_bytes:
-        when = "no job can" if used_bytes >= max_bytes else "soon no job can"
-        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
+        when = "now" if used_bytes >= max_bytes else "soon"
+        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} no job can be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
         yield fault("redis memory", problem, mend)
 

@@ -181,6 +181,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
         removed += remove_waiting(state, submission, facts[field], job_ids)
         for start in range(0, len(job_ids), CHUNK):
             chunk = job_ids[start : start + CHUNK]
+            # Raises RunResubmitted if a later submission came.
             stopped += state.as_of(submission, partial(stop_held, connection, chunk))
 
     # A finished run of which nothing was cancelled has had its notices.

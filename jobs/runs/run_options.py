@@ -13,7 +13,7 @@ BatchEndpoint = Literal[
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of `submit`, for the command line and jobs.score_parquet. All may be left out."""
+    """The keyword arguments of `jobs.submit`. `tokenmill submit` has the same ones. All may be left out."""
 
     # What is asked of each row
 

@@ -102,6 +102,6 @@ def test_a_producer_needs_nothing_more_and_a_password_is_never_printed(tmp_path:
     assert done.returncode == 1, shown
     assert "fault    redis" in shown
     assert "redis://127.0.0.1:1/0 does not answer" in shown
-    assert "1 faults" in shown
+    assert "faults: 1," in shown
     assert "s%2Fecret" not in shown
     assert "s/ecret" not in shown

@@ -145,7 +145,7 @@ class Claimer:
             # With room for 0 further jobs, a claim only returns what its token has claimed before.
             self._take_up(lanes, rooms=[0] * len(lanes))
 
-    def discount(self, num_jobs: int) -> None:
+    def stop_counting(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
         self._num_claimed -= num_jobs
 

@@ -340,7 +340,7 @@ class IoLoop:
             self._runner.show_begun(self._store)
         self._claimer.take_up_unanswered()
         surplus = self._runner.take_surplus()
-        self._claimer.discount(len(surplus))
+        self._claimer.stop_counting(len(surplus))
         self._runner.releases.give_back(surplus, "given_back")
         self._give_back_faulty()
 
@@ -352,7 +352,7 @@ class IoLoop:
             with self._runner.guard.around(fault.claimed):
                 self._runner.releases.give_back_faulty(fault)
             del faults.waiting[0]
-            self._claimer.discount(1)
+            self._claimer.stop_counting(1)
             self._claimer.pause(self._clock() + PAUSE_S)
             if faults.in_a_row >= MAX_IN_A_ROW:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))

@@ -119,7 +119,7 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
-        self._slowest_s = 0.0
+        self._slowest_answer_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
         self.waited_ms: Counter[str] = Counter()
@@ -197,12 +197,12 @@ class Tally:
 
     def answered(self, seconds: float) -> None:
         """Note how long Redis took to answer the I/O thread."""
-        self._slowest_s = max(self._slowest_s, seconds)
+        self._slowest_answer_s = max(self._slowest_answer_s, seconds)
 
     def take_slowest(self) -> float:
         """Return the seconds of the slowest answer since the last call."""
-        seconds = self._slowest_s
-        self._slowest_s = 0.0
+        seconds = self._slowest_answer_s
+        self._slowest_answer_s = 0.0
         return seconds
 
     def sent(self, client: str) -> None:

@@ -25,11 +25,12 @@ class RedisClock:
     ) -> None:
         self._wall = wall
         self._steady = steady
-        self._began_at = wall() - steady()  # the time of Redis' clock when `steady` was 0
+        #: Add this to `steady` for the time of Redis' clock.
+        self._redis_minus_steady_s = wall() - steady()
         self.ahead_s = 0.0
 
     def __call__(self) -> float:
-        return self._began_at + self._steady()
+        return self._redis_minus_steady_s + self._steady()
 
     def look(self, client: Redis) -> None:
         """Ask Redis for its time, by INFO, because a user may lack the right to TIME. Raises RedisError."""
@@ -40,7 +41,7 @@ class RedisClock:
         if redis_time_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
             # Redis has read its clock about halfway between.
             read_at = (asked_at + answered_at) / 2
-            self._began_at = redis_time_us / 1e6 - read_at
+            self._redis_minus_steady_s = redis_time_us / 1e6 - read_at
             self.ahead_s = self._wall() - self()
 
     @property

@@ -31,7 +31,8 @@ class Registries:
     def clean(self, queue_names: Sequence[str]) -> None:
         """Drop expired entries of finished and failed jobs, and stale workers, group members and journals.
 
-        RQ's own cleanup of started jobs is left out, because it judges by score and runs callbacks.
+        RQ's own cleanup of started jobs is left out. It takes a job for abandoned by its score in the registry, not by
+        its lease, and it runs callbacks.
         """
         groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
         for name in groups:

@@ -140,7 +140,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
     """Yield rows whose values are lists of fields.
 
     If a row does not end, because a quote is not closed, only its first line is lost. The lines after the first one are
-    read again. A row with a problem has an empty list, or the fields that are no valid Unicode.
+    read again. A row with a problem has an empty list. If the problem is its Unicode, the row has all its fields.
     """
     lines_again: deque[Record] = deque()  # lines to be read before others
     row_lines: list[Record] = []  # the lines of the current row

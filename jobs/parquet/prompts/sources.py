@@ -77,7 +77,7 @@ class RowSampling:
         self._problem = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType if a column can never hold its value."""
+        """Raise WrongColumnType if a column can never hold values of its sampling option."""
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             if name == TOOLS:

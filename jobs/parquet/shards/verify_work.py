@@ -215,9 +215,7 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
         size = size * total / 100
     count = min(total, math.ceil(size))
     if count > most:
-        raise InvalidValue(
-            f"sample has {{}} rows, more than the limit of {most}: take fewer", count
-        )
+        raise InvalidValue("sample has {} rows, more than the limit of {}: take fewer", count, most)
     return set(Random(seed).sample(range(total), count))
 
 

@@ -192,7 +192,7 @@ def _prompt_without_content(calibrate: object) -> str:
 
 
 def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
-    """Return the chat that calibrates: by default these messages, the last with CONTENT_FREE. Raises InvalidJob."""
+    """Return the chat that calibrates: by default these, the last one's content replaced. Raises InvalidJob."""
     if calibrate is True:
         *before, last = messages
         return [*before, {**last, "content": CONTENT_FREE}]

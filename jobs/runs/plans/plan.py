@@ -181,7 +181,8 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        has_chosen_rows = bool(file.num_chosen)  # a file with none of its rows chosen is not read
+        # None: all rows are asked. 0: the run never reads this file, so its path does not matter.
+        has_chosen_rows = file.num_chosen not in (None, 0)
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
         content = json.dumps([file.fingerprint, file.rows, self.columns])

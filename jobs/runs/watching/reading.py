@@ -14,6 +14,7 @@ from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import (
+    LOADING,
     Worker,
     are_held,
     are_suspended,
@@ -256,7 +257,8 @@ class RunLook:
             is_whole=self.is_finished,
         )
 
-        listening = listening_on(workers, facts["queue"])
+        living = [worker for worker in workers if not worker.is_silent]
+        listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         return RunSnapshot(
             run=self.run,
@@ -279,7 +281,7 @@ class RunLook:
             failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
             workers=len(listening),
             queue_length=self.length,
-            listened=_queues_of(workers),
+            listened=_queues_of(living),
             silent_workers=tuple(sorted(busy_workers - _alive(workers))),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
@@ -330,10 +332,11 @@ class RunLook:
         """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
         if self.is_stalled:
             return None
-        alive = _alive(workers)
+        # A worker that loads its model has the name of a killed one perhaps, and holds no shards.
+        computing = _alive(worker for worker in workers if not _is_loading(worker))
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
-            if progress.worker in alive:
+            if progress.worker in computing:
                 running[shard] = progress
 
         # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
@@ -647,7 +650,12 @@ def _queues_of(workers: Collection[Worker]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _alive(workers: Collection[Worker]) -> set[str]:
+def _is_loading(worker: Worker) -> bool:
+    """Whether a worker still loads its model."""
+    return worker.sample is not None and worker.sample.state == LOADING
+
+
+def _alive(workers: Iterable[Worker]) -> set[str]:
     """Return the names of the workers that live."""
     return {worker.name for worker in workers if not worker.is_silent}
 

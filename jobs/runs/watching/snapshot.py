@@ -342,7 +342,7 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         prefix, _, _ = job_id.partition("-")
         if is_run_id(prefix):
             runs[prefix] = None
-    of_runs = f", of run {', '.join(runs)} among others" if runs else ""
+    of_runs = f", some of run {', '.join(runs)}" if runs else ""
     return [
         f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}{of_runs}"
     ]

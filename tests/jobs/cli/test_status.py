@@ -9,7 +9,7 @@ from rq.job import JobStatus
 from rq.results import Result
 
 from jobs.cli import status_text
-from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
+from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key, worker_key
 from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
@@ -188,7 +188,9 @@ def test_status_says_behind_how_many_jobs_and_which_run_a_run_is(
     add_worker(redis, "w")
     first = runs.plan(source, tmp_path / "first", rows_per_shard=1)["run"]
     runs.plan(source, tmp_path / "second")
-    says = f"waits    it is behind 5 waiting and 0 running jobs on queue 'bulk', of run {first} among others"
+    says = (
+        f"waits    it is behind 5 waiting and 0 running jobs on queue 'bulk', some of run {first}"
+    )
     assert says in invoke("status", tmp_path / "second").stdout
     started = runs.jobs[0]
     redis.lrem("rq:queue:bulk", 1, started.id)
@@ -228,3 +230,14 @@ def test_status_says_why_no_worker_claims(
         text = invoke("status", runs.output).stdout
         given = [name for name, reason in reasons.items() if reason in text]
         assert given == ([] if state == "idle" else [state])
+
+
+def test_a_run_whose_only_worker_is_dead_needs_a_worker(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    runs.plan(source)
+    add_worker(redis, "dead")
+    redis.set(worker_key("dead"), '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
+    shown = invoke("status", tmp_path / "out").stdout
+    assert "no worker listens on queue 'bulk': start one with" in shown
+    assert "it is behind" not in shown

@@ -59,6 +59,8 @@ def delete(context: ActionContext, form: Form) -> ActionResult:
         num_done += len(done)
         num_gone += len(job_ids) - len(done)
         context.report(f"{num_done:,} deleted")
+    if num_done == num_gone == 0:
+        return ActionResult("delete", _about(form), "Nothing was deleted: tick jobs first.")
     gone = f", {num_gone:,} {_were(num_gone)} gone" if num_gone else ""
     return ActionResult("delete", _about(form), f"{num_done:,} deleted{gone}.")
 
