@@ -7,10 +7,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ops.bench.gpu import beside
+from ops.bench.gpu import beside, vllm_turns
 from ops.bench.gpu.pack_vllm import DamagedPiecesError, pack, unpack
 from ops.bench.workload import Workload
 
@@ -82,13 +84,58 @@ def test_a_harmed_piece_is_named(harm: str, tmp_path: Path) -> None:
 def test_workloads_keep_what_the_first_row_wants(tmp_path: Path) -> None:
     files = beside.write_workloads(tmp_path, dry_run=True)
     workloads = [Workload.read(file) for own in files.values() for file in own]
-    assert [workload.first_logprobs for workload in workloads] == [0, 0, 0, 0, 5, 0]
+    wanted = {workload.name: workload.first_logprobs for workload in workloads}
+    assert wanted.pop("256, one with log probabilities") == 5
+    assert set(wanted.values()) == {0}
     beginnings = {tuple(workload.prompts[0][:3]) for workload in workloads}
     assert len(beginnings) == len(workloads)
     for own in files.values():
         for file in own:
             warm_up = Workload.read(beside.warm_up_file(file))
             assert len(warm_up.lengths) <= beside.WARM_UP_ROWS
+
+
+class StandIn:
+    """vLLM's `LLM`, without a model: token 7 is always the next one."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.params: list[SimpleNamespace] = []
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[SimpleNamespace]:
+        """Answer to the lengths asked for."""
+        self.params = params
+        answers = [[7] * each.max_tokens for each in params]
+        assert all(prompt.keys() == {"prompt_token_ids"} for prompt in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for tokens in answers]
+
+
+def test_vllms_runner_asks_for_full_answers_and_for_what_the_first_row_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[StandIn] = []
+
+    def make(**settings: Any) -> StandIn:
+        made.append(StandIn(**settings))
+        return made[-1]
+
+    fake = SimpleNamespace(LLM=make, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for name in ("VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE", "VLLM_LOGGING_STREAM"):
+        monkeypatch.setenv(name, "1")
+    Workload("few", "tiny", [[1, 2], [3]], [5, 2], first_logprobs=3).write(tmp_path / "few.json")
+    given = beside.Given(tmp_path, "bfloat16", 64, 2**20, rounds=1)
+    options = shlex.split(given.options(max_num_seqs=256).replace("--turns", ""))
+    files = ["--workload", str(tmp_path / "few.json"), "--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["vllm_turns", *options, *files])
+    vllm_turns.main()
+    assert json.loads((tmp_path / "out.json").read_text())["outputs"] == [[7] * 5, [7] * 2]
+    settings = made[0].settings
+    assert (settings["max_num_seqs"], settings["kv_cache_memory_bytes"]) == (256, 2**20)
+    first, second = made[0].params
+    assert first.logprobs == 3
+    assert not hasattr(second, "logprobs")
+    assert (second.temperature, second.ignore_eos) == (0.6, True)
 
 
 @pytest.mark.processes

@@ -51,6 +51,8 @@ def main() -> None:
     options = parse_options(parser)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # standard output is the protocol's
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm import LLM
 
     llm = LLM(
