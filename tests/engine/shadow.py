@@ -90,11 +90,11 @@ class ShadowDevice:
         return self.sampled
 
     def _compute_states(self, step: StepBatch, prefix_of_row: list[int]) -> None:
-        """Go through the parts as a mixer does: the first decodes at once, whatever is behind them in order."""
+        """Go through the parts as a mixer does: the first decodes at once, whatever is behind them wave by wave."""
         parts = state_parts(step.state_parts, CPU)
         row = len(parts.decodes)
         reads = [*range(row)], parts.decodes.tolist()
-        for part in parts.others:
+        for part in sorted(parts.others, key=lambda part: part.start):
             assert part.start == row
             assert part.end > part.start
             row = part.end
