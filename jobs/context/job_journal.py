@@ -84,7 +84,7 @@ class JobJournal:
                 contents += "\n" + line
         executions = executions_key(self.job_id)
         with self.connection.pipeline() as pipe:
-            # If the job ends after it was looked at here, its journal is deleted. Then nothing is written.
+            # The worker that ends the job deletes its journal. If that happens from here on, the write below fails.
             pipe.watch(executions)  # type: ignore[no-untyped-call]
             if self.execution_id is not None and pipe.zscore(executions, self.execution_id) is None:
                 return

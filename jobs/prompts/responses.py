@@ -236,7 +236,7 @@ def text_token(entry: Logprob) -> str:
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
-    """Return a token in the form of `chat.completion`. A part of a character has its own bytes, as with OpenAI."""
+    """Return a token in the form of `chat.completion`. A token that is only part of a character has its bytes."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
         token_bytes = token.encode()

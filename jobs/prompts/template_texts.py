@@ -62,7 +62,7 @@ def as_values(value: Any, control_tokens: Collection[str]) -> Any:
 
 
 class _Spellings:
-    """Finds the tokens that a value spells: whole tokens, and the beginning of a token at the value's end."""
+    """Finds the control tokens that a value spells: whole ones, and the beginning of one at the value's end."""
 
     def __init__(self, texts: Collection[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
@@ -73,7 +73,7 @@ class _Spellings:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def broken(self, value: Any) -> Any:
-        """Return a value with BREAK in each token that its texts spell."""
+        """Return a value with BREAK in each control token that its texts spell."""
         if isinstance(value, str):
             while self._pattern.search(value):  # again, because a token may be within another one
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)

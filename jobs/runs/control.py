@@ -137,14 +137,14 @@ def _check_raised(spec: RunSpec, max_tokens: int) -> None:
     column = spec.sampling_columns.get("max_tokens")
     if column is not None:
         raise InvalidJob(
-            f"max_tokens comes from the column {column!r}, so that one value would change nothing: raise the column's "
-            "values, or give another column, and submit with --reuse"
+            f"max_tokens comes from the column {column!r}, where a single value for the run has no effect: raise the "
+            "column's values, or give another column, and submit with --reuse"
         )
     prompts = spec.prompts or ()
     if prompts and all("max_tokens" in prompt.get("sampling", {}) for prompt in prompts):
         raise InvalidJob(
-            "max_tokens comes from each of the prompts, so that one value would change nothing: raise the prompts' "
-            "values, and submit with --reuse"
+            "max_tokens comes from each of the prompts, where a single value for the run has no effect: raise the "
+            "prompts' values, and submit with --reuse"
         )
     limit = spec.sampling.get("max_tokens")
     if limit is None:

@@ -82,7 +82,7 @@ class _WorkerCollector(Collector):
         queues = ",".join(self._queue_names)
         this_worker = [((name, shown.state, queues), 1)]
         yield _Metric(
-            _GAUGE, "rq_workers", "Workers, this one.", ("name", "state", "queues"), this_worker
+            _GAUGE, "rq_workers", "This worker.", ("name", "state", "queues"), this_worker
         )
 
         fact_names = ("dtype", "attention_backend", "version")

@@ -187,7 +187,7 @@ class LocalFiles:
     def publish(self, temporary: str, target: str) -> None:
         """Give a temporary file its name once its contents are on the disk. Raises FileExistsError.
 
-        If the folder was moved meanwhile, the new name is removed again, and PathSwapped is raised.
+        If the folder was moved meanwhile, the file is removed again, under both names, and PathSwapped is raised.
         """
         with self._parent(target) as (folder, name):
             temporary_name = os.path.basename(temporary)

@@ -128,10 +128,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
     if isinstance(value, list):
         inner: Kind = "null"
         for item in value:
-            item_kind = kind_of(item, depth + 1)
-            if item_kind == "json":
-                return "json"
-            inner = merged(inner, item_kind)
+            inner = merged(inner, kind_of(item, depth + 1))
             if inner == "json":
                 return "json"
         return {"list": inner}

@@ -190,7 +190,7 @@ def enqueue_shards(
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    num_low: how many rows of each shard have a low margin, so that a cascade's second model is asked; None for jobs of
+    num_low: for a cascade's second model, at most how many rows of the one shard it is asked about; None for jobs of
     the first model.
     """
     new_jobs = _NewJobs(context, queue_name, plan, state, num_low)
@@ -302,7 +302,7 @@ class _NewJobs:
 
 
 class _ShardQueue:
-    """The jobs that a run has on one queue, for one model.
+    """The jobs that a run has on one queue, for one model. is_second: whether that is a cascade's second model.
 
     The queue is read once. It is read again only for jobs whose status is "queued" but which were not on it.
     """

@@ -85,7 +85,7 @@ class Journals:
         self._num_unanswered -= 1
         moment = self._clock()
         if self._leave_by is not None and not self._num_unanswered:
-            # The engine has answered. From now on the worker waits for its entries alone.
+            # The engine has answered. From now on the worker waits only for its entries.
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
             assert job.started_at is not None  # a streaming job has begun
@@ -94,7 +94,8 @@ class Journals:
             if is_young_prompt and self._leave_by is None:
                 continue  # most prompts end before their first entry
             if job.number in self._writing:
-                self._writing[job.number] = report  # for the entry after this one
+                # An entry is being written. This report is for the next one.
+                self._writing[job.number] = report
                 continue
             with self._guard.around(job):
                 self._enter(job, report)
