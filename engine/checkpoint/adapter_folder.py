@@ -123,11 +123,12 @@ class AdapterFolder:
         return found, problems
 
     def largest(self) -> int:
-        """Return how many numbers the largest adapter has. Adapters that cannot be read are left out."""
+        """Return how many numbers the largest adapter has. Adapters that cannot be used are left out."""
         sizes = [0]
         for name in self.names():
             assert self._folder is not None
-            with suppress(MissingWeights):
+            with suppress(AdapterRefused, MissingWeights, OSError, ValueError):
+                check_files(name, self._folder / name)
                 entries = check_file(self._folder / name / WEIGHTS)
                 sizes.append(sum(prod(entry.shape) for entry in entries))
         return max(sizes)

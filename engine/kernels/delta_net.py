@@ -81,6 +81,7 @@ def convolve_kernel(
         total = total / (1 + tl.exp(-total))
         out = out_ptr + (token * NUM_HEADS + head) * CHANNELS + channel
         tl.store(out, total, mask=inside & (token < end))
+    tl.debug_barrier()  # what was kept is read by all before it is replaced
     for step in tl.static_range(STEPS):
         at = end - STEPS + step
         x = load_token(new, before, at, start, end, source, inside, ROW, CHANNELS, STEPS)

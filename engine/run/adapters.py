@@ -217,6 +217,8 @@ class Adapters:
             self.folder.find(adapter.pinned)
         except AdapterGone as gone:
             error = gone  # other files were read than were asked for, whatever came of that
+        except Exception as raised:  # noqa: BLE001 - as above
+            error = error or raised
         if error is not None:
             for seq in request.held:
                 seq.fail(error)

@@ -250,7 +250,7 @@ def _check_memory(
         yield Observation("memory", "fault", found, mend)
         return
     check_pool_bytes(config, left, f"{memory} beside the weights")
-    default = left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks)
+    default = left if "GPU" in owner else min(left, default_cpu_kv_cache_bytes(ranks))
     sizes = sizes or PoolSizes(_block_bytes(config, model, dtype_bytes), 0)
     most_tokens = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings

@@ -85,11 +85,16 @@ class Scheduler:
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence in its lane. It is shorter than max_model_len, or as long if it generates no token."""
+        """Queue a sequence in its lane. It is shorter than max_model_len, or as long if it generates no token.
+
+        A sequence that was held after it had been queued keeps its arrival.
+        """
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
-        seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
-        self._num_arrivals += 1
+        if not seq.arrived_at:
+            seq.arrival = self._num_arrivals
+            seq.arrived_at = time.monotonic()
+            self._num_arrivals += 1
         seq.max_len = min(seq.max_len, self.max_model_len)
         self._wait_again(seq)
 

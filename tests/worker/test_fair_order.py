@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,14 @@ def test_a_run_that_comes_later_shares_what_is_left_and_the_others_keep_their_pl
 def test_an_urgent_run_leaves_a_tenth_to_the_others() -> None:
     order = fair_order([], shards("a", 40) + shards("b", 30), ["b"])
     assert Counter(job[0] for job in order[:20]) == {"b": 18, "a": 2}
+
+
+@pytest.mark.parametrize(("urgent", "other"), [(1, 1), (1, 10), (1, 100), (100, 1)])
+def test_an_urgent_run_gets_nine_tenths_whatever_the_priorities(urgent: int, other: int) -> None:
+    jobs = [WaitingJob(f"u{n}", "u", 10, urgent) for n in range(1000)]
+    jobs += [WaitingJob(f"o{n}", "o", 10, other) for n in range(1000)]
+    order = fair_order([], jobs, ["u"])
+    assert sum(job_id.startswith("u") for job_id in order[:1000]) in range(890, 911)
 
 
 def test_a_run_is_less_often_urgent_with_a_higher_priority() -> None:
@@ -177,7 +186,7 @@ class Lane:
                 else:
                     run = by_name[claimed.run.rstrip(":")]
                     run.first_at = now if run.first_at is None else run.first_at
-                at(now + claimed.cost / self.rows_per_s, "done", claimed)
+                at(now + claimed.rows / self.rows_per_s, "done", claimed)
 
     def _order(
         self, by_name: dict[str, Simulated], finished: list[tuple[float, int]], now: float

@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from jobs.common.display import shown_error
+from jobs.common.redis_info import is_full
 from jobs.common.workers import RESTORED, RESTORED_TEXT
 from worker.engine_thread.orders import EngineDied, Halt, SampledTokens, Stepped, Texts
 from worker.errors import (
@@ -313,10 +314,15 @@ class IoLoop:
             self._ride_out(moment, error)
 
     def _refusal_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
-        """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised."""
+        """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised.
+
+        A full Redis refuses some commands and takes others, so the duties after this one have their turn.
+        """
         try:
             duty(moment)
-        except OUTAGES:  # some are of ResponseError's class too
+        except OUTAGES as error:  # some are of ResponseError's class too
+            if is_full(error):
+                return error
             raise
         except ResponseError as error:
             return error

@@ -27,11 +27,12 @@ PROMPTS = ""
 
 
 class WaitingJob(NamedTuple):
-    """A job in a queue. run: its run, or PROMPTS. cost: its rows, divided by its run's priority."""
+    """A job in a queue. run: its run, or PROMPTS. rows: how many it has. priority: its run's."""
 
     id: str
     run: str
-    cost: float
+    rows: float
+    priority: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,6 @@ class RunInQueue:
     rows_left: float
     deadline: float | None = None
     priority: int = 1
-
-    @property
-    def shard_cost(self) -> float:
-        """Return the cost of one shard: its rows, divided by the priority."""
-        return self.shard_rows / self.priority
 
 
 def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> list[str]:
@@ -110,10 +106,10 @@ def fair_order(
         # jobs stand between them does not matter.
         places = {run: place for place, run in enumerate(urgent)}
         new = sorted(new, key=lambda job: places.get(job.run, 0))
-    runs = {job.run for job in (*in_order, *new)}
-    num_others = len(runs - set(urgent))
-    # The urgent runs together get this many times the share of another run.
-    urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
+    priorities = {job.run: job.priority for job in (*in_order, *new)}
+    others_priority = sum(priorities[run] for run in priorities.keys() - set(urgent))
+    # The urgent runs together get this many times the share of a run with priority 1.
+    urgent_weight = others_priority * URGENT_SHARE / (1 - URGENT_SHARE)
 
     # By stream: the end of its last job that has a place. The urgent runs are one stream, each other run is one.
     ends: defaultdict[str, float] = defaultdict(float)
@@ -122,13 +118,12 @@ def fair_order(
 
     def place(job: WaitingJob, not_before: float) -> float:
         """Place a job behind the others of its stream. Returns its end, see PlacedJob."""
-        cost = job.cost
         stream = f"run {job.run}"
+        weight: float = job.priority
         if job.run in urgent:
             stream = "urgent"
-            if urgent_weight > 0:
-                cost /= urgent_weight
-        ends[stream] = max(not_before, ends[stream] + cost)
+            weight = urgent_weight or 1  # 0 if no other run waits
+        ends[stream] = max(not_before, ends[stream] + job.rows / weight)
         return ends[stream]
 
     latest_end = 0.0

@@ -54,7 +54,9 @@ class OrderMemory:
             heads = {}
             for run, (job_id, waited) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(waited))
-            priorities = {str(run): int(priority) for run, priority in fields["priorities"].items()}
+            priorities = {
+                str(run): int(priority) for run, priority in fields.get("priorities", {}).items()
+            }
             return cls(
                 last=str(fields["last"]),
                 urgent=list(fields["urgent"]),

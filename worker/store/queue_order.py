@@ -68,7 +68,7 @@ class QueueOrder:
             num_new = job_ids[::-1].index(memory.last)
             num_in_order = len(job_ids) - num_new
 
-        jobs = [WaitingJob(job_id, run_of[job_id], _cost(job_id, runs)) for job_id in job_ids]
+        jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
         in_order = jobs[:num_in_order]
         new = jobs[num_in_order:]
         placed = fair_order(in_order, new, urgent, memory.waited(run_of))
@@ -130,14 +130,15 @@ def _run_of(job_id: str) -> str:
     return run
 
 
-def _cost(job_id: str, runs: Mapping[str, RunInQueue]) -> float:
-    """Return a job's rows, divided by its run's priority; 1 for a prompt. runs: those that are planned.
+def _waiting_job(job_id: str, runs: Mapping[str, RunInQueue]) -> WaitingJob:
+    """Return a job of the queue with its rows. runs: those that are planned.
 
-    A planning job costs nothing. So it comes first, and the shards that it queues soon get their share.
+    A planning job counts as no rows. So it comes first, and the shards that it queues soon get their share.
     """
     run = _run_of(job_id)
     if run != PROMPTS and job_id == plan_job_id(run):
-        return 0.0
+        return WaitingJob(job_id, run, rows=0.0)
     if run in runs:
-        return runs[run].shard_cost
-    return 1.0  # a prompt, or a shard of a run that Redis has lost
+        return WaitingJob(job_id, run, runs[run].shard_rows, runs[run].priority)
+    # A prompt, or a shard of a run that Redis has lost.
+    return WaitingJob(job_id, run, rows=1.0)

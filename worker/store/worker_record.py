@@ -215,6 +215,7 @@ class WorkerRecord:
         self._key = worker_key(worker_name)
         self._points_key = samples_key(worker_name)
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
+        self._has_written = False
 
     def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
         """Count the jobs of the worker's queues, by queue and status, and the workers that lately served each queue."""
@@ -248,8 +249,10 @@ class WorkerRecord:
         """
         try:
             self._write(state, job_id, counters, point)
+            self._has_written = True
         except RedisError as error:
-            if is_full(error):
+            # Before its first statistics, the key may hold those of a killed worker with this name.
+            if is_full(error) and self._has_written:
                 self._client.expire(self._key, WORKER_STATS_TTL_S)
                 self._client.expire(served_key(self._name), SILENT_S)
             raise

@@ -64,18 +64,19 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def narrow_queries(queries, log2_scale):
-    """Return queries for FP8 keys, in float16 if they were bfloat16, and the scale of their scores.
+    """Return queries for FP8 keys, in float16 if they were bfloat16, and the scale of their scores, [queries, 1] then.
 
     A GPU turns two FP8 numbers into float16 by one instruction, into bfloat16 by three. float16 has the mantissa of
-    bfloat16 and a smaller range, so the queries are multiplied by a power of two: the largest is 2**12 to 2**13.
+    bfloat16 and a smaller range, so each query is multiplied by a power of two: its largest number is 2**12 to 2**13.
+    A query has a factor of its own, so that none depends on the others of its tile.
     """
     if queries.dtype == tl.bfloat16:
-        largest = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
+        largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
         # the exponent of a float32 as its bits have it, 127 for 1.0; that of 2**-114 for all below
         exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 13)
         factor = ((2 * 127 + 12 - exponent) << 23).to(tl.float32, bitcast=True)
-        queries = (queries.to(tl.float32) * factor).to(tl.float16)
-        log2_scale *= ((exponent - 12) << 23).to(tl.float32, bitcast=True)
+        queries = (queries.to(tl.float32) * factor[:, None]).to(tl.float16)
+        log2_scale *= ((exponent - 12) << 23).to(tl.float32, bitcast=True)[:, None]
     return queries, log2_scale
 
 

@@ -498,7 +498,7 @@ def _make_steps(block_size: int) -> list[StepBatch]:
     """Make prefills of three sequences, then their decodes, then both in one step, then decodes behind one prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
-    width = -(-longest // block_size)
+    width = max(2, -(-longest // block_size))
     tables = np.arange(num_seqs * width, dtype=np.int32).reshape(num_seqs, width)
     contexts = np.zeros(num_seqs, np.int64)
     steps = []
@@ -506,7 +506,7 @@ def _make_steps(block_size: int) -> list[StepBatch]:
         contexts = contexts + np.array(lens, np.int64)
         steps.append(_step_over(tables, list(lens), contexts.tolist(), block_size))
 
-    num_shared = int(contexts.max()) // block_size
+    num_shared = max(1, int(contexts.max()) // block_size)
     behind_prefix = tables.copy()
     behind_prefix[:, :num_shared] = tables[contexts.argmax(), :num_shared]
     own_token = [num_shared * block_size + 1] * num_seqs

@@ -175,11 +175,10 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
-        lines = []
-        for row in _rows(batch, answers):
-            values_by_column = dict(zip(schema.names, row, strict=True))
-            lines.append(to_json(values_by_column))
-        sink.write(_json_lines(lines))
+        values_by_column = (
+            dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers)
+        )
+        sink.write(_json_lines(map(to_json, values_by_column)))
 
 
 #: Characters that some readers take for the end of a line. JSON can write them as escapes.

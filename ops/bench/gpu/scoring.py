@@ -119,6 +119,7 @@ def run_turns(
                 runner._mixed_graphs = None if variant == WITHOUT else mixed_graphs
                 shares = variant != NO_SHARING
                 runner.backend.prefix_limits = static_rows.limits = limits if shares else None
+                static_rows.has_prefixes = False  # until a step of this variant finds one
                 turn += 1
                 prompts, params = make_rows(shape, vocab_size, turn)
                 before = engine.stats().num_steps

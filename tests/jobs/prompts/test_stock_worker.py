@@ -80,7 +80,7 @@ def queue(
         check_timeout_s=5.0,
     )
     monkeypatch.setattr(WorkerSettings, "served_model", lambda *_: MODEL)
-    stock_worker._lent.cache_clear()
+    stock_worker._shared_context.cache_clear()
     monkeypatch.setattr(stock_worker, "_identity", lambda: None)
     monkeypatch.setattr(stock_worker, "_settings", lambda: settings)
     monkeypatch.setattr(stock_worker, "_engine", lambda: engine)
