@@ -490,6 +490,17 @@ def test_the_pool_leaves_memory_for_the_adapters_that_may_be_loaded(
     config = stage.config(max_adapters=3)
     assert memory.adapter_bytes(config, number_bytes=4) == 3 * largest * 4
     assert memory.adapter_bytes(stage.config(adapters=None), number_bytes=4) == 0
+    refused = stage.adapters / "refused"
+    shutil.copytree(stage.adapters / "all", refused)
+    values = json.loads((refused / "adapter_config.json").read_text())
+    (refused / "adapter_config.json").write_text(
+        json.dumps({**values, "modules_to_save": ["lm_head"]})
+    )
+    save_file(
+        {"lm_head.weight": torch.zeros(4, 10 * largest)}, refused / "adapter_model.safetensors"
+    )
+    assert memory.adapter_bytes(config, number_bytes=4) == 3 * largest * 4
+    shutil.rmtree(refused)
 
     assert config.kv_cache_bytes is not None
     room = config.kv_cache_bytes + 3 * largest * 4

@@ -29,6 +29,18 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool)
     shadow.drain()
 
 
+def test_a_sequence_that_is_held_and_queued_again_keeps_its_place(overlap: bool) -> None:
+    shadow = ShadowEngine(overlap=overlap, max_num_seqs=1, num_blocks=40)
+    unending(shadow)
+    first, *later = [shadow.add([1, 2, i % 2 + 1], lane=1, max_tokens=4) for i in range(3)]
+    arrived_at = first.arrived_at
+    shadow.scheduler.hold(first)
+    shadow.scheduler.add(first)
+    assert list(shadow.scheduler.waiting[1]) == [first, *later]
+    assert first.arrived_at == arrived_at
+    shadow.drain()
+
+
 def test_an_urgent_sequence_takes_the_blocks_of_bulk_ones(overlap: bool) -> None:
     """Slots are free: from the next step on it is in every one until it is done."""
     shadow = ShadowEngine(

@@ -97,6 +97,16 @@ def test_keys_and_values_of_8_bits() -> None:
     assert torch.equal(attend_by(sharing_backend(large), large), out)
 
 
+def test_a_query_that_is_far_larger_changes_nothing_for_its_neighbours_behind_the_prefix() -> None:
+    batch = sharing([5] * 4, [30, 1, 2, 20], [1] * 4, head_dim=32, dtype=torch.bfloat16).as_fp8()
+    backend = sharing_backend(batch)
+    expected = attend_by(backend, batch)
+    query = batch.query.clone()
+    query[1] *= 2.0**60
+    out = attend_by(backend, replace(batch, query=query))
+    assert torch.equal(out[[0, 2, 3]], expected[[0, 2, 3]])
+
+
 def test_prefixes_and_contexts_of_many_splits() -> None:
     """Longer than one split has tokens, where rows have splits of their own beside the prefix."""
     batch = sharing([70] * 3, [700, 1, 40], [1] * 3, head_dim=16, kv_heads=1)
