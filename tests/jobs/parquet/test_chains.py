@@ -51,7 +51,7 @@ def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
         ({"prompts": [{"name": "a", "template": "{text}"}] * 2}, "there already"),
         ({"prompts": [{"name": "a", "template": "{a}"}]}, "names 'a', which has no answer yet"),
         ({"prompts": [{"name": "a", "template": ""}]}, "names no column"),
-        ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has seed of its own"),
+        ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has its own seed"),
         ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
         ({"sampling": {"n": 2}}, "n must be 1"),
         ({"template": "{text}"}, "template and prompts each say"),
