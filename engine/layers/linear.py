@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from engine.attention.adapter_rows import AdapterRows
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.quantized import QuantizedTensor
+from engine.checkpoint.quantized import PackableTensor, QuantizedTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.int8 import Int8Product, QuantizeRows
@@ -63,7 +63,7 @@ class ReplicatedLinear(WeightedModule):
         return (name, None) if name == "weight" else super().place_of(name)
 
     def keep_packed(
-        self, name: str, tensors: Mapping[str | None, QuantizedTensor], kernels: PackedKernels
+        self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
     ) -> bool:
         """Keep the weight packed if all its shards are quantized alike, and the kernels multiply with such."""
         if set(tensors) not in ({None}, set(self.shards)):
@@ -83,9 +83,10 @@ class ReplicatedLinear(WeightedModule):
         del self.weight
         return True
 
-    def load_packed(self, name: str, tensor: QuantizedTensor, shard: str | None) -> None:
+    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
         """Copy this rank's rows and columns of `tensor` to their places, as they are packed."""
         assert isinstance(self.instead, PackedProduct)
+        assert isinstance(tensor, QuantizedTensor)
         for place in self.places_of(tensor.shape, shard):
             self.instead.fill(place.start, tensor.packed_part(place.rows, place.columns))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.quantized import QuantizedTensor
+from engine.checkpoint.quantized import PackableTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 
@@ -31,7 +31,7 @@ class WeightedModule(nn.Module):
         fill(self.get_parameter(name), tensor.whole())
 
     def keep_packed(
-        self, name: str, tensors: Mapping[str | None, QuantizedTensor], kernels: PackedKernels
+        self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
     ) -> bool:
         """Replace parameter `name` by one that holds its weights packed. Return whether it was replaced.
 
@@ -39,7 +39,7 @@ class WeightedModule(nn.Module):
         """
         return False
 
-    def load_packed(self, name: str, tensor: QuantizedTensor, shard: str | None) -> None:
+    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
         """Copy this rank's share of `tensor` into parameter `name`, which `keep_packed` has replaced."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import torch
 from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantized import QuantizedTensor, unpacked
+from engine.checkpoint.quantized import PackableTensor, unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
@@ -146,10 +146,10 @@ def keep_packed(
     modules: not filled yet, they may be on the meta device. tensors: by their names here.
     Returns the module and parameter of each weight that stays packed, and the modules that unpack one.
     """
-    found: dict[tuple[str, str], dict[str | None, QuantizedTensor]] = {}
+    found: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
     for name, tensor in tensors.items():
-        place = _find_place(modules, name) if isinstance(tensor, QuantizedTensor) else None
-        if place is not None and isinstance(tensor, QuantizedTensor):
+        place = _find_place(modules, name) if isinstance(tensor, PackableTensor) else None
+        if place is not None and isinstance(tensor, PackableTensor):
             module_name, parameter, shard = place
             found.setdefault((module_name, parameter), {})[shard] = tensor
     packed: set[tuple[str, str]] = set()
@@ -191,7 +191,7 @@ def _load_tensor(
     module_name, parameter, shard = found
     module = modules[module_name]
     try:
-        if (module_name, parameter) in packed and isinstance(tensor, QuantizedTensor):
+        if (module_name, parameter) in packed and isinstance(tensor, PackableTensor):
             module.load_packed(parameter, tensor, shard)
         else:
             module.load(parameter, tensor, shard)
