@@ -245,12 +245,11 @@ class _Unpacker(Emitter):
         """Load one word of each output feature, and return its weights without their scale."""
         words = self.load_pairs(address, vector * VECTOR_BYTES)
         if self._looks_up():
-            look_up = {
-                "int4": self._look_up_int4,
-                "fp4": self._look_up_fp4,
-                "fp8": self._look_up_fp8,
-            }
-            return look_up[self._kind](words, zeros)
+            if self._kind == "int4":
+                return self._look_up_int4(words, zeros)
+            if self._kind == "fp4":
+                return self._look_up_fp4(words)
+            return self._look_up_fp8(words)
         numbers = [
             self._number(words, half + self._bits * step, zeros)
             for step in range(16 // self._bits)
@@ -273,13 +272,13 @@ class _Unpacker(Emitter):
         places += [builder.lshr(each, self._all(8)) for each in places]
         return [self._look_up(range(-16, 16), each) for each in places]
 
-    def _look_up_fp4(self, words: Any, _: None) -> list[Any]:
+    def _look_up_fp4(self, words: Any) -> list[Any]:
         """The code is the place of its number; the fifth bit of a place is another code's, and does not count."""
         numbers = E2M1 + tuple(-number for number in E2M1)
         shifted = [self._builder.lshr(words, self._all(shift)) for shift in (0, 4, 8, 12)]
         return [self._look_up(numbers * 2, each) for each in shifted]
 
-    def _look_up_fp8(self, words: Any, _: None) -> list[Any]:
+    def _look_up_fp8(self, words: Any) -> list[Any]:
         """The bits of e4m3 are those of a bfloat16 with another bias, except in numbers below 2^-6."""
         builder = self._builder
         vectors = []
