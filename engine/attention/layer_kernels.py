@@ -27,15 +27,19 @@ class PackedKernels:
     """Products with weights that stay in 4 or 8 bits.
 
     block(kind, group) -> columns that the kernel unpacks together, None if it does not serve such a weight: kind as
-    engine.checkpoint.quantized.PackedForm has it, group the columns that share a scale.
+    engine.checkpoint.packed_form.PackedForm has it, group the columns that share a scale.
     lay_out(words, scales, zeros) -> the three as the kernel reads them. words: [out, in / w, 4] uint8, w codes of
     adjacent columns each, see engine.layers.packed.  scales, zeros: [out, groups].
     product(x, words, scales, zeros, bias or None, out_features, block, kind) -> x W^T + b.
+    grouped_product(x, words, scales, zeros, bias or None, ends, out_features, block, kind) -> the same for rows sorted
+    by expert, with the tensors of all experts stacked. ends: as in ExpertGroups. None where a backend multiplies with
+    one expert after another.
     """
 
     block: Callable[[str, int], int | None]
     lay_out: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     product: Callable[..., Tensor]
+    grouped_product: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from engine.kernels.gpu_sampler import choose_tokens
 from engine.kernels.products import packed_product
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
+from engine.kernels.products.grouped_packed_product import grouped_packed_product
 from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.row_writes import write_rows
@@ -38,7 +39,12 @@ from engine.kernels.upload import Arrays, upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
-PACKED = PackedKernels(packed_product.block, packed_product.lay_out, packed_product.packed_product)
+PACKED = PackedKernels(
+    packed_product.block,
+    packed_product.lay_out,
+    packed_product.packed_product,
+    grouped_packed_product,
+)
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
 PREFIX_PROGRAMS = 2  # of the kernel for common prefixes, for each multiprocessor

@@ -15,7 +15,7 @@ MAX_HEADER_BYTES = 100 << 20  # no checkpoint has a larger one
 #: Raise this by one when a code change changes answers: in sampling, rendering, tokenizing, stopping or scoring.
 #: Answers of different numbers count as answers of different models: no run mixes them, and `--reuse` takes none.
 #: `tests/engine/test_answers_version.py` says when to raise it.
-ANSWERS_VERSION = 2
+ANSWERS_VERSION = 3
 
 
 @dataclass(frozen=True)

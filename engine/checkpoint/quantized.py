@@ -10,45 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint.mxfp4 import Mxfp4Tensor
+from engine.checkpoint.packed_form import PackedForm, PackedPart, check_scales, damaged
 from engine.checkpoint.quantization import Quantization, Scheme
 from engine.checkpoint.weights import CheckpointTensor
-from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
+from engine.errors import MissingWeights, WeightMismatch
 
 AT_ONCE = (
     1 << 20
 )  # weights that are unpacked together: their temporaries stay in the processor's cache
 
 
-@dataclass(frozen=True)
-class PackedForm:
-    """The form in which weights [out, in] may stay in memory as they are stored.
-
-    kind: "int4", "int8" or "fp8" (e4m3). group: columns of a row that share a scale, None for all of them.
-    scale_dtype: of the scales, which keeps them exactly.
-    """
-
-    kind: str
-    group: int | None
-    scale_dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class PackedPart:
-    """Some rows and columns of a weight, not unpacked: a weight is (code - zero) * scale.
-
-    codes: [rows, columns] uint8, or e4m3's bits, which have no zeros.  scales, zeros: [rows, groups], zeros uint8.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-
-
 #: By safetensors' dtype: the dtype in which scales stay. Others become float32.
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 NAN_MAGNITUDE = 0x7F  # of e4m3
-#: The largest magnitude of a code less its zero point.
-LARGEST_CODE = {"int4": 15.0, "int8": 255.0, "fp8": 448.0}
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -94,9 +69,7 @@ class QuantizedTensor(CheckpointTensor):
     def packed_part(self, rows: slice, columns: slice) -> PackedPart:
         """Read these rows and whole groups of columns, on the CPU. Raises DamagedWeights."""
         scale = self._scale.whole()
-        largest = LARGEST_CODE[self._kind]
-        if not (scale.float() * largest).isfinite().all():
-            raise _damaged(self._scale, "has numbers that are NaN or infinite, or too large")
+        check_scales(self._scale, scale, self._kind)
         scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
         row_groups = torch.arange(self.shape[0])[rows] // self._block[0]
         groups = slice(None)
@@ -107,7 +80,7 @@ class QuantizedTensor(CheckpointTensor):
         if self._kind == "fp8":
             codes = codes.contiguous().view(torch.uint8)
             if ((codes & NAN_MAGNITUDE) == NAN_MAGNITUDE).any():
-                raise _damaged(self, "has numbers that are NaN or infinite")
+                raise damaged(self, "has numbers that are NaN or infinite")
             return PackedPart(codes, scales, None)
         shift = 0
         if codes.dtype == torch.int8:
@@ -134,7 +107,7 @@ class QuantizedTensor(CheckpointTensor):
             groups[1] = self._group_of_column.whole().long()
             if ((groups[1] < 0) | (groups[1] >= self._num_scales[1])).any():
                 problem = f"names other groups than the {self._num_scales[1]} that have scales"
-                raise _damaged(self._group_of_column, problem)
+                raise damaged(self._group_of_column, problem)
         for dim, part in enumerate(ranges):
             groups[dim] = groups[dim][part]
         codes = self._codes.part(*ranges).contiguous()
@@ -149,8 +122,8 @@ class QuantizedTensor(CheckpointTensor):
             some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
             some *= _spread(scale, rows, groups[1])
             if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
-                damaged = self if scale.isfinite().all() else self._scale
-                raise _damaged(damaged, "has numbers that are NaN or infinite")
+                culprit = self if scale.isfinite().all() else self._scale
+                raise damaged(culprit, "has numbers that are NaN or infinite")
         return unpacked
 
 
@@ -163,10 +136,6 @@ def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the number of each weight of these rows and columns, or of each row if its columns share one."""
     chosen = numbers[rows]
     return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
-
-
-def _damaged(tensor: CheckpointTensor, problem: str) -> DamagedWeights:
-    return DamagedWeights(f"{tensor.name!r} in {tensor.path} {problem}; fetch the file again")
 
 
 LOW_BITS = {4: 0x11111111, 8: 0x01010101}
@@ -223,41 +192,8 @@ class PackedIntegers:
 
 
 Codes = CheckpointTensor | PackedIntegers  # a matrix [out, in] of small numbers
-
-NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-BLOCK = 32
-
-
-class Mxfp4Tensor(CheckpointTensor):
-    """The weights of all experts, [experts, in, out], read in bfloat16, which holds them exactly.
-
-    blocks: [experts, out, in / 32, 16] uint8, the lower half of a byte first. scales: [experts, out, in / 32]
-    uint8, exponents with a bias of 127. Source: OCP Microscaling Formats 1.0, section 5.3.
-    """
-
-    def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
-        self.name, self.path, self.dtype = name, blocks.path, "BF16"
-        self._blocks, self._scales = blocks, scales
-        experts, rows, groups, _ = blocks.shape
-        self.shape = (experts, groups * BLOCK, rows)
-
-    def part(self, *ranges: slice) -> Tensor:
-        """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
-        blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
-        unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
-        if not unpacked.isfinite().all():
-            raise _damaged(self._scales, "holds scales that are NaN or too large")
-        return unpacked[(slice(None), *ranges[1:])]
-
-
-def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
-    low = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat(16)
-    high = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat_interleave(16)
-    pairs = torch.stack((low, high), -1)[blocks.int()]
-    factors = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
-    return (pairs.flatten(2) * factors[:, :, None]).flatten(1).t()
-
+#: Quantized weights that may stay as they are stored.
+PackableTensor = QuantizedTensor | Mxfp4Tensor
 
 #: Names of the tensors that hold a module's quantized weight, and of those that may stand beside them.
 CODES = ("weight_packed", "qweight", "weight")
@@ -362,7 +298,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
-        raise _damaged(
+        raise damaged(
             shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not"
         )
     num_scales = count_scales((rows, columns), scheme.block)

@@ -41,6 +41,12 @@ HAS_LONG_VECTORS = "+avx512f" in FEATURES  # else the sums do not fit into the r
 LOOKS_UP_WORDS = "+avx512bw" in FEATURES  # 32 words of 16 bits by their index, in one instruction
 LOOK_UP = "llvm.x86.avx512.permvar.hi.512"
 
+#: Bits of a code, by kind; see engine.checkpoint.packed_form.
+BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
+#: A half has the bits of these floats with another bias of its exponent: their mantissa's bits, and the factor.
+AS_HALVES = {"fp4": (1, 2.0**14), "fp8": (3, 2.0**8)}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
 #: Scales may be in these dtypes.
 SCALES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
@@ -49,7 +55,7 @@ def block(kind: str, group: int) -> int | None:
     """Return the columns that are unpacked together, a divisor of the group; None if such a weight stays slow here."""
     if not HAS_LONG_VECTORS:
         return None
-    per_word = 8 if kind == "int4" else 4
+    per_word = 32 // BITS[kind]
     sizes = range(MOST_COLUMNS, LEAST_COLUMNS - 1, -per_word)
     return next((size for size in sizes if group % size == 0), None)
 
@@ -196,7 +202,7 @@ class _Unpacker(Emitter):
         super().__init__(builder, LANES, FLOAT32)
         self._builder: Any = builder
         self._kind, self._pairs = kind, element != FLOAT32
-        self._bits = 4 if kind == "int4" else 8
+        self._bits = BITS[kind]
         self.steps = 32 // self._bits // (2 if self._pairs else 1)
         self._lanes = ir.VectorType(I32, LANES)
         self._floats = ir.VectorType(F32, LANES)
@@ -211,13 +217,13 @@ class _Unpacker(Emitter):
 
     def load_zeros(self, address: Any, vector: int) -> Any:
         """Load a tile's zero points as `unpack` needs them."""
-        if self._kind == "fp8":
+        if self._kind in AS_HALVES:
             return None
         stored = ir.VectorType(I8, LANES)
         loaded = self._builder.load(self._pointer(address, vector * LANES, stored))
         loaded.align = 1
         zeros = self._builder.zext(loaded, self._lanes)
-        if not self._looks_up_int4():
+        if not self._looks_up():
             return zeros
         sixteen = self._builder.sub(self._all(16), zeros)
         return self._builder.mul(sixteen, self._all(0x01010101))
@@ -238,9 +244,11 @@ class _Unpacker(Emitter):
     def unpack(self, address: Any, vector: int, zeros: Any) -> list[Any]:
         """Load one word of each output feature, and return its weights without their scale."""
         words = self.load_pairs(address, vector * VECTOR_BYTES)
-        if self._looks_up_int4():
-            return self._look_up_int4(words, zeros)
-        if self._kind == "fp8" and self._pairs and LOOKS_UP_WORDS:
+        if self._looks_up():
+            if self._kind == "int4":
+                return self._look_up_int4(words, zeros)
+            if self._kind == "fp4":
+                return self._look_up_fp4(words)
             return self._look_up_fp8(words)
         numbers = [
             self._number(words, half + self._bits * step, zeros)
@@ -251,8 +259,8 @@ class _Unpacker(Emitter):
             return numbers
         return [self._cut(*numbers[i : i + 2]) for i in range(0, len(numbers), 2)]
 
-    def _looks_up_int4(self) -> bool:
-        return self._kind == "int4" and self._pairs and LOOKS_UP_WORDS
+    def _looks_up(self) -> bool:
+        return self._kind != "int8" and self._pairs and LOOKS_UP_WORDS
 
     def _look_up_int4(self, words: Any, sixteen_less_zeros: Any) -> list[Any]:
         """code + 16 - zero point is the place of code - zero point in a table of 32 numbers."""
@@ -263,6 +271,12 @@ class _Unpacker(Emitter):
         ]
         places += [builder.lshr(each, self._all(8)) for each in places]
         return [self._look_up(range(-16, 16), each) for each in places]
+
+    def _look_up_fp4(self, words: Any) -> list[Any]:
+        """The code is the place of its number; the fifth bit of a place is another code's, and does not count."""
+        numbers = E2M1 + tuple(-number for number in E2M1)
+        shifted = [self._builder.lshr(words, self._all(shift)) for shift in (0, 4, 8, 12)]
+        return [self._look_up(numbers * 2, each) for each in shifted]
 
     def _look_up_fp8(self, words: Any) -> list[Any]:
         """The bits of e4m3 are those of a bfloat16 with another bias, except in numbers below 2^-6."""
@@ -299,14 +313,16 @@ class _Unpacker(Emitter):
         codes = builder.and_(
             builder.lshr(words, self._all(shift)), self._all((1 << self._bits) - 1)
         )
-        if self._kind != "fp8":
+        if self._kind not in AS_HALVES:
             return builder.sitofp(builder.sub(codes, zeros), self._floats)
-        sign = builder.shl(builder.and_(codes, self._all(0x80)), self._all(8))
-        rest = builder.shl(builder.and_(codes, self._all(0x7F)), self._all(7))
+        sign_bit = 1 << (self._bits - 1)
+        mantissa_bits, factor = AS_HALVES[self._kind]
+        sign = builder.shl(builder.and_(codes, self._all(sign_bit)), self._all(16 - self._bits))
+        magnitude = builder.and_(codes, self._all(sign_bit - 1))
+        rest = builder.shl(magnitude, self._all(10 - mantissa_bits))
         bits = builder.trunc(builder.or_(sign, rest), ir.VectorType(I16, LANES))
         halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
-        less = builder.fpext(halves, self._floats)  # by 2^8: a half's exponent has another bias
-        return builder.fmul(less, self._floats([256.0] * LANES))
+        return builder.fmul(builder.fpext(halves, self._floats), self._floats([factor] * LANES))
 
     def _cut(self, low: Any, high: Any) -> Any:
         """Return pairs of bfloat16, which hold these numbers exactly."""
@@ -324,9 +340,9 @@ class _Unpacker(Emitter):
 def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
     element, scale_kind = ELEMENTS[dtype], SCALES[scale_dtype]
     element_bytes, scale_bytes = dtype.itemsize, scale_dtype.itemsize
-    bits = 4 if kind == "int4" else 8
-    per_word, factors = 32 // bits, 1 if dtype == torch.float32 else 2
-    zero_bytes = 0 if kind == "fp8" else 1
+    per_word = 32 // BITS[kind]
+    factors = 1 if dtype == torch.float32 else 2
+    zero_bytes = 0 if kind in AS_HALVES else 1
 
     def multiply_tiles(parameters: Any) -> None:
         num_rows, x, row_step = parameters[3], parameters[4], parameters[5] * element_bytes

@@ -1,14 +1,18 @@
 """Linear layers: whole, or split over ranks."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from engine.attention.adapter_rows import AdapterRows
+from engine.attention.layer_kernels import PackedKernels
+from engine.checkpoint.quantized import PackableTensor, QuantizedTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.int8 import Int8Product, QuantizeRows
 from engine.layers.onednn import linear, pack_weight
-from engine.layers.packed import PackedProduct, Place
+from engine.layers.packed import PackedProduct, Place, pack_product
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
 from engine.layers.weighted_module import WeightedModule, fill
@@ -57,6 +61,34 @@ class ReplicatedLinear(WeightedModule):
     def place_of(self, name: str) -> tuple[str, str | None] | None:
         """Return the parameter and shard that a tensor fills; the weight has its place where it is packed too."""
         return (name, None) if name == "weight" else super().place_of(name)
+
+    def keep_packed(
+        self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
+    ) -> bool:
+        """Keep the weight packed if all its shards are quantized alike, and the kernels multiply with such."""
+        if set(tensors) not in ({None}, set(self.shards)):
+            return False
+        places = []
+        for shard, tensor in tensors.items():
+            of_shard = self.places_of(tensor.shape, shard)
+            if not of_shard:
+                return False
+            places += of_shard
+        product = pack_product(
+            tensors.values(), places, self.in_features, self.out_features, kernels
+        )
+        if product is None:
+            return False
+        self.instead = product
+        del self.weight
+        return True
+
+    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
+        """Copy this rank's rows and columns of `tensor` to their places, as they are packed."""
+        assert isinstance(self.instead, PackedProduct)
+        assert isinstance(tensor, QuantizedTensor)
+        for place in self.places_of(tensor.shape, shard):
+            self.instead.fill(place.start, tensor.packed_part(place.rows, place.columns))
 
     def quantize(self, quantize_rows: QuantizeRows) -> None:
         """Replace the weight by one in int8; once, when it is loaded and before it is packed."""

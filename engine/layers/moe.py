@@ -3,83 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.adapter_rows import AdapterRows
-from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.layer_kernels import LayerKernels, PackedKernels
+from engine.checkpoint.quantized import PackableTensor, QuantizedTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
+from engine.layers.grouped_linear import ExpertGroups, GroupedLinear, PackedGroupedLinear
 from engine.layers.linear import ReplicatedLinear
-from engine.layers.onednn import linear, pack_weight
+from engine.layers.packed import Place, shared_layout
 from engine.layers.parallel import TensorParallel
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
 from engine.layers.weighted_module import WeightedModule, fill
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Choices of experts sorted by expert: the rows of a grouped product.
-
-    tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
-    choice.  ends: [experts] int32, where each expert's rows end.
-    """
-
-    tokens: Tensor
-    places: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(
-        cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None
-    ) -> ExpertGroups:
-        """Sort chosen: [tokens, experts of a token] int64, without reading it on the host."""
-        if kernels is not None:
-            return cls(*kernels.group(chosen, num_experts))
-        experts, order = chosen.flatten().sort(stable=True)
-        numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
-        places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
-        ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
-
-    @cached_property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """Return (expert, first row, row after its last) of the experts with rows; the host waits."""
-        ends = self.ends.tolist()
-        starts = [0, *ends]
-        return [(i, starts[i], end) for i, end in enumerate(ends) if end > starts[i]]
-
-
-class GroupedLinear(nn.Module):
-    """Multiplies row r of x by its expert's transposed weight, and adds its bias.
-
-    The backend's kernel takes one launch for all experts; without it they go one by one, packed where that pays.
-    """
-
-    def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
-        """Take over a weight [experts, out, in]."""
-        super().__init__()
-        self.product = None if kernels is None else kernels.product
-        if self.product is not None:
-            self.weight = weight
-        else:
-            matrices = (nn.Parameter(matrix, requires_grad=False) for matrix in weight)
-            self.weights = nn.ParameterList(map(pack_weight, matrices))
-
-    def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """Multiply x [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
-        if self.product is not None:
-            return self.product(x, self.weight, bias, groups.ends)
-        products = [
-            linear(x[start:end], self.weights[i], None if bias is None else bias[i])
-            for i, start, end in groups.spans
-        ]
-        return torch.cat(products) if products else x.new_empty(0, self.weights[0].shape[0])
-
 
 #: An expert's matrices in a checkpoint that has each by itself: Qwen's names and Mixtral's.
 MATRICES = {
@@ -90,6 +31,8 @@ MATRICES = {
     "w3": "up",
     "w2": "down",
 }
+#: The matrices of an expert that each parameter holds.
+PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight")
 
 
@@ -134,6 +77,7 @@ class ExpertMLPs(WeightedModule):
 
     gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
     columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without.
+    packed: while weights are loaded, what holds them in 4 or 8 bits in place of those parameters, by name.
     """
 
     def __init__(
@@ -147,6 +91,7 @@ class ExpertMLPs(WeightedModule):
     ) -> None:
         super().__init__()
         self.experts, self.tp = experts, tp
+        self.hidden_size = hidden_size
         self.kernels = None if kernels is None else kernels.experts
         self.columns = tp.share(experts.intermediate_size, "intermediate columns of an expert")
         rows = 2 * self.columns.length
@@ -160,6 +105,7 @@ class ExpertMLPs(WeightedModule):
         self.down_proj = parameter(hidden_size, self.columns.length)
         self.gate_up_proj_bias = parameter(rows) if experts.bias else None
         self.down_proj_bias = parameter(hidden_size) if experts.bias else None
+        self.packed = nn.ModuleDict()
         self.activation: nn.Module = GatedActivation("silu", kernels)
         if experts.swiglu is not None:
             self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
@@ -184,14 +130,13 @@ class ExpertMLPs(WeightedModule):
             if expert >= self.experts.num_experts:
                 return None
             return "down_proj" if part == "down" else "gate_up_proj", f"{expert}.{part}"
-        return super().place_of(name)
+        return (name, None) if name in PARTS else super().place_of(name)
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
         """List each expert's matrices in parameter `name`; a bias is one tensor."""
-        parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-        if name not in parts:
+        if name not in PARTS:
             return (None,)
-        return tuple(f"{i}.{part}" for i in range(self.experts.num_experts) for part in parts[name])
+        return tuple(f"{i}.{part}" for i in range(self.experts.num_experts) for part in PARTS[name])
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's share of `tensor` into parameter `name`.
@@ -222,14 +167,81 @@ class ExpertMLPs(WeightedModule):
             whole = tensor.part(slice(i, i + 1))[0]
             place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
+    def keep_packed(
+        self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
+    ) -> bool:
+        """Keep the matrices of all experts packed if they are quantized alike, and the kernels multiply with such."""
+        if set(tensors) not in ({None}, set(self.shards_of(name))):
+            return False
+        experts, rows, columns = self._stored_shape(name)
+        for shard, tensor in tensors.items():
+            part_rows = rows // len(PARTS[name])
+            expected = (experts, columns, rows) if shard is None else (part_rows, columns)
+            if tensor.shape != expected:
+                return False
+        places = [self._packed_place(part) for part in PARTS[name]]
+        _, own_rows, own_columns = self.get_parameter(name).shape
+        layout = shared_layout(tensors.values(), places, own_columns, kernels)
+        if layout is None:
+            return False
+        with torch.device("meta"):
+            self.packed[name] = PackedGroupedLinear(layout, experts, own_columns, own_rows, kernels)
+        delattr(self, name)
+        return True
+
+    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
+        """Copy this rank's rows and columns of an expert's matrix, or of all experts', as they are packed."""
+        packed = self.packed[name]
+        assert isinstance(packed, PackedGroupedLinear)
+        if isinstance(tensor, QuantizedTensor):
+            assert shard is not None
+            expert, _, part = shard.partition(".")
+            place = self._packed_place(part)
+            packed.fill(int(expert), place.start, tensor.packed_part(place.rows, place.columns))
+            return
+        for part in PARTS[name]:
+            place = self._packed_place(part)
+            rows = self._stored_rows(part, place.rows)
+            for i in range(self.experts.num_experts):
+                packed.fill(i, place.start, tensor.packed_part(i, rows, place.columns))
+
     def finish_loading(self) -> None:
         """Hand the weights to the grouped layers."""
-        self.gate_up = GroupedLinear(self.gate_up_proj, self.kernels)
-        self.down = GroupedLinear(self.down_proj, self.kernels)
-        del self.gate_up_proj, self.down_proj  # the layers may hold packed copies
+        self.gate_up = self._grouped_layer("gate_up_proj")
+        self.down = self._grouped_layer("down_proj")
+
+    def _grouped_layer(self, name: str) -> nn.Module:
+        """Return a layer that takes over the weights of a parameter, and may hold copies in another layout."""
+        if name not in self.packed:
+            weight = self.get_parameter(name)
+            delattr(self, name)
+            assert isinstance(weight, nn.Parameter)
+            return GroupedLinear(weight, self.kernels)
+        packed = self.packed.pop(name)
+        assert isinstance(packed, PackedGroupedLinear)
+        packed.finish_loading()
+        return packed
+
+    def _packed_place(self, part: str) -> Place:
+        """Return where this rank's share of a matrix goes. part: "gate", "up" or "down"."""
+        own = slice(self.columns.start, self.columns.start + self.columns.length)
+        whole = slice(0, self.hidden_size)
+        if part == "down":
+            return Place(0, whole, own)
+        return Place(self.columns.length if part == "up" else 0, own, whole)
+
+    def _stored_rows(self, part: str, rows: slice) -> slice:
+        """Return the rows of a matrix in the tensor that stacks gate and up."""
+        if part == "down":
+            return rows
+        if self.experts.interleaved:
+            first = 1 if part == "up" else 0
+            return slice(2 * rows.start + first, 2 * rows.stop, 2)
+        first = self.columns.total if part == "up" else 0
+        return slice(first + rows.start, first + rows.stop)
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
+        experts, hidden = self.experts.num_experts, self.hidden_size
         rows, columns = (
             (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
         )

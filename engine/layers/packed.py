@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in 4 or 8 bits, as a checkpoint stores them."""
+"""Products with a weight that stays in 4 or 8 bits, as a checkpoint stores it."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.quantized import PackedForm, PackedPart, QuantizedTensor
+from engine.checkpoint.packed_form import BITS, FLOAT_KINDS, PackedForm, PackedPart
+from engine.checkpoint.quantized import PackableTensor
 
 WORD_BYTES = 4
 #: The order of a word's columns: those of two bytes apart are multiplied together.
@@ -41,12 +42,8 @@ class PackedProduct(nn.Module):
         super().__init__()
         self.form, self.block, self.kernels = form, block, kernels
         self.in_features, self.out_features = in_features, out_features
-        num_groups = 1 if form.group is None else in_features // form.group
-        bits = 4 if form.kind == "int4" else 8
-        num_words = in_features * bits // (8 * WORD_BYTES)
-        self.words = _parameter(torch.empty(out_features, num_words, WORD_BYTES, dtype=torch.uint8))
-        self.scales = _parameter(torch.empty(out_features, num_groups, dtype=form.scale_dtype))
-        self.zeros = _parameter(torch.empty(out_features, num_groups, dtype=torch.uint8))
+        words, scales, zeros = empty_parts(form, in_features, out_features)
+        self.words, self.scales, self.zeros = map(frozen, (words, scales, zeros))
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [rows, in] -> [rows, out], in x's dtype; sums are float32, and rounded once."""
@@ -57,35 +54,66 @@ class PackedProduct(nn.Module):
 
     def fill(self, start: int, part: PackedPart) -> None:
         """Put rows of a weight in their place, from row `start` on."""
-        rows = slice(start, start + len(part.codes))
-        self.words[rows] = pack_words(part.codes, self.form.kind)
-        self.scales[rows] = part.scales
-        self.zeros[rows] = 0 if part.zeros is None else part.zeros
+        fill_rows(self.words, self.scales, self.zeros, start, part, self.form.kind)
 
     def finish_loading(self) -> None:
         """Lay the weight out as the kernel reads it."""
         laid_out = self.kernels.lay_out(self.words.data, self.scales.data, self.zeros.data)
-        self.words, self.scales, self.zeros = map(_parameter, laid_out)
+        self.words, self.scales, self.zeros = map(frozen, laid_out)
+
+
+def empty_parts(
+    form: PackedForm, in_features: int, out_features: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return words [out, in / w, 4], scales [out, groups] and zeros [out, groups] to be filled.
+
+    Floats have no zeros: theirs are [out, 0].
+    """
+    num_groups = 1 if form.group is None else in_features // form.group
+    num_words = in_features * BITS[form.kind] // (8 * WORD_BYTES)
+    num_zeros = 0 if form.kind in FLOAT_KINDS else num_groups
+    return (
+        torch.empty(out_features, num_words, WORD_BYTES, dtype=torch.uint8),
+        torch.empty(out_features, num_groups, dtype=form.scale_dtype),
+        torch.empty(out_features, num_zeros, dtype=torch.uint8),
+    )
+
+
+def fill_rows(
+    words: Tensor, scales: Tensor, zeros: Tensor, start: int, part: PackedPart, kind: str
+) -> None:
+    """Put rows of a weight in their place, from row `start` on. words, scales, zeros: as in `empty_parts`."""
+    rows = slice(start, start + len(part.codes))
+    words[rows] = pack_words(part.codes, kind)
+    scales[rows] = part.scales
+    if part.zeros is not None:
+        zeros[rows] = part.zeros
 
 
 def pack_words(codes: Tensor, kind: str) -> Tensor:
     """Pack codes [rows, columns] uint8 into words [rows, columns / w, 4]."""
-    if kind != "int4":
+    if BITS[kind] == 8:
         return codes.reshape(len(codes), -1, WORD_BYTES)[:, :, BYTE_ORDER]
     codes = codes.reshape(len(codes), -1, 2 * WORD_BYTES)
     return torch.stack([codes[:, :, low] | codes[:, :, high] << 4 for low, high in INT4_BYTES], -1)
 
 
-def pack_product(
-    tensors: Iterable[QuantizedTensor],
-    places: Sequence[Place],
-    in_features: int,
-    out_features: int,
-    kernels: PackedKernels,
-) -> PackedProduct | None:
-    """Return a product for these weights, on the meta device; None if they cannot stay packed.
+class PackedLayout(NamedTuple):
+    """How weights stay packed: their form, and the columns that the kernel unpacks together."""
 
-    places: where they go, all of them.
+    form: PackedForm
+    block: int
+
+
+def shared_layout(
+    tensors: Iterable[PackableTensor],
+    places: Iterable[Place],
+    in_features: int,
+    kernels: PackedKernels,
+) -> PackedLayout | None:
+    """Return the layout of a matrix that is filled from these tensors; None if they cannot stay packed.
+
+    Their forms must be equal, and groups of columns must be whole in every place.
     """
     forms = {tensor.packed_form for tensor in tensors}
     form = forms.pop()
@@ -96,11 +124,27 @@ def pack_product(
     if any(cut % group for cut in cuts if form.group is not None) or in_features % group:
         return None
     block = kernels.block(form.kind, group)
-    if block is None:
+    return None if block is None else PackedLayout(form, block)
+
+
+def pack_product(
+    tensors: Iterable[PackableTensor],
+    places: Sequence[Place],
+    in_features: int,
+    out_features: int,
+    kernels: PackedKernels,
+) -> PackedProduct | None:
+    """Return a product for these weights, on the meta device; None if they cannot stay packed.
+
+    places: where they go, all of them.
+    """
+    layout = shared_layout(tensors, places, in_features, kernels)
+    if layout is None:
         return None
     with torch.device("meta"):
-        return PackedProduct(form, in_features, out_features, kernels, block)
+        return PackedProduct(layout.form, in_features, out_features, kernels, layout.block)
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """Return the tensor as a parameter that is not trained."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -1,7 +1,11 @@
 """WeightedModule: a module whose parameters are filled from a checkpoint."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
+from engine.attention.layer_kernels import PackedKernels
+from engine.checkpoint.quantized import PackableTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 
@@ -25,6 +29,19 @@ class WeightedModule(nn.Module):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the checkpoint's `tensor`, or this rank's share of it, into parameter `name`."""
         fill(self.get_parameter(name), tensor.whole())
+
+    def keep_packed(
+        self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
+    ) -> bool:
+        """Replace parameter `name` by one that holds its weights packed. Return whether it was replaced.
+
+        tensors: the checkpoint's, by shard. Called before anything is loaded, on the meta device.
+        """
+        return False
+
+    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
+        """Copy this rank's share of `tensor` into parameter `name`, which `keep_packed` has replaced."""
+        raise NotImplementedError
 
     def finish_loading(self) -> None:
         """Change the layout of parameters if need be; called once when all are filled."""

@@ -1,7 +1,7 @@
 """Loads weights: puts every tensor of the checkpoint in its place, and sees that every place is filled."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,14 +10,13 @@ import torch
 from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.quantized import QuantizedTensor, unpacked
+from engine.checkpoint.quantized import PackableTensor, unpacked
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.int8 import QuantizeRows
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.onednn import packs
-from engine.layers.packed import PackedProduct, pack_product
 from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
@@ -82,9 +81,10 @@ def load_weights(
     if model.tied:
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
-        plain = unpacked(tensors, config.quantization)
-        named = own_names(plain, is_text_part=config.is_text_part)
-        _log_packed(*keep_packed(modules, named, kernels))
+        opened = unpacked(tensors, config.quantization)
+        named = own_names(opened, is_text_part=config.is_text_part)
+        packed, plain_modules = keep_packed(modules, named, kernels)
+        _log_packed(packed, plain_modules)
         # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
         model.tie_weights()
@@ -92,7 +92,7 @@ def load_weights(
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED) and not name.startswith(GUESSING):
-                missing.difference_update(_load_tensor(modules, name, tensor))
+                missing.difference_update(_load_tensor(modules, packed, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -140,26 +140,30 @@ def keep_packed(
     modules: Mapping[str, WeightedModule],
     tensors: Mapping[str, CheckpointTensor],
     kernels: PackedKernels | None,
-) -> tuple[list[str], list[str]]:
-    """Let linear layers keep quantized weights as the files pack them, where the kernels multiply with such.
+) -> tuple[set[tuple[str, str]], list[str]]:
+    """Let layers keep quantized weights as the files pack them, where the kernels multiply with such.
 
     modules: not filled yet, they may be on the meta device. tensors: by their names here.
-    Returns the names of layers whose weights stay packed, and of those that unpack theirs.
+    Returns the module and parameter of each weight that stays packed, and the modules that unpack one.
     """
-    found: dict[str, dict[str | None, QuantizedTensor]] = {}
+    found: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
     for name, tensor in tensors.items():
-        place = _find_place(modules, name) if isinstance(tensor, QuantizedTensor) else None
-        if place is not None and isinstance(tensor, QuantizedTensor):
-            found.setdefault(place[0], {})[place[2]] = tensor
-    packed: list[str] = []
+        place = _find_place(modules, name) if isinstance(tensor, PackableTensor) else None
+        if place is not None and isinstance(tensor, PackableTensor):
+            module_name, parameter, shard = place
+            found.setdefault((module_name, parameter), {})[shard] = tensor
+    packed: set[tuple[str, str]] = set()
     plain: list[str] = []
-    for name, by_shard in found.items():
-        keeps = kernels is not None and _keep_module_packed(modules[name], by_shard, kernels)
-        (packed if keeps else plain).append(name)
+    for (module_name, parameter), by_shard in found.items():
+        module = modules[module_name]
+        if kernels is not None and module.keep_packed(parameter, by_shard, kernels):
+            packed.add((module_name, parameter))
+        else:
+            plain.append(module_name)
     return packed, plain
 
 
-def _log_packed(packed: list[str], plain: list[str]) -> None:
+def _log_packed(packed: Collection[tuple[str, str]], plain: Sequence[str]) -> None:
     if packed:
         logger.info("the quantized weights of %d linear layers stay packed in memory", len(packed))
     if plain:
@@ -171,34 +175,13 @@ def _log_packed(packed: list[str], plain: list[str]) -> None:
         )
 
 
-def _keep_module_packed(
-    module: WeightedModule, by_shard: dict[str | None, QuantizedTensor], kernels: PackedKernels
-) -> bool:
-    """Have a layer keep the weight of these shards packed. Return whether it can."""
-    if not isinstance(module, ReplicatedLinear):
-        return False
-    if set(by_shard) not in ({None}, set(module.shards)):
-        return False  # some shards are not quantized
-    places = []
-    for shard, tensor in by_shard.items():
-        of_shard = module.places_of(tensor.shape, shard)
-        if not of_shard:
-            return False
-        places += of_shard
-    product = pack_product(
-        by_shard.values(), places, module.in_features, module.out_features, kernels
-    )
-    if product is None:
-        return False
-    module.instead = product
-    del module.weight
-    return True
-
-
 def _load_tensor(
-    modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor
+    modules: dict[str, WeightedModule],
+    packed: Collection[tuple[str, str]],
+    name: str,
+    tensor: CheckpointTensor,
 ) -> list[Place]:
-    """Load one tensor; return the places filled."""
+    """Load one tensor; return the places filled. packed: as `keep_packed` returns it."""
     found = _find_place(modules, name)
     if found is None:
         weight = name.removesuffix("bias") + "weight"
@@ -208,26 +191,16 @@ def _load_tensor(
     module_name, parameter, shard = found
     module = modules[module_name]
     try:
-        _load_into(module, parameter, tensor, shard)
+        if (module_name, parameter) in packed and isinstance(tensor, PackableTensor):
+            module.load_packed(parameter, tensor, shard)
+        else:
+            module.load(parameter, tensor, shard)
     except WeightMismatch as error:
         raise WeightMismatch(
             f"{name!r} in {tensor.path} does not fit config.json: {error}"
         ) from error
     shards = module.shards_of(parameter) if shard is None else (shard,)
     return [(f"{module_name}.{parameter}", each) for each in shards]
-
-
-def _load_into(
-    module: WeightedModule, parameter: str, tensor: CheckpointTensor, shard: str | None
-) -> None:
-    product = module.instead if isinstance(module, ReplicatedLinear) else None
-    if parameter != "weight" or not isinstance(product, PackedProduct):
-        module.load(parameter, tensor, shard)
-        return
-    assert isinstance(module, ReplicatedLinear)
-    assert isinstance(tensor, QuantizedTensor)
-    for place in module.places_of(tensor.shape, shard):
-        product.fill(place.start, tensor.packed_part(place.rows, place.columns))
 
 
 def _find_place(

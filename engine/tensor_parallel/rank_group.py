@@ -30,7 +30,7 @@ from engine.layers.parallel import TensorParallel
 from engine.models.load import choose_path
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
-from engine.run.forward.kernel_check import with_checked_kernels
+from engine.run.forward.checks.kernel_check import with_checked_kernels
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.runner import PendingTokens, PoolSize, Runner, StateRows
 from engine.run.forward.single_pass_runner import SinglePassRunner

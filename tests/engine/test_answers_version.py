@@ -109,7 +109,7 @@ def test_answers_have_the_bits_of_their_version(backend: str) -> None:
     )
     with Engine(config) as engine:
         found = bits(engine)
-    assert ANSWERS_VERSION == 2, WHAT_TO_DO
+    assert ANSWERS_VERSION == 3, WHAT_TO_DO
     assert found.keys() == EXPECTED.keys()
     for name, expected in EXPECTED.items():
         assert found[name] == expected, f"{name}: {WHAT_TO_DO}"

@@ -23,9 +23,9 @@ from engine.kernels.attention import decode as decode_kernels
 from engine.kernels.attention.decode import DecodeRows
 from engine.kernels.attention.prefix import PREFIX_TILE
 from engine.models.load import choose_path
-from engine.run.forward import kernel_check as kernel_check_of_start
-from engine.run.forward.checked_kernels import check_kernels
-from engine.run.forward.kernel_check import (
+from engine.run.forward.checks import kernel_check as kernel_check_of_start
+from engine.run.forward.checks.checked_kernels import check_kernels
+from engine.run.forward.checks.kernel_check import (
     CheckedModel,
     KernelFault,
     find_fault,
@@ -123,6 +123,31 @@ def test_products_with_packed_weights_are_checked(
     with pytest.raises(KernelDiffers):
         check_kernels(model, named.append)
     assert named[-4:] == ["products with packed weights"] * 4
+
+
+@needs_interpreter
+def test_products_of_experts_with_packed_weights_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right one passes, and one that takes another expert's scales is named."""
+    model = write_model(tmp_path, "GptOssForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    right = triton_backend.PACKED
+    assert right.grouped_product is not None
+    multiply = right.grouped_product
+    name = "products of experts with packed weights"
+    named: list[str] = []
+
+    def product(x: Any, words: Any, scales: Any, *rest: Any) -> Any:
+        is_last = named.count(name) == 6
+        return multiply(x, words, scales.roll(int(is_last), 0), *rest)
+
+    monkeypatch.setattr(triton_backend, "PACKED", replace(right, grouped_product=product))
+    with pytest.raises(KernelDiffers):
+        check_kernels(model, named.append)
+    assert [each for each in named if each == name] == [name] * 6
 
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
@@ -266,7 +291,7 @@ def test_another_word_is_refused() -> None:
 def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
     """A new field of LayerKernels is compared too, or the check says less than it promises."""
     from engine.attention.layer_kernels import ExpertKernels, LayerKernels
-    from engine.run.forward.checked_kernels import KernelComparison, checked_layer_kernels
+    from engine.run.forward.checks.checked_kernels import KernelComparison, checked_layer_kernels
 
     kernels = TritonBackend(torch.device("cpu")).layer_kernels
     assert kernels is not None

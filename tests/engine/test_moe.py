@@ -14,7 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
-from engine.layers.moe import ExpertGroups, Experts, GroupedLinear, SparseMLP, choose_experts
+from engine.layers.grouped_linear import ExpertGroups, GroupedLinear
+from engine.layers.moe import Experts, SparseMLP, choose_experts
 from engine.layers.parallel import TensorParallel
 from tests.engine.paged import DEVICE
 

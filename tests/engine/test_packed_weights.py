@@ -13,7 +13,8 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.base import KernelBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.quantized import PackedForm, PackedPart
+from engine.checkpoint.mxfp4 import NUMBERS
+from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
@@ -59,15 +60,20 @@ def make_product(
     def draw(most: int, *shape: int) -> Tensor:
         return torch.randint(0, most, shape, generator=generator).to(torch.uint8)
 
-    codes = draw(16 if kind == "int4" else 256, out_features, in_features)
+    num_codes = 1 << BITS[kind]
+    codes = draw(num_codes, out_features, in_features)
     zeros = None
     if kind == "fp8":
         codes[(codes & 127) == 127] = 1  # no NaN
         values = codes.view(torch.float8_e4m3fn).double()
+    elif kind == "fp4":
+        values = torch.tensor(NUMBERS, dtype=torch.float64)[codes.int()]
     else:
-        zeros = draw(16 if kind == "int4" else 256, out_features, in_features // size)
+        zeros = draw(num_codes, out_features, in_features // size)
         values = codes.double() - zeros.double().repeat_interleave(size, 1)
     scales = torch.rand(out_features, in_features // size, generator=generator).half()
+    if kind == "fp4":
+        scales = 2 ** torch.floor(8 * scales - 8)  # as MXFP4 has them
     weight = values * scales.double().repeat_interleave(size, 1)
     block = kernels.block(kind, size)
     assert block is not None
@@ -90,9 +96,12 @@ def make_product(
         ("cpu", "int4", 64, 384, None),
         ("cpu", "int8", 130, 96, 48),
         ("cpu", "fp8", 30, 128, None),
+        ("cpu", "fp4", 70, 96, 32),
         ("triton", "int4", 70, 128, 32),
         ("triton", "int8", 30, 192, 96),
         ("triton", "fp8", 30, 64, None),
+        ("triton", "fp4", 40, 64, 32),
+        ("triton", "fp4", 70, 96, 32),
     ],
 )
 def test_a_product_is_that_of_the_unpacked_weight(

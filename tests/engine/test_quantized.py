@@ -169,8 +169,9 @@ def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> N
     family = replace(BY_NAME["gpt_oss"], values={**BY_NAME["gpt_oss"].values, **sizes})
     made = quantize_experts(make_family(tmp_path / "original", family), tmp_path)
     logits, tokens = answers(made.folder)
-    assert torch.equal(logits, answers(made.unpacked)[0])
-    assert tokens == answers(made.unpacked)[1]
+    expected_logits, expected_tokens = answers(made.unpacked)
+    torch.testing.assert_close(logits, expected_logits, **SUMMED_OTHERWISE)
+    assert tokens == expected_tokens
     before = answers(made.original)[0]
     assert 0 < relative(logits - before, before) < 0.5
 

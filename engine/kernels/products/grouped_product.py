@@ -9,28 +9,35 @@ from engine.kernels.attention.kv_tile import DOT_MIN, INTERPRETED, WIDEN
 
 
 @triton.jit
-def grouped_product_kernel(
-    out_ptr, x_ptr, weight_ptr, bias_ptr, ends_ptr, x_stride,
-    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Program (tile of one expert's rows, columns).
+def find_tile(ends_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Return the expert of a tile, its rows [ROWS] int64, and the row after the expert's last.
 
     Tiles of one expert follow each other, so that its weights are in the cache. Only the device knows how many rows
-    an expert has: each program finds its tile, and surplus ones have none.
+    an expert has: each program finds its tile. A surplus one has expert EXPERTS, and no rows.
     """
-    tile = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
     last_tiles = tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0)
     expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    is_one = expert < EXPERTS
+    end = tl.load(ends_ptr + expert, mask=is_one, other=0)
+    start = tl.load(ends_ptr + expert - 1, mask=is_one & (expert > 0), other=0)
+    num_after = tl.sum(tl.where(experts == expert, last_tiles, 0), 0) - tile
+    num_tiles = (end - start + ROWS - 1) // ROWS
+    row = (start + (num_tiles - num_after) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    return expert, row, end
+
+
+@triton.jit
+def grouped_product_kernel(
+    out_ptr, x_ptr, weight_ptr, bias_ptr, ends_ptr, x_stride,
+    EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of one expert's rows, columns)."""
+    expert, row, end = find_tile(ends_ptr, tl.program_id(0), EXPERTS, EXPERTS_PAD, ROWS)
     if expert < EXPERTS:
-        end = tl.load(ends_ptr + expert)
-        num_after = tl.sum(tl.where(experts == expert, last_tiles, 0), 0) - tile
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        num_tiles = (end - start + ROWS - 1) // ROWS
-        row = (start + (num_tiles - num_after) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside_rows, inside_columns = row < end, column < OUT
         depth = tl.arange(0, DEPTH)
@@ -73,8 +80,7 @@ def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
     num_rows, (num_experts, out_features, in_features) = x.shape[0], weight.shape
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     rows, columns, depth, num_warps = choose_tile(-(-num_rows // num_experts), x.element_size())
-    # each expert that has rows has one tile that may not be full, and there are no more of those than rows
-    num_tiles = num_rows // rows + min(num_experts, num_rows)
+    num_tiles = most_tiles(num_rows, num_experts, rows)
     if num_tiles:
         grouped_product_kernel[(num_tiles, triton.cdiv(out_features, columns))](
             out, x, weight, weight if bias is None else bias, ends, x.stride(0),
@@ -83,6 +89,11 @@ def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
             ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=num_warps, num_stages=3,
         )  # fmt: skip
     return out
+
+
+def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
+    """Return the most tiles that rows can take: each expert that has rows has one that may not be full."""
+    return num_rows // tile_rows + min(num_experts, num_rows)
 
 
 def choose_tile(rows_per_expert: int, itemsize: int) -> tuple[int, int, int, int]:

@@ -23,20 +23,18 @@ def lay_out(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tenso
     return as_integers, scales.t().contiguous(), zeros.t().contiguous()
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def packed_product_kernel(
-    out_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, num_rows, x_stride,
+@triton.jit
+def multiply_packed(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, row, inside_rows, column, inside_columns, x_stride,
     IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, tile of columns).
+    """Return x W^T of these rows and columns, [ROWS, COLUMNS] float32.
 
-    A weight is code - zero in the product, exactly, and the sum over DEPTH of them is multiplied by their scale.
+    A weight is code - zero in the product, exactly, and the sum over DEPTH of them is multiplied by their scale. Where
+    DEPTH spans groups, weights are multiplied by their scales first: only powers of two, in bfloat16, which is exact.
     """
-    PER_WORD: tl.constexpr = 8 if KIND == "int4" else 4
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside_rows, inside_columns = row < num_rows, column < OUT
+    PER_WORD: tl.constexpr = 8 if KIND == "int4" or KIND == "fp4" else 4
     depth, word = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_WORD)
     x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
     word_places = words_ptr + column[:, None].to(tl.int64) * (IN // PER_WORD) + word[None, :]
@@ -45,26 +43,56 @@ def packed_product_kernel(
         x = tl.load(x_places + done, mask=inside_rows[:, None], other=0.0)
         words = tl.load(word_places + done // PER_WORD, mask=inside_columns[:, None], other=0)
         group = done // GROUP * OUT + column
-        scale = tl.load(scales_ptr + group, mask=inside_columns, other=0.0).to(tl.float32)
-        if KIND == "int4":
-            words = tl.interleave(words, words >> 8)
+        if DEPTH > GROUP:
+            groups = group[:, None] + tl.arange(0, DEPTH // GROUP)[None, :] * OUT
+            scale = tl.load(scales_ptr + groups, mask=inside_columns[:, None], other=0.0)
+        else:
+            scale = tl.load(scales_ptr + group, mask=inside_columns, other=0.0)
+        scale = scale.to(tl.float32)
+        words = tl.interleave(words, words >> 8)
+        if PER_WORD == 8:
             words = tl.interleave(words, words >> 4)
             codes = tl.interleave(words, words >> 16) & 15
         else:
-            words = tl.interleave(words, words >> 8)
             codes = tl.interleave(words, words >> 16) & 255
         if KIND == "fp8":
             # e4m3's bits are those of a float16 with another bias: it is less by 2^8
             bits = ((codes & 128) << 8) | ((codes & 127) << 7)
             weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
             scale *= 256.0
+        elif KIND == "fp4":
+            # e2m1's likewise: it is less by 2^14
+            bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+            weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
+            scale *= 16384.0
         else:
             zero = tl.load(zeros_ptr + group, mask=inside_columns, other=0).to(tl.int32)
             weight = (codes - zero[:, None]).to(tl.float32)
+        if DEPTH > GROUP:
+            spread = tl.broadcast_to(scale[:, :, None], (COLUMNS, DEPTH // GROUP, GROUP))
+            weight = weight.to(tl.float32) * tl.reshape(spread, (COLUMNS, DEPTH))
         weight = weight.to(tl.float32 if WIDEN else x.dtype)
         if WIDEN:
             x = x.to(tl.float32)
-        acc += tl.dot(x, tl.trans(weight), input_precision="ieee") * scale[None, :]
+        product = tl.dot(x, tl.trans(weight), input_precision="ieee")
+        acc += product if DEPTH > GROUP else product * scale[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def packed_product_kernel(
+    out_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, num_rows, x_stride,
+    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows, tile of columns)."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside_rows, inside_columns = row < num_rows, column < OUT
+    acc = multiply_packed(
+        x_ptr, words_ptr, scales_ptr, zeros_ptr, row, inside_rows, column, inside_columns, x_stride,
+        IN, OUT, GROUP, KIND, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=inside_columns, other=0.0)
         acc += bias.to(tl.float32)[None, :]
@@ -88,15 +116,24 @@ def packed_product(
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
+    group = in_features // len(scales)
+    block = widest_block(x, group, block, kind)
     rows, columns, depth, num_warps = choose_tile(num_rows, block, x.element_size())
     if num_rows:
         packed_product_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(out_features, columns))](
             out, x, words, scales, zeros, out if bias is None else bias, num_rows, x.stride(0),
-            IN=in_features, OUT=out_features, GROUP=in_features // len(scales), KIND=kind,
+            IN=in_features, OUT=out_features, GROUP=group, KIND=kind,
             HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, DEPTH=depth,
             num_warps=num_warps, num_stages=3,
         )  # fmt: skip
     return out
+
+
+def widest_block(x: Tensor, group: int, block: int, kind: str) -> int:
+    """Return the columns that are unpacked together: more than a group of them where their scales stay exact."""
+    if kind != "fp4" or x.dtype != torch.bfloat16:
+        return block
+    return next(size for size in (*BLOCKS, block) if x.shape[1] % size == 0 and size % group == 0)
 
 
 def choose_tile(num_rows: int, block: int, itemsize: int) -> tuple[int, int, int, int]:

@@ -20,11 +20,12 @@ from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePool, state_parts
 from engine.attention.triton_backend import PACKED, TritonBackend
 from engine.checkpoint.model_config import read_model_config
-from engine.checkpoint.quantized import PackedForm
+from engine.checkpoint.packed_form import PackedForm
 from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.products import packed_product
 from engine.kernels.upload import upload
-from engine.layers.packed import PackedProduct
+from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
+from engine.layers.packed import PackedLayout, PackedProduct
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weighted_module import WeightedModule
@@ -87,6 +88,9 @@ KERNELS = {
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     "packed_product_kernel": Kernel(variants=3, warps=8, product="mma", wide=0.3),
+    "grouped_packed_product_kernel": Kernel(
+        variants=3, of_layer=("IN", "OUT"), warps=8, product="mma", wide=0.3
+    ),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "solve_kernel": Kernel(warps=8, product="mma", wide=0.5),
@@ -289,6 +293,23 @@ def multiply_packed(kind: str, group: int, dtype: torch.dtype, num_rows: int) ->
         product(torch.empty(num_rows, in_features, dtype=dtype), None)
 
 
+def multiply_packed_experts(kind: str, group: int, num_rows: int) -> None:
+    """The products of gpt-oss-20b's experts with packed weights, for rows that go to four experts each."""
+    num_experts, hidden, columns = 32, 2880, 2880
+    block = packed_product.block(kind, group)
+    assert block is not None
+    layout = PackedLayout(PackedForm(kind, group, torch.bfloat16), block)
+    rows = 4 * num_rows
+    with META:
+        ends = torch.empty(num_experts, dtype=torch.int32)
+        places = torch.empty(rows, dtype=torch.int64)
+        groups = ExpertGroups(places, places, ends)
+        for in_features, out_features in ((hidden, 2 * columns), (columns, hidden)):
+            layer = PackedGroupedLinear(layout, num_experts, in_features, out_features, PACKED)
+            layer.finish_loading()
+            layer(torch.empty(rows, in_features, dtype=torch.bfloat16), None, groups)
+
+
 def packed_case(kind: str, group: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     """A product with packed weights, of which `group` columns share a scale."""
     label = f"packed {kind}, groups of {group}, {str(dtype).removeprefix('torch.')}"
@@ -307,6 +328,8 @@ CASES = (
     packed_case("int4", 128, torch.float32),
     packed_case("int8", 128),
     packed_case("fp8", 128),
+    Case("packed experts, fp4", partial(multiply_packed_experts, "fp4", 32)),
+    Case("packed experts, int4, groups of 64", partial(multiply_packed_experts, "int4", 64)),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),

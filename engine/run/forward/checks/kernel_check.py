@@ -28,11 +28,11 @@ from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 
-ENGINE = Path(__file__).parents[2]
-SOURCES = ("kernels", "attention", "layers", "run/forward/checked_kernels.py")
+ENGINE = Path(__file__).parents[3]
+SOURCES = ("kernels", "attention", "layers", "run/forward/checks")
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 #: -P: the child imports nothing from the working directory, in which others may write.
-COMMAND = (sys.executable, "-P", "-m", "engine.run.forward.checked_kernels")
+COMMAND = (sys.executable, "-P", "-m", "engine.run.forward.checks.checked_kernels")
 TIMEOUT_S = 300.0  # compiling a model's kernels takes one to two minutes on two busy cores
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 A small model is built with random weights and one layer of each kind that the checkpoint has. It takes a few steps,
 and each launch of a kernel is compared with its reference on the same inputs.
 
-A kernel that faults ends its process, so a child does this: `python -m engine.run.forward.checked_kernels`. It prints
-each kernel's name before it launches it, so that its parent knows which one was the last.
+A kernel that faults ends its process, so a child does this: `python -m engine.run.forward.checks.checked_kernels`. It
+prints each kernel's name before it launches it, so that its parent knows which one was the last.
 """
 
 import json
@@ -27,29 +27,38 @@ from engine.attention.state_pool import StateParts, StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend, TritonMetadata
 from engine.checkpoint.model_config import ModelConfig, read_model_config
-from engine.checkpoint.quantized import PackedForm
-from engine.errors import AttentionRefused, KernelDiffers
+from engine.checkpoint.packed_form import PackedForm
+from engine.checkpoint.quantization import Scheme
+from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
 from engine.layers.linear import ReplicatedLinear
-from engine.layers.moe import ExpertGroups, GroupedLinear, choose_experts
-from engine.layers.packed import PackedProduct
+from engine.layers.moe import ExpertMLPs, choose_experts
+from engine.layers.packed import PackedLayout, PackedProduct
 from engine.layers.parallel import TensorParallel
-from engine.layers.rotary import RotaryEmbedding, apply_rotary
-from engine.layers.stream import ClampedSwigluAndMul, GatedActivation, RMSNorm
+from engine.layers.rotary import RotaryEmbedding
+from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
 from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
-from engine.run.forward.kernel_check import CheckedModel
+from engine.run.forward.checks.comparison import KernelComparison
+from engine.run.forward.checks.kernel_check import CheckedModel
+from engine.run.forward.checks.plain_kernels import (
+    plain_add_rms_norm,
+    plain_group,
+    plain_grouped_packed_product,
+    plain_grouped_product,
+    plain_norm_rotate_and_store,
+    plain_packed_product,
+    plain_rms_norm,
+)
 from engine.run.forward.transfers import to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
-#: Two values of a dtype agree when a row's difference is at most this share of the row's length. Tiny models' rounding
-#: came to 5e-7 in float32, 0.011 in bfloat16, and 0.09 with an FP8 cache (Triton's interpreter).
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
 VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
@@ -57,81 +66,6 @@ WINDOW = 50
 NUM_SAMPLED = 3
 PACKED_ROWS = (1, 17, 130)  # of products: each meets another tile
 NO_NAN = 0xBF  # of e4m3: the bits that it may have
-#: The place of each column's code in a word, as engine.layers.packed packs it.
-INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-BYTE_SHIFTS = (0, 16, 8, 24)
-
-
-class KernelComparison:
-    """Runs kernels beside their references."""
-
-    def __init__(
-        self, announce: Callable[[str], object], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """announce: is told a kernel's name before each launch. dtype: the model's."""
-        self._announce = announce
-        self._device = device
-        self._tolerance = TOLERANCE[dtype]
-
-    def run(
-        self,
-        name: str,
-        kernel: Callable[..., Any],
-        reference: Callable[..., Any],
-        arguments: Sequence[Any],
-        *,
-        changed: Sequence[Tensor] = (),
-        tolerance: float | None = None,
-    ) -> Any:
-        """Return kernel(*arguments). Raises KernelDiffers unless reference(*arguments) gives about the same.
-
-        The kernel may return more tensors than the reference, which are not compared.
-        changed: tensors among the arguments, or within them, that both write to. tolerance: 0 asks for equality.
-        """
-        before = [tensor.clone() for tensor in changed]
-        expected = _tensors(reference(*arguments)) + [tensor.clone() for tensor in changed]
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-
-        self._announce(name)
-        result = kernel(*arguments)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-        found = [*_tensors(result)[: len(expected) - len(changed)], *changed]
-        limit = self._tolerance if tolerance is None else tolerance
-        for place, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-            difference = _difference(value, wanted)
-            if not difference <= limit:
-                raise KernelDiffers(
-                    f"differs from plain torch by {difference:.3g} of a row's length (result {place}), "
-                    f"at most {limit:.3g} was expected"
-                )
-        return result
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    """List the tensors that a function has returned."""
-    if result is None:
-        return []
-    return [result] if isinstance(result, Tensor) else list(result)
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two rows over the row's length; infinity for another shape or a NaN."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if not found.is_floating_point():
-        return 0.0 if torch.equal(found, expected) else float("inf")
-
-    found = found.float().flatten(0, -2) if found.dim() > 1 else found.float()
-    expected = expected.float().view(found.shape)
-    same_infinity = (found == expected) & expected.isinf()
-    difference = (found - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
-    length = expected.masked_fill(expected.isinf(), 0.0).norm(dim=-1)
-    shortest = 1e-3 * float(length.max()) if length.numel() else 0.0
-    ratio = difference / length.clamp_min(max(shortest, 1e-30))
-    return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0
 
 
 class CheckedBackend(TritonBackend):
@@ -236,16 +170,49 @@ class CheckedBackend(TritonBackend):
             return  # such a weight is unpacked
         product = PackedProduct(form, in_features, out_features, kernels, block)
         generator = torch.Generator().manual_seed(0)
-        product.words.random_(0, 256, generator=generator)
-        if form.kind == "fp8":
-            product.words.bitwise_and_(NO_NAN)
-        product.zeros.random_(0, 16 if form.kind == "int4" else 256, generator=generator)
-        product.scales.uniform_(0.01, 0.02, generator=generator)
+        _fill_randomly(product, form.kind, generator)
         product.finish_loading()
         product.to(self._device)
         for num_rows in PACKED_ROWS:
             x = torch.randn(num_rows, in_features, generator=generator)
             product(x.to(self._device, dtype), None)
+
+    def check_packed_experts(
+        self, form: PackedForm, experts: ExpertMLPs, dtype: torch.dtype
+    ) -> None:
+        """Multiply rows of several experts with random packed weights of the experts' shapes."""
+        assert self.layer_kernels is not None
+        assert self.layer_kernels.packed is not None
+        kernels = self.layer_kernels.packed
+        num_experts = experts.experts.num_experts
+        hidden, columns = experts.hidden_size, experts.columns.length
+        generator = torch.Generator().manual_seed(0)
+        for in_features, out_features in ((hidden, 2 * columns), (columns, hidden)):
+            group = in_features if form.group is None else form.group
+            block = kernels.block(form.kind, group)
+            if block is None or in_features % group:
+                continue  # such weights are unpacked
+            layout = PackedLayout(form, block)
+            product = PackedGroupedLinear(layout, num_experts, in_features, out_features, kernels)
+            _fill_randomly(product, form.kind, generator)
+            product.finish_loading()
+            product.to(self._device)
+            for num_rows in PACKED_ROWS:
+                chosen = torch.randint(0, num_experts, (num_rows, 1), generator=generator)
+                groups = ExpertGroups.of(chosen.to(self._device), num_experts)
+                x = torch.randn(num_rows, in_features, generator=generator)
+                product(x.to(self._device, dtype), None, groups)
+
+
+def _fill_randomly(
+    product: PackedProduct | PackedGroupedLinear, kind: str, generator: torch.Generator
+) -> None:
+    """Draw packed weights before they are laid out."""
+    product.words.random_(0, 256, generator=generator)
+    if kind == "fp8":
+        product.words.bitwise_and_(NO_NAN)
+    product.zeros.random_(0, 16 if kind == "int4" else 256, generator=generator)
+    product.scales.uniform_(0.01, 0.02, generator=generator)
 
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
@@ -253,6 +220,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
     experts, packed = kernels.experts, kernels.packed
     assert experts is not None
     assert packed is not None
+    assert packed.grouped_product is not None
 
     def compared(
         name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
@@ -264,7 +232,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
         queries: Tensor = comparison.run(
             "rotation and storing",
             kernels.norm_rotate_and_store,
-            _plain_norm_rotate_and_store,
+            plain_norm_rotate_and_store,
             arguments,
             changed=[cache.keys, cache.values],
             tolerance=FP8_TOLERANCE if cache.keys.dtype == FP8 else None,
@@ -302,15 +270,15 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
     return replace(
         kernels,
-        add_rms_norm=compared("norm of a sum", kernels.add_rms_norm, _plain_add_rms_norm),
-        rms_norm=compared("norm", kernels.rms_norm, _plain_rms_norm),
+        add_rms_norm=compared("norm of a sum", kernels.add_rms_norm, plain_add_rms_norm),
+        rms_norm=compared("norm", kernels.rms_norm, plain_rms_norm),
         norm_rotate_and_store=norm_rotate_and_store,
         silu_and_mul=compared("SiLU", kernels.silu_and_mul, GatedActivation("silu")),
         gelu_and_mul=compared("GELU", kernels.gelu_and_mul, GatedActivation("gelu_pytorch_tanh")),
         experts=ExpertKernels(
             choose=choose,
-            group=compared("grouping by expert", experts.group, _plain_group),
-            product=compared("products of experts", experts.product, _plain_grouped_product),
+            group=compared("grouping by expert", experts.group, plain_group),
+            product=compared("products of experts", experts.product, plain_grouped_product),
             clamped_swiglu_and_mul=compared(
                 "clamped SwiGLU",
                 experts.clamped_swiglu_and_mul,
@@ -320,78 +288,13 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
         delta_net=None if kernels.delta_net is None else delta_net,
         packed=replace(
             packed,
-            product=compared("products with packed weights", packed.product, _plain_packed_product),
+            product=compared("products with packed weights", packed.product, plain_packed_product),
+            grouped_product=compared(
+                "products of experts with packed weights",
+                packed.grouped_product,
+                plain_grouped_packed_product,
+            ),
         ),
-    )
-
-
-def _plain_norm(weight: Tensor, eps: float) -> RMSNorm:
-    norm = RMSNorm(len(weight), eps, dtype=weight.dtype)
-    norm.weight = nn.Parameter(weight, requires_grad=False)
-    return norm
-
-
-def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _plain_norm(weight, eps)(x)
-    return normed
-
-
-def _plain_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return _plain_norm(weight, eps).add_and_norm(x, residual)
-
-
-def _plain_norm_rotate_and_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    cache: LayerKVCache,
-    slot_mapping: Tensor,
-) -> Tensor:
-    if norms is not None:
-        query = _plain_rms_norm(query, norms[0], eps)
-        key = _plain_rms_norm(key, norms[1], eps)
-    cache.write(apply_rotary(key, *rotation), value, slot_mapping)
-    return apply_rotary(query, *rotation)
-
-
-def _plain_group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    groups = ExpertGroups.of(chosen, num_experts)
-    return groups.tokens, groups.places, groups.ends
-
-
-def _plain_grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    places = torch.empty(0, dtype=torch.int64, device=x.device)
-    product: Tensor = GroupedLinear(nn.Parameter(weight, requires_grad=False), None)(
-        x, bias, ExpertGroups(places, places, ends)
-    )
-    return product
-
-
-def _plain_packed_product(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    block: int,
-    kind: str,
-) -> Tensor:
-    shifts, mask = (INT4_SHIFTS, 15) if kind == "int4" else (BYTE_SHIFTS, 255)
-    codes = torch.stack([(words >> shift) & mask for shift in shifts], -1).flatten(1)
-    group = codes.shape[1] // len(scales)
-    if kind == "fp8":
-        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    else:
-        values = codes.float() - zeros.t().repeat_interleave(group, 1)
-    weight = values * scales.t().float().repeat_interleave(group, 1)
-    return nn.functional.linear(x.float(), weight, None if bias is None else bias.float()).to(
-        x.dtype
     )
 
 
@@ -418,6 +321,8 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
         return  # the engine takes another backend
     for form, layer in _packed_layers(config, built):
         backend.check_packed(form, layer, dtype)
+    for form, experts in _packed_experts(config, built):
+        backend.check_packed_experts(form, experts, dtype)
     backend.share_all_prefixes(built.attention_layers, model.block_size)
     steps = _make_steps(model.block_size)
     num_blocks = 1 + int(max(step.block_tables.max() for step in steps))
@@ -446,11 +351,29 @@ def _packed_layers(
     layers = [layer for layer in model.modules() if isinstance(layer, ReplicatedLinear)]
     by_shape = {(layer.in_features, layer.out_features): layer for layer in layers}
     for scheme in config.quantization.schemes:
-        kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
         if scheme.layout == "mxfp4":
-            continue
+            continue  # only experts have it
         for layer in by_shape.values():
-            yield PackedForm(kind, scheme.block[1], torch.float16), layer
+            yield _random_form(scheme), layer
+
+
+def _packed_experts(
+    config: ModelConfig, model: nn.Module
+) -> Iterator[tuple[PackedForm, ExpertMLPs]]:
+    """Yield the forms in which experts' weights stay packed, with a layer's experts."""
+    experts = next((each for each in model.modules() if isinstance(each, ExpertMLPs)), None)
+    if config.quantization is None or experts is None:
+        return
+    for scheme in config.quantization.schemes:
+        yield _random_form(scheme), experts
+
+
+def _random_form(scheme: Scheme) -> PackedForm:
+    """Return the form of a scheme's weights; their scales' dtype is that which checkpoints mostly have."""
+    if scheme.layout == "mxfp4":
+        return PackedForm("fp4", scheme.block[1], torch.bfloat16)
+    kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
+    return PackedForm(kind, scheme.block[1], torch.float16)
 
 
 def _one_layer_of_each_kind(decoder: DecoderConfig) -> DecoderConfig:

@@ -1,0 +1,1 @@
+"""The check of GPU kernels before a start."""
