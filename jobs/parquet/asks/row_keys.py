@@ -106,13 +106,7 @@ class RowKeys:
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._names_for_all = names_in_arguments(spec)
         self._has_lines = spec.input_format == OPENAI_BATCH
-        left_out = _NOT_DECIDING
-        if not spec.prompts:
-            left_out |= _LATER_PROMPT_ARGUMENTS
-        deciding: dict[str, Any] = {}
-        for name, value in spec.to_json().items():
-            if name not in left_out:
-                deciding[name] = value
+        deciding = _deciding_arguments(spec)
         deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
@@ -124,9 +118,7 @@ class RowKeys:
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        deciding_json = json.dumps(_sorted(deciding))
-        # 0 and 0.0 are the same value, so whole floats become integers.
-        deciding_json = json.dumps(json.loads(deciding_json, parse_float=_number))
+        deciding_json = _with_whole_integers(json.dumps(_sorted(deciding)))
         packed = deciding_json.encode("utf-8", "surrogatepass")
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
         #: functions.
@@ -163,6 +155,23 @@ class RowKeys:
         if not names or self._spec.steps:
             names |= self._names_for_all
         return sorted(self._pinned[name] for name in names if name in self._pinned)
+
+
+def _deciding_arguments(spec: RunSpec) -> dict[str, Any]:
+    """Return a run's arguments that decide its answers, by name."""
+    left_out = _NOT_DECIDING
+    if not spec.prompts:
+        left_out |= _LATER_PROMPT_ARGUMENTS
+    deciding = {}
+    for name, value in spec.to_json().items():
+        if name not in left_out:
+            deciding[name] = value
+    return deciding
+
+
+def _with_whole_integers(text: str) -> str:
+    """Return JSON in which whole floats are integers, because 0 and 0.0 are the same value."""
+    return json.dumps(json.loads(text, parse_float=_number))
 
 
 def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def _match_shorter(
     for shorter in keys_of_shorter:
         for number, mark in enumerate(matches.marks):
             missing = np.flatnonzero(has_key & (matches.places < 0))
-            missing_rows = [rows[index] for index in missing]
+            missing_rows = [rows[index] for index in missing.tolist()]
             shorter_keys = row_keys(shorter.key_of, missing_rows)
             old_places = old.keys.find(whole_keys(shorter_keys, mark))
             matches.places[missing] = old_places

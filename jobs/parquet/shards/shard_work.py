@@ -22,6 +22,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.reuse.answer_log import AnswerLog, Record, log_owner
 from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
@@ -304,11 +305,8 @@ class ShardWork(RowsTask):
         plan = self._folder.plan
         context = self._context
         ask = ask_of(plan, context)
-        columns = ask.source.columns
-        self._texts = ShardTexts(self._file.path, columns, context.shard_bytes)
-        with self._reader(ColumnChoice(columns)) as reader:
-            self._texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
-        rows: list[Row | RowProblem | Answer] = [*self._texts.take_rows()]
+        texts = self._render_rows(ask.source)
+        rows: list[Row | RowProblem | Answer] = [*texts.take_rows()]
 
         keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
@@ -319,9 +317,7 @@ class ShardWork(RowsTask):
         journalled = self._journal.read()
         #: For each row, the mark of the model that answers it.
         self._marks = np.repeat(mark, len(rows), axis=0)
-        records = self._earlier_records(len(rows))
-        records += journalled.answers.values()
-        for record in records:
+        for record in (*self._earlier_records(len(rows)), *journalled.answers.values()):
             assert record.answer is not None
             rows[record.row] = record.answer
             self._marks[record.row] = as_keys(record.mark)
@@ -334,7 +330,7 @@ class ShardWork(RowsTask):
             lambda place: first_row + place,
             memo=context.answers,
             memo_keys=whole_keys(keys, mark),
-            let_go=self._texts.let_go,
+            let_go=texts.let_go,
             is_over=self._is_over,
         )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
@@ -342,6 +338,15 @@ class ShardWork(RowsTask):
         self._tokens_resumed = journalled.num_tokens
         runner.resume(journalled.under_way)
         return runner
+
+    def _render_rows(self, source: RowSource) -> ShardTexts:
+        """Read and render the shard's rows. The bytes of a row count until the row is let go or this task is closed."""
+        texts = ShardTexts(self._file.path, source.columns, self._context.shard_bytes)
+        self._texts = texts  # freed by `close`, even if an error is raised below
+        with self._reader(ColumnChoice(source.columns)) as reader:
+            plan = self._folder.plan
+            texts.add(shard_rows(self._context, plan, self._shard, reader, source))
+        return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
         """Return the records of answers that were there before the shard was asked."""
