@@ -1,4 +1,4 @@
-"""Defines items: generators that yield what they need and return an answer. Ask says what a job asks of each item."""
+"""Defines items, generators that yield requests and checks and return an answer; and Ask, what a job asks of each."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Ask(Generic[T]):
     """What the runner must know about what a job asks of each prompt or row.
 
     has_checks: whether items yield checks. Then completions go through another thread before they are delivered.
-    is_single: each item begins with one request.
+    is_single: whether each item begins with exactly one request.
     """
 
     has_checks = False
@@ -60,12 +60,12 @@ class Ask(Generic[T]):
         return request
 
     def is_remembered(self, answer: T) -> bool:
-        """Whether equal prompts of other jobs get this answer, too."""
+        """Whether equal prompts of other jobs get this answer as well."""
         return True
 
 
 def asked_once(request: Request) -> Item[Samples]:
-    """Ask one request; return its completions."""
+    """Send one request; return its completions."""
     requests = [request]
     del request  # the runner takes it out of the list, so that nothing holds its prompt
     [samples] = yield requests
@@ -75,7 +75,8 @@ def asked_once(request: Request) -> Item[Samples]:
 def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
     """Run several items as one; return their answers in order.
 
-    Each round asks the requests of all items that are not done. The next round begins when all completions are here.
+    Each round sends the requests of all items that have not returned. The next round begins when all completions of
+    this round have come.
     """
     answers: dict[int, T] = {}  # by item
     steps: dict[int, Step] = {}  # by item; only of items that have not returned

@@ -1,4 +1,4 @@
-"""Records of items under way. With these records, another execution goes on where the last one stopped."""
+"""Records of items under way. From these records, another execution goes on where the last execution stopped."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -65,12 +65,12 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an item is: what it was given, and what the engine has for the requests of its present step.
+    """How far an item has come: the replies that it was given, and what its present step has received.
 
-    replies: what it was given for the steps before, in order.
+    replies: the replies to the earlier steps, in order.
     received: completions of the present step, by the number of their request in the step.
-    tokens: the tokens of requests that are not answered yet, by the same numbers.
-    num_tokens: how many tokens were generated for all completions.
+    tokens: the tokens so far of the step's other requests, by the number of the request.
+    num_tokens: how many tokens were generated for all completions of the item.
     """
 
     replies: Sequence[Reply] = ()
@@ -79,8 +79,8 @@ class Progress:
     num_tokens: int = 0
 
     @property
-    def length(self) -> tuple[int, int, int]:
-        """Return numbers by which records are compared. A record with more progress has greater ones."""
+    def sort_key(self) -> tuple[int, int, int]:
+        """A key that orders the records of one item: the key of a record with more progress is greater."""
         num_unanswered_tokens = 0
         for tokens_by_sample in self.tokens.values():
             num_unanswered_tokens += sum(map(len, tokens_by_sample.values()))
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record of this progress saves work, and all its values can be written."""
+        """Whether a record of this progress can hold all its values, and saves any work."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
@@ -99,7 +99,7 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.length)  # each of these is work
+        return any(self.sort_key)  # without replies, completions and tokens, nothing is saved
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
@@ -123,7 +123,7 @@ class Progress:
         )
 
 
-#: The progress of an item that was given nothing yet.
+#: The progress of an item that has no reply, completion or token yet.
 NOTHING = Progress()
 
 

@@ -1,6 +1,6 @@
-"""The runner of items, which sends their requests and delivers completions; and the task that uses the runner.
+"""The runner, which sends the requests of a job's items and delivers the completions; and the task that uses it.
 
-A place is the number of a prompt or row among all that the job answers.
+A place is the number of a prompt or row within the job.
 """
 
 from collections import defaultdict, deque
@@ -17,15 +17,15 @@ from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
 from jobs.tasks import OpenTask, Request
 
 PromptTokens = Mapping[int, Tokens]
-"""The tokens of requests that were sent and not delivered, by the request's index."""
+"""The tokens so far of requests that were sent and not delivered, by the index of the request."""
 
 
 @dataclass(slots=True)
 class Counts:
     """Counts what a runner has done.
 
-    done: places that are answered. open: places whose items are under way. resumed: places that another execution had
-    begun. resumed_tokens: tokens that another execution had generated.
+    done: places with an answer. open: places whose items are under way. resumed: places that an earlier execution had
+    begun. resumed_tokens: tokens that an earlier execution had generated.
     """
 
     done: int = 0
@@ -40,13 +40,13 @@ class ItemRunner(Generic[T]):
     """Drives the items of one job. All methods must be called in one thread, except `inspect` and the constructor.
 
     Items are begun in their order, so that shared prefixes meet in the cache. The later requests of an item come before
-    items that are not begun. An item that another job of the process computes too comes last. If there is no answer by
-    then, the item is computed here too, so that no job waits for another.
+    items that are not begun. An item that another job of the process is computing comes last. If that job has no answer
+    by then, this runner computes the item as well, so that no job waits for another.
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` also holds the replies that each item was given. A journal that holds no answers
-    needs them. expired: returns None while items may be begun. After the deadline it returns the answer of items that
-    are not begun. answered: the answers that became known here, in that order.
+    needs the replies. expired: returns None while items may be begun; after the deadline, the answer for items that
+    were not begun. answered: the answers that this runner has found, in the order in which it found them.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class ItemRunner(Generic[T]):
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
-        # By the request's index; None once the request was delivered.
+        # All requests that were sent, by index; None for a request that was delivered.
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
-        self._following: deque[tuple[Sent[T], Request]] = deque()
+        self._to_send: deque[tuple[Sent[T], Request]] = deque()
         # Items under way, by their first place.
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
         # Items that are not begun.
-        self._unsent: deque[Entry[T]] = deque()
+        self._not_begun: deque[Entry[T]] = deque()
         for entry in entries:
             if not self._take_known(entry):
-                self._unsent.append(entry)
+                self._not_begun.append(entry)
 
         # The opening item, while it is under way.
         self._opening: Entry[Any] | None = None
-        opening = ask.opening() if self._unsent else None
+        opening = ask.opening() if self._not_begun else None
         if opening is not None:
             self._opening = Entry([], lambda: opening)
             self._begin(self._opening)
@@ -97,14 +97,14 @@ class ItemRunner(Generic[T]):
     @property
     def num_requests(self) -> int | None:
         """Return how many requests were sent or wait to be sent; None if items may begin with several requests."""
-        if self._unsent and not self._ask.is_single:
+        if self._not_begun and not self._ask.is_single:
             return None
-        return len(self._sent) + len(self._following) + len(self._unsent)
+        return len(self._sent) + len(self._to_send) + len(self._not_begun)
 
     @property
     def has_more(self) -> bool:
         """Whether `requests` would yield a request now."""
-        return bool(self._following) or (self._opening is None and bool(self._unsent))
+        return bool(self._to_send) or (self._opening is None and bool(self._not_begun))
 
     @property
     def inspects(self) -> bool:
@@ -115,14 +115,14 @@ class ItemRunner(Generic[T]):
         """Yield the requests; see OpenTask."""
         postponed: deque[Entry[T]] = deque()  # items that other jobs compute too
         while True:
-            if self._following:
-                sent, request = self._following.popleft()
+            if self._to_send:
+                sent, request = self._to_send.popleft()
                 yield self._send(sent, request)
             elif self._opening is not None:
                 # The opening item ends before others begin. Then the worker asks for another stream.
                 return
-            elif self._unsent:
-                entry = self._unsent.popleft()
+            elif self._not_begun:
+                entry = self._not_begun.popleft()
                 if self._answer_unasked(entry):
                     continue
                 if self._claim(entry):
@@ -146,7 +146,7 @@ class ItemRunner(Generic[T]):
             sent.entry.item.receive(sent.step, sent.number, samples)
 
     def deliver(self, index: int, samples: Samples) -> None:
-        """Take all completions of request `index`, in any order of indices."""
+        """Take all completions of request `index`. The completions may come in any order."""
         sent = self._sent[index]
         assert sent is not None, "delivered twice"
         self._sent[index] = None
@@ -163,19 +163,19 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
-        """Go on with items where another execution has left them. Call it before a request is pulled. Raises JobsError.
+        """Go on with items where another execution has left them. Must be called before `requests`. Raises JobsError.
 
-        progress_of: the progress of items, by each item's first place.
+        progress_of: the progress of these items, by each item's first place.
         """
-        begun = []
+        already_begun = []
         not_begun: deque[Entry[T]] = deque()
-        for entry in self._unsent:
+        for entry in self._not_begun:
             if entry.first_place in progress_of:
-                begun.append(entry)
+                already_begun.append(entry)
             else:
                 not_begun.append(entry)
-        self._unsent = not_begun
-        for entry in begun:
+        self._not_begun = not_begun
+        for entry in already_begun:
             progress = progress_of[entry.first_place]
             entry.resumed = progress
             entry.num_tokens = progress.num_tokens
@@ -187,7 +187,7 @@ class ItemRunner(Generic[T]):
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
         """Return the progress of the items under way, by their first places.
 
-        tokens_of: the tokens of requests that were sent and not delivered. Those of `Request.continued` come first.
+        tokens_of: see PromptTokens. Each list begins with the tokens of `Request.continued`.
         """
         # new_tokens_of[first_place][number]: the new tokens of a request, by its number in the item's present step.
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
@@ -218,14 +218,14 @@ class ItemRunner(Generic[T]):
         return answers
 
     def close(self) -> None:
-        """Give up the items that have no answer, so that other jobs compute them. May be called more than once."""
+        """Give up the items that have no answer, so that other jobs may compute them. May be called more than once."""
         for memo_key in list(self._claimed_keys):
             self._release(memo_key)
 
     # One item
 
     def _begin(self, entry: Entry[T]) -> None:
-        """Begin an item, or replay what another execution has done of it."""
+        """Begin an item. If another execution has begun it before, replay that execution's progress."""
         assert entry.make is not None, "begun twice"
         make = entry.make
         entry.make = None
@@ -235,12 +235,12 @@ class ItemRunner(Generic[T]):
             self._open[entry.first_place] = entry
         entry.item.begin(list(entry.resumed.replies))
         if len(entry.item.replies) != len(entry.resumed.replies):
-            # The replay led to another step, so the rest of the progress is not about this step.
+            # The replay has ended at another step, so the other progress is not about this step.
             entry.resumed = NOTHING
         self._go_on(entry)
 
     def _go_on(self, entry: Entry[T]) -> None:
-        """Note the requests of an item's next step, or its answer."""
+        """Note the requests of an item's next step, or take the item's answer."""
         item = entry.item
         assert item is not None
         entry.replies = tuple(item.replies)
@@ -264,7 +264,7 @@ class ItemRunner(Generic[T]):
             if number in resumed.tokens:
                 request = replace(request, resumed=resumed.tokens[number])
             sent = Sent(entry, step, number, len(request.continued))
-            self._following.append((sent, request))
+            self._to_send.append((sent, request))
         requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step
             self._go_on(entry)
@@ -281,8 +281,8 @@ class ItemRunner(Generic[T]):
         counts = self.counts
         counts.prompt_tokens += samples[0].num_prompt_tokens
         for sample in samples:
-            # A sample's tokens: those of the answer that the request continues, then those of another execution, then
-            # those that were generated now. A failed sample may lack all of them.
+            # A sample has, in this order: the tokens of the answer that the request continues, the tokens of another
+            # execution, and the tokens that were generated now. A failed sample may lack all of them.
             num_generated = len(sample.token_ids) - sample.num_continued
             num_resumed = max(0, sample.num_continued - sent.num_continued)
             num_for_request = max(0, len(sample.token_ids) - sent.num_continued)
@@ -310,7 +310,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
-        """Put an answer into an item's places, and into `answered`. Its tokens count for the first place alone."""
+        """Put an answer into an item's places, and into `answered`. The tokens count for the first place only."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -325,14 +325,14 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            make().close()  # making the item lets go of its prompt
+            make().close()  # `make` holds the prompt until it was called
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:
-        """Answer an item that need not be begun; return whether it is such an item."""
+        """Answer an item without beginning it, if that is possible; return whether it was."""
         return self._take_known(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:
-        """Answer an item without beginning it, if the deadline has passed. Return whether the deadline has passed.
+        """Answer an item as expired if the deadline has passed. Return whether the deadline has passed.
 
         This answer is not put into a journal, because a later submission may have a later deadline.
         """
@@ -353,7 +353,7 @@ class ItemRunner(Generic[T]):
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:
-        """Tell the memo that this job works on an item; return False if another job does already."""
+        """Tell the memo that this job computes an item; return False if another job computes it already."""
         if entry.memo_key is None:
             return True
         if not self._memo.begin(entry.memo_key):
@@ -362,14 +362,14 @@ class ItemRunner(Generic[T]):
         return True
 
     def _release(self, memo_key: bytes) -> None:
-        """Give up the claim to an item, if this job has one. Other jobs may then work on the item."""
+        """Give up this job's claim to an item, if it has a claim. Other jobs may then compute the item."""
         if memo_key in self._claimed_keys:
             self._claimed_keys.discard(memo_key)
             self._memo.end(memo_key)
 
 
 class ItemsTask(OpenTask):
-    """Sends the requests of a runner's items. A subclass sets `runner`, or leaves it None if nothing is asked."""
+    """Sends the requests of a runner's items. A subclass sets `runner`, or leaves it None if there are no items."""
 
     runner: ItemRunner[Any] | None = None
 

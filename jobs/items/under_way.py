@@ -18,7 +18,7 @@ class ItemUnderWay(Generic[T]):
     `receive` may be called in any thread, and runs the item's checks there. All other methods belong to the thread that
     sends requests and delivers completions.
 
-    replies: what the item was given so far. num_steps: the number of its present step, from 1. Checks are no steps.
+    replies: what the item was given so far. num_steps: how many lists of requests the item has yielded.
     is_done: whether the item has returned. answer: what it has returned.
     """
 
@@ -26,7 +26,7 @@ class ItemUnderWay(Generic[T]):
         self._item = item
         self._checks = checks
         self._lock = threading.Lock()
-        # Of the present step: its requests until they are taken, how many they are, and completions by request.
+        # The present step: its requests until they are taken, their number, and the completions by request number.
         self._requests: list[Request] = []
         self._num_awaited = 0
         self._received: dict[int, Samples] = {}
@@ -36,7 +36,7 @@ class ItemUnderWay(Generic[T]):
         self.answer: T | None = None
 
     def begin(self, replies: list[Reply]) -> None:
-        """Go to the first step without a reply. replies: the replies that an earlier execution has written.
+        """Go to the first step that has no reply. replies: the replies that an earlier execution has written.
 
         Raises the errors of the item.
         """
@@ -57,8 +57,8 @@ class ItemUnderWay(Generic[T]):
     def receive(self, step: int, number: int, samples: Samples) -> None:
         """Take the completions of a request. step: the number of its step. number: its number in the step, from 0.
 
-        Once the completions of the whole step are here, the item goes on to its next requests or its answer. A request
-        that is received again changes nothing. Raises the errors of the item and of its checks.
+        Once all completions of the step have come, the item goes on to its next requests or its answer. Completions
+        that come a second time change nothing. Raises the errors of the item and of its checks.
         """
         with self._lock:
             if step != self.num_steps or self.is_done or number in self._received:
@@ -68,12 +68,12 @@ class ItemUnderWay(Generic[T]):
             self._received[number] = samples
             if len(self._received) < self._num_awaited:
                 return
-            reply = [self._received[request] for request in range(self._num_awaited)]
+            reply = [self._received[position] for position in range(self._num_awaited)]
             self.replies.append(reply)
             self._make_checks(self._next(reply))
 
     def _make_checks(self, step: Step | None) -> None:
-        """Have answers checked until the item wants requests or has returned."""
+        """Have answers checked until the item yields requests or returns. step: the item's present step."""
         while isinstance(step, Check):
             try:
                 reason = self._checks.reason(step.options, step.row, step.text)
@@ -84,7 +84,7 @@ class ItemUnderWay(Generic[T]):
                 step = self._next(reason)
 
     def _next(self, reply: Any) -> Step | None:
-        """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
+        """Give the item a reply, or raise an error in it. Return its next step, None once it has returned."""
         self._received = {}
         try:
             is_error = isinstance(reply, JobsError)
@@ -103,11 +103,11 @@ class ItemUnderWay(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One item of a runner, which answers one place or several equal ones.
+    """An item of a runner. It answers one place, or several places with equal prompts.
 
-    places: the places of its prompts or rows within the runner. The first one names the item in a journal.
-    make: begins the item. It is called once, when the item's turn comes.
-    memo_key: names the answer in the memo; None for an item whose answer no other job may use.
+    places: the places of its prompts or rows. The first place names the item in a journal.
+    make: returns the item. Called once, when the item's turn comes; None afterwards.
+    memo_key: names the answer in the memo; None if no other job may use the answer.
     item: the item once it is begun, until it has returned.
     num_awaited: how many requests of the present step are not delivered yet.
     resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
@@ -136,14 +136,15 @@ class Entry(Generic[T]):
         return not self.places
 
     def add_received(self, number: int, samples: Samples) -> None:
-        """Note the completions of a request of the present step. A journal may be reading the old mapping."""
+        """Note the completions of a request of the present step."""
+        # A new mapping, because a journal may be reading the old one.
         self.received = {**self.received, number: samples}
 
 
 class Sent(NamedTuple, Generic[T]):
     """A request that was sent, or waits to be sent. step: the number of its step. number: its number in the step.
 
-    num_continued: the tokens of an earlier answer that the request continues.
+    num_continued: how many tokens of an earlier answer the request continues.
     """
 
     entry: Entry[T]
@@ -153,10 +154,10 @@ class Sent(NamedTuple, Generic[T]):
 
 
 class Answered(NamedTuple, Generic[T]):
-    """An answer at the moment when it is known.
+    """The answer of one place.
 
-    num_tokens: the tokens that were generated for it; 0 for a further place with the same answer. replies: what the
-    item was given, if the runner keeps replies.
+    num_tokens: how many tokens were generated for the answer; 0 for each further place with the same answer.
+    replies: the replies that the item was given, if the runner keeps replies.
     """
 
     place: int

@@ -286,7 +286,7 @@ class OpenPrompts(ItemsTask):
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for place, progress in self.runner.under_way(tokens).items():
-            if place not in progress_of or progress.length > progress_of[place].length:
+            if place not in progress_of or progress.sort_key > progress_of[place].sort_key:
                 progress_of[place] = progress
 
         records = [

@@ -12,7 +12,7 @@ from jobs.common.keys import prefixed
 from jobs.runs.job_cancel import CANCELLABLE
 from jobs.runs.redis_state.state import transact
 
-#: Jobs that are changed in one transaction.
+#: The most jobs that are changed in one transaction.
 CHUNK = 200
 
 
@@ -24,22 +24,23 @@ def move_to_front(connection: Redis, queue: str, job_id: str) -> bool:
         pipe.lpush(waiting, job_id)
         pipe.lrem(waiting, -1, job_id)
         pipe.lpos(waiting, job_id)
-        *_, place = pipe.execute()
-    return place is not None
+        _length, _num_removed, position = pipe.execute()
+    return position is not None
 
 
 def empty_queue(
     connection: Redis, queue: str, tell: Callable[[int], None] = lambda num_done: None
 ) -> int:
-    """Take all waiting jobs out of a queue, and delete them. Jobs that run go on. Return how many were taken.
+    """Take all waiting jobs out of a queue, and delete them. Return how many were taken.
 
-    Jobs that come meanwhile may be taken too. tell: called with the number of jobs that were taken by then.
+    Jobs that run go on. Jobs that are enqueued meanwhile may be taken too. tell: called after each transaction with the
+    number of jobs taken so far.
     """
     waiting = rq_jobs.QueueKeys(queue).waiting
     num_left: Any = connection.llen(waiting)
     num_taken = 0
     while num_left > 0:
-        last = min(num_left, CHUNK) - 1  # Redis counts from 0, and takes the last entry too
+        last = min(num_left, CHUNK) - 1  # LRANGE counts from 0, and includes the last entry
         entries: Any = connection.lrange(waiting, 0, last)
         if not entries:
             break
@@ -50,7 +51,7 @@ def empty_queue(
 
 
 def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
-    """Take jobs out of the queue, then delete those that nobody has enqueued again. Return how many were taken."""
+    """Take jobs out of the queue, then delete the jobs that nobody has enqueued again. Return how many were taken."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "enqueued_at")
@@ -60,31 +61,32 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
             pipe.lrem(waiting, 1, job_id)
         counts = pipe.execute()
 
-    time_of_taken: dict[str, Any] = {}
+    enqueued_at_of_taken: dict[str, Any] = {}
     for job_id, enqueued_at, count in zip(job_ids, enqueueing_times, counts, strict=True):
         if count:
-            time_of_taken[job_id] = enqueued_at
-    if time_of_taken:
-        job_keys = map(rq_jobs.job_key, time_of_taken)
-        executions_keys = map(rq_jobs.executions_key, time_of_taken)
-        delete = partial(_delete_taken, connection, time_of_taken)
+            enqueued_at_of_taken[job_id] = enqueued_at
+    if enqueued_at_of_taken:
+        job_keys = map(rq_jobs.job_key, enqueued_at_of_taken)
+        executions_keys = map(rq_jobs.executions_key, enqueued_at_of_taken)
+        delete = partial(_delete_taken, connection, enqueued_at_of_taken)
         transact(connection, delete, *job_keys, *executions_keys)
     return sum(counts)
 
 
-def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> None:
-    """Delete those of the taken jobs that nobody has enqueued again, and no worker holds.
+def _delete_taken(connection: Redis, enqueued_at_of_taken: dict[str, Any], pipe: Pipeline) -> None:
+    """Delete the taken jobs that nobody has enqueued again and that no worker holds.
 
-    taken: the ids of the jobs, each with the time at which the job was enqueued before it was taken.
+    enqueued_at_of_taken: the `enqueued_at` that each job's hash had before the job was taken, by job id. pipe: watches
+    the jobs' hashes and executions.
     """
     with connection.pipeline(transaction=False) as reads:
-        for job_id in taken:
+        for job_id in enqueued_at_of_taken:
             reads.hget(rq_jobs.job_key(job_id), "enqueued_at")
             reads.exists(rq_jobs.executions_key(job_id))
         replies = iter(reads.execute(raise_on_error=False))
 
     pipe.multi()
-    for job_id, enqueued_at in taken.items():
+    for job_id, enqueued_at in enqueued_at_of_taken.items():
         enqueued_at_now = next(replies)
         is_held = next(replies)
         if enqueued_at_now == enqueued_at and not is_held:
@@ -92,7 +94,10 @@ def _delete_taken(connection: Redis, taken: dict[str, Any], pipe: Pipeline) -> N
 
 
 def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Delete jobs that are among their queue's failed jobs; return the deleted ones. Their dependents still wait."""
+    """Delete the jobs that are among the queue's failed jobs, and return their ids.
+
+    Jobs that depend on a deleted job still wait.
+    """
     deleted = []
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
@@ -104,7 +109,7 @@ def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list
 def _delete_failed(
     connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline
 ) -> list[str]:
-    """Delete the jobs that are failed. pipe: watches their hashes."""
+    """Delete the jobs that are failed, and return their ids. pipe: watches their hashes."""
     failed = rq_jobs.QueueKeys(queue).failed
     with connection.pipeline(transaction=False) as reads:
         for job_id in job_ids:
@@ -122,7 +127,7 @@ def _delete_failed(
         deleted.append(job_id)
         pipe.zrem(failed, job_id)
         status, group = fields if isinstance(fields, list) else (None, None)
-        # Somebody may have enqueued the job again under its id. Then only its failure is forgotten.
+        # Somebody may have enqueued a job with this id again. Then only the failure is forgotten.
         if rq_jobs.job_status(status) not in CANCELLABLE:
             _delete(pipe, job_id)
         if group:

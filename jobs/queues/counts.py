@@ -58,7 +58,7 @@ def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
 
     When Redis is full, workers cannot record that a job has begun. Then all jobs that workers hold are counted.
     """
-    # A worker gives a job that has begun a score of its time plus FAR_S. All other scores lie near now.
+    # Once a job has begun, its score among the started jobs is a time plus FAR_S. All other scores lie near now.
     lowest_score_of_begun = time.time() + FAR_S / 2
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
@@ -77,25 +77,29 @@ def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
 def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, float]:
     """Return how long the job at the head of each queue has waited, in seconds; 0 for an empty queue.
 
-    A queue is left out if nobody can read when that job was enqueued. now: Unix seconds.
+    A queue is left out if the time at which its first job was enqueued cannot be read. now: Unix seconds.
     """
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
         # A producer may have put another kind of value there. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
-        # For each queue a list of its first job's id, [] if it is empty, None if it cannot be read.
+        # One entry per queue: [id of the first job]; [] for an empty queue; None for a queue that cannot be read.
         heads = [reply if isinstance(reply, list) else None for reply in replies]
         for head in heads:
-            for job_id in head or ():
-                pipe.hget(rq_jobs.job_key(stored.text(job_id)), "enqueued_at")
-        times = iter(pipe.execute(raise_on_error=False))  # only of queues with a first job
+            if head:
+                first_job_id = stored.text(head[0])
+                pipe.hget(rq_jobs.job_key(first_job_id), "enqueued_at")
+        times = iter(pipe.execute(raise_on_error=False))  # one per queue that has a first job
 
     ages: dict[str, float] = {}
     for name, head in zip(names, heads, strict=True):
         if head is None:
             continue
-        enqueued_at = stored.moment(next(times)) if head else now
+        if not head:
+            ages[name] = 0.0
+            continue
+        enqueued_at = stored.moment(next(times))
         if enqueued_at is not None:
             ages[name] = max(0.0, now - enqueued_at)
     return ages

@@ -19,7 +19,7 @@ from jobs.runs.plans.names import run_and_shard
 #: The most jobs whose producers are read. In a longer queue, these jobs are spread over its length.
 MAX_READ = 10_000
 _PAGE = 1000
-#: How long cancelled jobs are kept, for producers who look. RQ would keep them for ever.
+#: How long cancelled jobs are kept, so that producers can see what became of them. RQ would keep them for ever.
 _KEPT_S = 3600
 #: A larger `meta` is not read.
 _MAX_META_BYTES = 4096
@@ -28,9 +28,9 @@ UNNAMED = "-"
 #: The beginning of the name under which a run's jobs are counted.
 RUN = "run "
 
-#: Cancels some of the jobs that wait between two places of a queue, except jobs that a worker has taken. Each one is
-#: first replaced by "", and all of these go at once: LREM walks from the queue's end, which is slow for each job alone.
-#: `first` and `last` are negative, so they count from the queue's end.
+#: Cancels the named jobs among the queue's entries from `first` to `last`, except jobs that a worker has taken. `first`
+#: and `last` are negative, so they count from the queue's end. Each cancelled entry is first replaced by "". One LREM
+#: then removes all entries that are "", because each LREM walks through the queue.
 _TAKE = """
 local waiting, cancelled = KEYS[1], KEYS[2]
 local first, last, job_prefix, executions_prefix, moment, kept_s = unpack(ARGV, 1, 6)
@@ -66,12 +66,12 @@ class Producers:
 
     @property
     def is_sample(self) -> bool:
-        """Whether some waiting jobs were not read, so that `estimate` is no exact count."""
+        """Whether some waiting jobs were not read, so that `estimate` is not exact."""
         return self.num_read < self.num_waiting
 
-    def estimate(self, who: str) -> int:
+    def estimate(self, producer: str) -> int:
         """Estimate how many of all waiting jobs belong to a producer."""
-        return round(self.num_jobs[who] * self.num_waiting / max(1, self.num_read))
+        return round(self.num_jobs[producer] * self.num_waiting / max(1, self.num_read))
 
 
 def read_producers(connection: Redis, queue: str) -> Producers:
@@ -106,13 +106,15 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
 
     producers = []
     for job_id, is_read in zip(job_ids, can_be_read, strict=True):
-        named = named_producer(stored.json_object(next(metas))) if is_read else ""
+        producer = UNNAMED
+        if is_read:
+            meta = stored.json_object(next(metas))
+            producer = named_producer(meta) or UNNAMED
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard
-            producers.append(f"{RUN}{run}")
-        else:
-            producers.append(named or UNNAMED)
+            producer = f"{RUN}{run}"
+        producers.append(producer)
     return producers
 
 
@@ -122,7 +124,7 @@ def named_producer(meta: Mapping[str, Any]) -> str:
     return safe_name(producer) if isinstance(producer, str) else ""
 
 
-def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
+def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
     """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
 
     Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
@@ -134,14 +136,14 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
     num_passed = 0  # jobs of other producers, which stay at the queue's end
     num_cancelled = 0
     while num_passed + num_cancelled < length:
-        # Places from the queue's end, where -1 is the last job.
+        # Positions counted from the queue's end: -1 is the last job.
         first = -num_passed - _PAGE
         last = -num_passed - 1
         entries: Any = connection.lrange(keys.waiting, first, last)
         if not entries:
             break
         job_ids = list(map(stored.text, entries))
-        producers = _producers(connection, job_ids)
+        producer_of_each = _producers(connection, job_ids)
         args: list[Any] = [
             first,
             last,
@@ -150,8 +152,8 @@ def cancel_waiting(connection: Redis, queue: str, who: str) -> int:
             time.time(),
             _KEPT_S,
         ]
-        for job_id, producer in zip(job_ids, producers, strict=True):
-            if producer == who:
+        for job_id, producer_of_job in zip(job_ids, producer_of_each, strict=True):
+            if producer_of_job == producer:
                 args.append(job_id)
         num_taken: int = take(keys=[keys.waiting, keys.cancelled], args=args)
         num_cancelled += num_taken

@@ -17,7 +17,7 @@ from jobs.queues.numbers import QueueNumbers, read_numbers
 
 
 def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
-    """Return the metric of a queue's jobs. jobs: how many, by queue and status."""
+    """Return the metric of the queues' jobs. jobs: the number of jobs, by queue and status."""
     family = GaugeMetricFamily(
         "rq_jobs",
         "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum.",
@@ -30,7 +30,7 @@ def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
 
 
 def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
-    """Yield the metrics of all numbers except those of `job_family`."""
+    """Yield all metrics of queues and of Redis, except the metric of `job_family`."""
     by_queue: Sequence[tuple[str, str, Mapping[str, float]]] = (
         (
             "tokenmill_jobs_due",
@@ -78,14 +78,14 @@ def _redis_families(redis: RedisHealth) -> Iterator[Metric]:
 
 
 class QueueMetrics(Collector):
-    """Reads Redis for each exposition. For any thread."""
+    """Reads Redis whenever Prometheus asks for the metrics. Any thread may call its methods."""
 
     def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
         self._connection = connection
         self._queues = tuple(dict.fromkeys(queues))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
+        """Return all metrics as text, and its content type. accept: the request's Accept header. Raises RedisError."""
         encode, content_type = choose_encoder(accept)
         return encode(self), content_type
 

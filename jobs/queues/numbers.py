@@ -14,7 +14,7 @@ from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues.counts import count_queues, head_ages
 from jobs.runs.watching.reading import read_at_risk
 
-#: RQ's statuses, by their names in `count_queues`.
+#: RQ's statuses that `count_queues` calls otherwise, by its names. All other names are the same.
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 
@@ -22,8 +22,9 @@ _STATUSES = {"waiting": "queued", "executing": "started"}
 class QueueNumbers:
     """Some queues and their Redis at one moment. All mappings are by queue.
 
-    due: scheduled jobs whose time has come, but that nobody has queued. head_ages: see `head_ages`. at_risk: runs that
-    are not expected to end before their deadline. redis: None if this user may not ask.
+    jobs: the number of jobs, by status. due: the number of scheduled jobs whose time has come, but that nobody has
+    queued. head_ages: see `head_ages`. at_risk: the number of runs that are not expected to end before their deadline.
+    redis: the state of Redis; None if Redis does not let this user ask for it.
     """
 
     jobs: Mapping[str, Mapping[str, int]]
@@ -55,7 +56,7 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
 
 
 def _read_health(connection: Redis) -> RedisHealth | None:
-    """Return the state of Redis; None if this user may not ask for it."""
+    """Return the state of Redis; None if Redis does not let this user ask for it."""
     try:
         info: Any = connection.info()
     except ResponseError:

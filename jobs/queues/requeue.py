@@ -20,7 +20,7 @@ from jobs.errors import fault_of
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
 
-#: Jobs that are put back in one transaction.
+#: The most jobs that are put back in one transaction.
 CHUNK = 100
 #: The most jobs that `requeue --all` puts back, by default.
 REQUEUE_LIMIT = 10_000
@@ -30,6 +30,7 @@ REQUEUE_LIMIT = 10_000
 class Requeued:
     """The result of putting failed jobs back.
 
+    done: jobs that were put back.
     cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
     wrong: jobs whose errors say that the client is at fault. `requeue_all` leaves them, because they would fail again.
     missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
@@ -63,8 +64,8 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs stay, and so do jobs whose client is at fault. Such jobs do not count against the limit, but
-    missing jobs do.
+    Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
+    limit. Missing jobs do.
     """
     result = Requeued()
     while True:
@@ -80,8 +81,8 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
         job_ids = list(map(stored.text, page))
         wrong = _with_client_at_fault(connection, job_ids)
         result.wrong += [job_id for job_id in job_ids if job_id in wrong]
-        others = [job_id for job_id in job_ids if job_id not in wrong]
-        result.add(_requeue_chunk(connection, queue, others))
+        to_requeue = [job_id for job_id in job_ids if job_id not in wrong]
+        result.add(_requeue_chunk(connection, queue, to_requeue))
     return result
 
 
@@ -90,7 +91,7 @@ def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        # Anybody may have put another kind of value there. Then nothing is known of that job.
+        # Anybody may have put another kind of value there. Then that job's error is unknown.
         replies: list[Any] = pipe.execute(raise_on_error=False)
     wrong = set()
     for job_id, entries in zip(job_ids, replies, strict=True):
@@ -108,11 +109,9 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
     to_requeue = [job_id for job_id in job_ids if job_id not in cancelled]
     done: list[str] = []
     if to_requeue:
-        done = transact(
-            connection,
-            partial(_requeue, connection, queue, to_requeue),
-            *map(rq_jobs.job_key, to_requeue),
-        )
+        move = partial(_requeue, connection, queue, to_requeue)
+        watched_keys = map(rq_jobs.job_key, to_requeue)
+        done = transact(connection, move, *watched_keys)
     return Requeued(
         done=done,
         cancelled=[job_id for job_id in job_ids if job_id in cancelled],
@@ -141,7 +140,7 @@ def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
-    """Requeue the jobs that are failed and have a payload. pipe: watches their hashes."""
+    """Requeue the jobs that are failed and have a payload, and return their ids. pipe: watches their hashes."""
     keys = rq_jobs.QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # a key of another type raises here, and not amid the transaction
@@ -177,8 +176,8 @@ def _queue_again(
 ) -> None:
     """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in.
 
-    ttl_s: how long the job's hash is kept; None for ever. limit: the key of its rate limit, or "". concurrency: how
-    many of the limit's jobs may run.
+    ttl_s: how long the job's hash is kept; None for ever. limit: the key of its rate limit; "" for none. concurrency:
+    how many jobs of this rate limit may run at once.
     """
     key = rq_jobs.job_key(job_id)
     pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)

@@ -1,4 +1,4 @@
-"""What all kinds of asks share."""
+"""RowAsk, the base class of all that a run can ask of its rows, and what its subclasses share."""
 
 import abc
 import json
@@ -35,15 +35,18 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
-#: The columns about a row as a whole, without those about its completion.
+#: The columns about a row as a whole, without the columns about its completion.
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
-
+#: The type of a column with the probability of each label.
 PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
-    """Make Arrow columns from names and types. A type is one of Arrow's names, "probabilities" or "embedding"."""
+    """Return the Arrow fields of some columns.
+
+    columns: the type of each column, by name. A type is one of Arrow's names, "probabilities" or "embedding".
+    """
     our_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),
@@ -65,7 +68,12 @@ def label_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.probabilities != STRUCT:
         return fields
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
-    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
+    fields_with_struct = []
+    for field in fields:
+        if field.type == PROBABILITIES:
+            field = field.with_type(struct)
+        fields_with_struct.append(field)
+    return fields_with_struct
 
 
 class RowAsk(Ask[Answer]):
@@ -87,7 +95,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the rows of a run. Its source and keys are still missing; see ask_of."""
+        """Return the ask for the rows of a run. `ask_of` then sets its source and its keys."""
 
     @staticmethod
     @abc.abstractmethod
@@ -109,11 +117,11 @@ class RowAsk(Ask[Answer]):
         """Return the item of a row. number: the row's number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
-        """Return the item of a row. If the row cannot be asked, its answer says why."""
+        """Return the item of a row. If the row cannot be asked, the error of its answer says why."""
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
-        """Go through an item. If it raises RowProblem, return the answer that says why."""
+        """Run an item. If it raises RowProblem, return an answer whose error is the problem."""
         try:
             return (yield from item)
         except RowProblem as problem:
@@ -149,8 +157,10 @@ class RowAsk(Ask[Answer]):
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON."""
-    # A text with pictures is a list of parts, so it is JSON too.
+    """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON.
+
+    is_json: whether the text is JSON. The text of a row with pictures always is JSON, because it is a list of parts.
+    """
     if not is_json and not row.pictures:
         return row.prompt
     prompt = json.loads(row.prompt)

@@ -45,7 +45,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of any run that generates, and the column of arguments that were left out."""
+        """Return the columns of any run that generates. If arguments may be left out, add a column for their names."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))
@@ -103,11 +103,11 @@ class BatchLines(RowAsk):
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
-        # To its task, the line is a job.
+        # The task of a line takes the line for a job, so the line gets a job id.
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)
-        del row  # while the line is asked, its texts are held once
+        del row  # so that the line's texts are in memory only once
         try:
             spec = self._plan.spec
             drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
@@ -122,10 +122,10 @@ class BatchLines(RowAsk):
             if task.has_checks:
                 self.has_checks = True
             control_tokens = context.model.control_tokens
-            answers = yield from side_by_side(
-                [task.item(prompt, control_tokens) for prompt in task.prompts]
-            )
-            if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
+            items = [task.item(prompt, control_tokens) for prompt in task.prompts]
+            answers = yield from side_by_side(items)
+            num_chars = sum(answer.num_chars for answer in answers)
+            if num_chars > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
 
             result = task.result(answers, context)
@@ -150,7 +150,7 @@ def _answer_of(
 ) -> Answer:
     """Return a line's answer: its response as JSON, or the error of the first entry that failed.
 
-    result: of the line's task. make_body: see body_maker.
+    result: the result of the line's task. make_body: see body_maker.
     """
     usage = result["usage"]
     num_prompt_tokens = usage["prompt_tokens"]

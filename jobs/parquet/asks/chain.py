@@ -44,7 +44,7 @@ class Chain(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of each prompt, then those of the row."""
+        """Return the columns of each prompt, then the columns of the row."""
         scored = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:
@@ -64,7 +64,7 @@ class Chain(RowAsk):
         try:
             for prompt_number, ask in enumerate(self._asks):
                 prompt_seed = seed
-                if prompt_number > 0:  # `row` comes with its first prompt
+                if prompt_number > 0:  # the row has its first prompt already
                     row = self._filled(row, answers)
                     prompt_seed = hashed_seed(f"{seed}:{prompt_number}")
                 answer = yield from ask.prompt_item(row, prompt_seed)
@@ -94,7 +94,7 @@ class Chain(RowAsk):
         error = problem
         for number, step in enumerate(self._steps):
             was_asked = number < len(answers)
-            answer = answers[number] if was_asked else failed_answer("")  # "": it has no error
+            answer = answers[number] if was_asked else failed_answer("")  # "" is no error
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
             for column, name in step.columns.items():

@@ -1,8 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names a row and what the row is asked. The files of the row's adapters belong to that. A model's
-mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
-answer, in any run. Files and the memory of answers have only whole keys.
+A key without a model names all that the row is asked, and the files of the adapters that may answer it. A model's mark
+is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same answer,
+in any run. Files and the memory of answers hold only whole keys.
 """
 
 import json
@@ -33,7 +33,7 @@ SIZE = 16
 #: The most adapters that a difference lists for a run.
 _MAX_ADAPTERS_SHOWN = 4
 
-#: For a run that names no adapter.
+#: The adapters of a run that names none.
 NO_ADAPTERS = Adapters()
 
 _TRUNCATION = "truncate_prompt_tokens"
@@ -89,7 +89,7 @@ class RowKeys:
 
     before: the request that is asked before all rows, if any. check: the version of the run's check function.
     max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt.
-    seed: Plan.given_seed. adapters: those that the run has pinned.
+    seed: Plan.given_seed. adapters: the adapters that the run has pinned.
     """
 
     def __init__(
@@ -102,31 +102,23 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # By each text that names an adapter of the run, the adapter with its files.
+        # Keys are texts that name an adapter of the run. Values name the adapter with its files.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._names_for_all = names_in_arguments(spec)
         self._has_lines = spec.input_format == OPENAI_BATCH
-        left_out = _NOT_DECIDING
-        if not spec.prompts:
-            left_out |= _LATER_PROMPT_ARGUMENTS
-        deciding: dict[str, Any] = {}
-        for name, value in spec.to_json().items():
-            if name not in left_out:
-                deciding[name] = value
+        deciding = _deciding_arguments(spec)
         deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
 
-        #: Added to what is asked wherever a prompt may be truncated.
+        #: Part of the key wherever a prompt may be truncated.
         self._length_text = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
             deciding["length"] = self._length_text
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        deciding_json = json.dumps(_sorted(deciding))
-        # 0 and 0.0 are the same value, so whole floats become integers.
-        deciding_json = json.dumps(json.loads(deciding_json, parse_float=_number))
+        deciding_json = _with_whole_integers(json.dumps(_sorted(deciding)))
         packed = deciding_json.encode("utf-8", "surrogatepass")
         #: Names what all rows are asked. This name changes with every value that decides answers, and with check
         #: functions.
@@ -137,7 +129,8 @@ class RowKeys:
         texts = [row.prompt, row.sampling, row.values]
         if self._pinned:
             texts += self._adapters_of(row)
-        if row.pictures:  # else a text that looks like such a prompt would have its key
+        # A prompt with pictures is JSON. A row whose prompt is the same text without pictures needs another key.
+        if row.pictures:
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
@@ -153,11 +146,32 @@ class RowKeys:
         return digest.digest()
 
     def _adapters_of(self, row: Row) -> list[str]:
-        """Return the adapters that may answer a row, with their files. A row's own one stands for the run's."""
+        """Return the adapters that may answer a row, with their files.
+
+        The adapter that a row names takes the place of the run's. A row with several prompts may need both, because
+        each prompt may name an adapter.
+        """
         names = set(names_in_row(row, self._spec))
         if not names or self._spec.steps:
             names |= self._names_for_all
         return sorted(self._pinned[name] for name in names if name in self._pinned)
+
+
+def _deciding_arguments(spec: RunSpec) -> dict[str, Any]:
+    """Return a run's arguments that decide its answers, by name."""
+    left_out = _NOT_DECIDING
+    if not spec.prompts:
+        left_out |= _LATER_PROMPT_ARGUMENTS
+    deciding = {}
+    for name, value in spec.to_json().items():
+        if name not in left_out:
+            deciding[name] = value
+    return deciding
+
+
+def _with_whole_integers(text: str) -> str:
+    """Return JSON in which whole floats are integers, because 0 and 0.0 are the same value."""
+    return json.dumps(json.loads(text, parse_float=_number))
 
 
 def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +188,7 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Say what two runs ask differently, value by value. any_model: whether to leave out the model."""
+    """Return a text for each difference in what two runs ask. any_model: whether to leave out the model."""
     lines = []
     new_fingerprints = {new.model.fingerprint}
     if new.second is not None:  # a cascade takes answers of both its models
@@ -201,7 +215,7 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 
 
 def _adapters_only_in(model: PinnedModel, other: PinnedModel) -> str:
-    """Name the adapters that only one of two models has, as errors show them. other: the model that lacks them."""
+    """Return the names of the adapters that `model` has and `other` lacks, as errors show them."""
     adapters = [adapter for adapter in model.adapters if adapter not in other.adapters]
     if not adapters:
         return "none"

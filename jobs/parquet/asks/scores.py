@@ -1,4 +1,4 @@
-"""Rows for which nothing is generated. They are scored in one of the ways of jobs/prompts/scoring."""
+"""Rows for which nothing is generated. They get scores of one of the kinds in jobs/prompts/scoring."""
 
 from dataclasses import replace
 from typing import Any, Self
@@ -35,7 +35,7 @@ class Scores(RowAsk):
     """Asks each row once.
 
     chat: the options of rows that are chats; None for other rows.
-    prior: a row without content, which is asked before the others.
+    prior: a row without content, which is asked before the run's rows.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Scores(RowAsk):
         return kind is not None and kind.is_compared
 
     def opening(self) -> Item[None] | None:
-        """Return the item of the row without content, which is asked before the others."""
+        """Return the item of the row without content, which is asked before the run's rows; None if there is none."""
         return None if self.before is None else self._calibrate(self.before)
 
     def _calibrate(self, before: Request) -> Item[None]:
-        """Ask the row without content, and correct the scores of all further rows by its score."""
+        """Ask the row without content. Its score corrects the scores of all rows after it."""
         (completion,) = yield from asked_once(before)
         self._scoring = self._scoring.calibrated(completion)
 

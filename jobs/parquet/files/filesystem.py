@@ -62,13 +62,13 @@ FETCH_BYTES = 1 << 20
 class FetchedFile(io.RawIOBase):
     """A Python file whose bytes are fetched when they are read.
 
-    fetch: returns the bytes from one place up to another. size: the size of the whole file.
+    fetch: returns the bytes from a start offset up to an end offset. size: the size of the whole file.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:
         self._fetch = fetch
         self._size = size
-        self._at = 0  # where the next read begins
+        self._offset = 0  # where the next read begins
 
     def readable(self) -> bool:
         """Return True."""
@@ -78,29 +78,29 @@ class FetchedFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def seek(self, place: int, whence: int = 0) -> int:
-        """Go to a place; return the place, counted from the beginning."""
-        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
-        self._at = origins[whence] + place
-        return self._at
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set where the next read begins; return that offset from the file's beginning."""
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._size}
+        self._offset = origins[whence] + offset
+        return self._offset
 
     def readinto(self, buffer: Any) -> int:
         """Read bytes into a buffer; return how many."""
-        end = min(self._size, self._at + len(buffer))
+        end = min(self._size, self._offset + len(buffer))
         num_read = 0
-        while self._at < end:
-            piece_end = min(end, self._at + FETCH_BYTES)
-            fetched = self._fetch(self._at, piece_end)
+        while self._offset < end:
+            piece_end = min(end, self._offset + FETCH_BYTES)
+            fetched = self._fetch(self._offset, piece_end)
             if not fetched:
                 break
             buffer[num_read : num_read + len(fetched)] = fetched
             num_read += len(fetched)
-            self._at += len(fetched)
+            self._offset += len(fetched)
         return num_read
 
     def read(self, size: int | None = -1) -> bytes:
         """Read up to `size` bytes. No memory is taken for bytes that the file does not have."""
-        bytes_left = max(0, self._size - self._at)
+        bytes_left = max(0, self._size - self._offset)
         if size is None or size < 0:
             size = bytes_left
         content = super().read(min(size, bytes_left))

@@ -35,9 +35,10 @@ def root_of(path: str, roots: Sequence[str], shown_path: str = "") -> str:
 
 @contextmanager
 def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Lend the descriptor of a folder, for calls with `dir_fd`. It stays the same folder even if the path is replaced.
+    """Lend the descriptor of a folder, for calls with `dir_fd`.
 
-    create: make missing folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
+    The descriptor stays at the same folder even if another folder gets its path. create: whether to make missing
+    folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
     """
     path = os.path.normpath(path)
     root = root_of(path, roots)
@@ -64,7 +65,7 @@ def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
     try:
         yield
     except OSError:
-        with suppress(OSError):  # if this look fails, the error of the body is raised below
+        with suppress(OSError):  # if this check fails, the error of the body is raised below
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode):
                 raise PathSwapped(path, f"{name!r} is a link now") from None
@@ -92,7 +93,7 @@ _NOT_SUPPORTED = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 
 
 class LocalFiles:
-    """Local files. The methods are those of Storage. A link on the way to a file raises PathSwapped."""
+    """Local files. It has the methods of Storage. A link on the way to a file raises PathSwapped."""
 
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
@@ -131,7 +132,7 @@ class LocalFiles:
         self.check_interrupted()
         with (
             _entered(folder, self._roots) as descriptor,
-            # The first descriptor only enters the folder. To list it, it is opened once more.
+            # The first descriptor only enters the folder. To be listed, the folder is opened once more.
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
@@ -213,7 +214,7 @@ class LocalFiles:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """Lend the descriptor of the folder above a path. Yields it with the path's last name."""
+        """Lend the descriptor of the folder above a path, with the path's last name."""
         with _entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
 

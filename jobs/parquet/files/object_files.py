@@ -47,7 +47,7 @@ _pool = Pool()
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Have a child list a prefix. Raises as obstore does, or StoreRefused.
 
-    kind: HAS_ANY for what has_any returns, LEVEL for what level_of returns.
+    kind: HAS_ANY to return what has_any returns, LEVEL to return what level_of returns.
     """
     scheme, bucket, key = _split(folder)
     environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
@@ -67,7 +67,7 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     if "raised" in reply:
         error_class = getattr(exceptions, reply["raised"], ValueError)
         raise error_class(reply["text"])
-    return reply["found"]
+    return reply["answer"]
 
 
 #: A store copies no larger object in one request.
@@ -85,7 +85,7 @@ _safe_buckets: set[tuple[str, str]] = set()
 
 
 class ObjectFiles:
-    """Objects below data roots that are prefixes in stores. Its methods are those of Storage."""
+    """Objects below data roots that are prefixes in stores. It has the methods of Storage."""
 
     def __init__(
         self,
@@ -150,22 +150,22 @@ class ObjectFiles:
         target = f"{probe}.tmp"
         copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:
-            self._make(path, lambda: obstore.put(store, probe, b"probe"))
+            self._make_request(path, lambda: obstore.put(store, probe, b"probe"))
             with suppress(FileExistsError):  # the reply to a first try was lost
-                self._make(path, copy_probe)
+                self._make_request(path, copy_probe)
             try:
-                self._make(path, copy_probe)
+                self._make_request(path, copy_probe)
             except FileExistsError:
                 _safe_buckets.add((scheme, bucket))
             else:
                 raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
-            for written in (probe, target):
+            for written_key in (probe, target):
                 with suppress(FileNotFoundError):
-                    self._make(path, partial(obstore.delete, store, written))
+                    self._make_request(path, partial(obstore.delete, store, written_key))
 
     def open_input(self, path: str) -> Any:
-        """Open an object for pyarrow, which reads one state of the object. Raises InputNotFound."""
+        """Open an object for pyarrow. All reads see the same state of the object. Raises InputNotFound."""
         store, key = self._store_and_key(path)
         head = self._head(path)
         if head is None:
@@ -173,16 +173,18 @@ class ObjectFiles:
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
-            """Get a range of bytes, of the object as it was when it was opened."""
+            """Get a range of bytes. Raises PathSwapped if the object has changed since it was opened."""
             options: Any = {"range": (start, end), **same_state}
-            return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
+            return self._make_request(
+                path, lambda: bytes(obstore.get(store, key, options=options).bytes())
+            )
 
         fetched_file = FetchedFile(fetch, head["size"])
         return pa.PythonFile(io.BufferedReader(fetched_file, BLOCK_BYTES), mode="r")
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        """Lend an object to be written. The end of the body puts it in place, whole. An error leaves no object."""
+        """Lend a file whose bytes become an object at the end of the body. An error leaves no object."""
         # Written bytes are not kept, so only obstore can repeat the requests.
         store, key = self._store_and_key(path, tries_s=self._timeout_s)
         upload = obstore.open_writer(
@@ -199,22 +201,24 @@ class ObjectFiles:
     def create(self, path: str) -> None:
         """Make an empty object. Raises FileExistsError."""
         store, key = self._store_and_key(path)
-        self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
+        self._make_request(path, lambda: obstore.put(store, key, b"", mode="create"))
 
     def publish(self, temporary: str, target: str) -> None:
-        """Copy a temporary object to its name. Raises FileExistsError if that is taken.
+        """Copy a temporary object to the name `target`. Raises FileExistsError if the name is taken.
 
-        If a reply was lost, the request is sent again and finds the first copy. That raises FileExistsError too.
+        If a reply was lost, the request is sent again and finds the first copy. Then FileExistsError is raised too.
         """
         store, key = self._store_and_key(target)
         _, temporary_key = self._store_and_key(temporary)
         head = self._head(temporary)
         # If there is no temporary object, the copy raises the error.
         if head is None or head["size"] <= MAX_COPY_BYTES:
-            self._make(target, lambda: obstore.copy(store, temporary_key, key, overwrite=False))
+            self._make_request(
+                target, lambda: obstore.copy(store, temporary_key, key, overwrite=False)
+            )
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # two workers that find no object here at the same time may replace each other's
+        else:  # if two workers come here at once, the second one replaces the first one's object
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
@@ -224,31 +228,34 @@ class ObjectFiles:
         store, key = self._store_and_key(path)
         if self._head(path) is not None:
             # A bucket with versions would note a removal that removes nothing.
-            self._make(path, lambda: obstore.delete(store, key))
+            self._make_request(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
-        """Return what the store says of an object; None if there is none."""
+        """Return what the store knows of an object; None if there is no object."""
         store, key = self._store_and_key(path)
         try:
-            return self._make(path, lambda: obstore.head(store, key))
+            return self._make_request(path, lambda: obstore.head(store, key))
         except FileNotFoundError:
             return None
-        except StoreRefused:  # the reply to a HEAD has no text; the reply to a GET says why
-            self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
+        except StoreRefused:
+            # The reply to a HEAD has no text. The reply to a GET says why the store refuses.
+            self._make_request(path, lambda: obstore.get_range(store, key, start=0, length=1))
             raise
 
     def _has_any(self, folder: str) -> bool:
         """Whether there is any object below a prefix."""
         root_of(folder, self._roots)
-        return bool(self._make(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
+        return bool(self._make_request(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
 
     def _level(self, folder: str) -> dict[str, Any]:
         """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
         root_of(folder, self._roots)
-        level: dict[str, Any] = self._make(folder, lambda: listed(LEVEL, folder, self._timeout_s))
+        level: dict[str, Any] = self._make_request(
+            folder, lambda: listed(LEVEL, folder, self._timeout_s)
+        )
         return level
 
-    def _make(self, path: str, request: Callable[[], T]) -> T:
+    def _make_request(self, path: str, request: Callable[[], T]) -> T:
         """Make a request, and return the store's answer. path: for errors."""
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
@@ -267,7 +274,7 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 class _Writer:
-    """The methods of a Python file that pyarrow needs to write an object. Only obstore repeats these requests."""
+    """A Python file through which pyarrow writes an object. Only obstore can repeat the requests of an upload."""
 
     closed = False
 
@@ -278,6 +285,7 @@ class _Writer:
         self._check_interrupted = check_interrupted
 
     def write(self, data: Any) -> int:
+        """Upload bytes; return how many."""
         make_upload_request(
             self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted
         )

@@ -13,7 +13,7 @@ from jobs.parquet.files.filesystem import FetchedFile, FileStat
 from jobs.parquet.files.object_requests import make_request, make_upload_request, opened_store
 
 T = TypeVar("T")
-#: The most seconds of a request with its repetitions.
+#: The most seconds that a request and its repetitions take.
 TIMEOUT_S = 30.0
 #: Bytes that are read at once.
 READ_BYTES = 1 << 20
@@ -52,29 +52,29 @@ class ObjectFolder:
     def names(self, name: str) -> list[str]:
         """Return the names in the folder `name`, sorted; none if there is no such folder."""
         list_folder = partial(obstore.list_with_delimiter, self._store, self._key(name))
-        level = self._make(name, list_folder)
+        level = self._make_request(name, list_folder)
         paths = list(level["common_prefixes"])
         for entry in level["objects"]:
             paths.append(entry["path"])
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file to read at any place, as it is now. Raises FileNotFoundError."""
+        """Open a file to read at any offset. Raises FileNotFoundError."""
         key = self._key(name)
         head = self._head(name)
         same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
-            """Get a range of bytes, of the file as it was when it was opened."""
+            """Get a range of bytes. Raises PathSwapped if the file has changed since it was opened."""
             options: Any = {"range": (start, end), **same_state}
-            return self._make(
+            return self._make_request(
                 name, lambda: bytes(obstore.get(self._store, key, options=options).bytes())
             )
 
         return io.BufferedReader(FetchedFile(fetch, head["size"]), READ_BYTES)
 
     def create(self, name: str) -> "ObjectDraft":
-        """Begin to upload a file. It is there once the upload is finished."""
+        """Begin to upload a file. The file exists once `finish` was called."""
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )
@@ -84,41 +84,41 @@ class ObjectFolder:
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
-            self._make(name, partial(obstore.delete, self._store, self._key(name)))
+            self._make_request(name, partial(obstore.delete, self._store, self._key(name)))
 
     def _head(self, name: str) -> Any:
         """Return the size and the state of a file. Raises FileNotFoundError."""
-        return self._make(name, partial(obstore.head, self._store, self._key(name)))
+        return self._make_request(name, partial(obstore.head, self._store, self._key(name)))
 
     def _key(self, name: str) -> str:
         """Return a file's key in the store."""
         return f"{self._prefix}/{name}".lstrip("/")  # a bucket has an empty prefix
 
-    def _make(self, name: str, request: Callable[[], T]) -> T:
+    def _make_request(self, name: str, request: Callable[[], T]) -> T:
         """Make a request about a file, as `make_request` does."""
         return make_request(self.path(name), request, timeout_s=TIMEOUT_S)
 
 
 class ObjectDraft:
-    """An upload in many pieces. A small object is put in one piece. The object exists once it is finished."""
+    """An upload in pieces; a small object is one piece. The object exists once `finish` was called."""
 
     def __init__(self, upload: Any, make: Callable[[Callable[[], object]], object]) -> None:
         """upload: obstore's writer. make: sends a request, and turns its errors into ours."""
         self._upload = upload
-        self._make = make
+        self._make_request = make
         self._is_open = True
 
     def write(self, data: bytes | bytearray) -> object:
         """Add bytes."""
-        return self._make(lambda: self._upload.write(bytes(data)))
+        return self._make_request(lambda: self._upload.write(bytes(data)))
 
     def finish(self) -> None:
         """Put the whole object in its place. An object that is already there is replaced."""
-        self._make(self._upload.close)
+        self._make_request(self._upload.close)
         self._is_open = False
 
     def drop(self) -> None:
-        """Remove what was written, unless it is finished."""
+        """Give up the upload, unless it is finished."""
         if not self._is_open:
             return
         self._is_open = False

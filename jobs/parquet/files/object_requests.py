@@ -24,7 +24,7 @@ from sandbox.child import Worker
 
 T = TypeVar("T")
 #: A new try may begin within this share of a store's time limit.
-_SHARE = 0.5
+_SHARE_FOR_TRIES = 0.5
 #: The seconds for obstore's own tries, if we can repeat the request ourselves.
 TRIES_S = 5.0
 #: The pause before our first new try. It doubles up to MAX_WAIT_S.
@@ -52,7 +52,7 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
 
     timeout_s: the time limit of one call. tries_s: the time limit of obstore's own retries within that call.
     """
-    time_for_tries = timedelta(seconds=timeout_s * _SHARE)
+    time_for_tries = timedelta(seconds=timeout_s * _SHARE_FOR_TRIES)
     options: Any = {
         "retry_config": {
             "max_retries": 100,
@@ -93,8 +93,8 @@ def make_request(
 ) -> T:
     """Make a request until it is answered, and return the answer. No try begins after half of `timeout_s`.
 
-    Raises FileNotFoundError, FileExistsError, PathSwapped if an object is not the one that was looked at,
-    StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted raises.
+    Raises FileNotFoundError, FileExistsError, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted
+    raises. Raises PathSwapped if the object has changed since it was opened.
     """
     began_at = time.monotonic()
     wait_s = FIRST_WAIT_S
@@ -106,7 +106,7 @@ def make_request(
         except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
             reason = _reason_to_try_again(path, error)
             seconds = time.monotonic() - began_at
-            if seconds + wait_s > timeout_s * _SHARE:
+            if seconds + wait_s > timeout_s * _SHARE_FOR_TRIES:
                 raise StoreUnreachable(path, seconds, reason) from None
             if seconds > TRIES_S and not has_warned:
                 has_warned = True
@@ -130,11 +130,11 @@ def make_upload_request(
 ) -> T:
     """Make a request of an upload once, because only obstore can repeat it; return the answer. Raises as make_request.
 
-    A writer of obstore raises OSError, with all of the store's reply, if its last piece is refused.
+    If the store refuses the last piece, obstore's writer raises OSError with the whole text of the reply.
     """
 
     def named_request() -> T:
-        """Make the request. Turn an error of the writer into one that names the store's reply."""
+        """Make the request. Turn the writer's OSError into an error that `make_request` understands."""
         try:
             return request()
         except OSError as error:
@@ -154,7 +154,7 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
         first_line = before_reply[0]
     reason = (code or first_line)[:_REASON_CHARS]
 
-    # The store's code says more than the class of the error, so it is looked at first.
+    # The store's code says more than the class of the error, so the code is looked at first.
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
@@ -173,12 +173,12 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
 
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str:
-    """Return the pattern's group where it is first found in a text; "" if it is not found."""
+    """Return the group of the pattern's first match in a text; "" if there is no match."""
     match = pattern.search(text)
     return match[1] if match else ""
 
 
-#: In a child: the environment variables that the last question has set.
+#: In a child process: the environment variables that the last question has set.
 _environment: dict[str, str] = {}
 
 
@@ -199,7 +199,7 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
         os.environ.update(_environment)
     store = opened_store(question["scheme"], question["bucket"], question["timeout_s"])
     try:
-        yield {"found": answer_about(store, question["kind"], question["key"])}
+        yield {"answer": answer_about(store, question["kind"], question["key"])}
     except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
         yield {"raised": type(error).__name__, "text": str(error)}
 
@@ -217,7 +217,7 @@ def has_any(store: Any, key: str) -> bool:
 
 
 def level_of(store: Any, key: str) -> dict[str, Any]:
-    """Return the `folders` and `objects` of a prefix. An object's value is when it was written, in Unix nanoseconds."""
+    """Return the `folders` of a prefix, and its `objects` with the Unix nanoseconds at which each was written."""
     level = obstore.list_with_delimiter(store, key or None)
     objects = {}
     for entry in level["objects"]:

@@ -30,8 +30,8 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """Local files and objects in stores, by their paths.
 
-    Methods take paths that `resolve` has returned, and paths below a folder that it has returned. They raise
-    PathOutsideRoots for a path below no root. Two executions may work in a folder at once, because only the first
+    Methods take paths that `resolve` has returned, and paths below a folder that `resolve` has returned. For a path
+    below no root, they raise PathOutsideRoots. Two executions may work in a folder at once, because only the first
     `publish` or `create` of a path changes anything.
     """
 
@@ -45,7 +45,8 @@ class Storage:
         """Take the roots of local files and of objects, in the form that run_path returns.
 
         check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
-        shard_bytes: the most bytes of one shard's prompts. A child that reads tables may take a multiple of it.
+        shard_bytes: the most bytes of one shard's prompts. A child that reads tables may take a multiple of these
+        bytes.
         """
         self.check_interrupted = check_interrupted
         self.shard_bytes = shard_bytes
@@ -74,7 +75,7 @@ class Storage:
         return type(self)(roots, self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
-        """Return the kind of files to which a path belongs. Raises PathOutsideRoots without a root of its kind."""
+        """Return the kind of files to which a path belongs. Raises PathOutsideRoots if no root is of this kind."""
         if not is_stored(path.lower()):  # a scheme may be in capitals
             return self._local
         if self._stored is None:
@@ -118,7 +119,7 @@ class Storage:
             self._files_of(path).make_folder(path)
 
     def open_input(self, path: str) -> Any:
-        """Open a file for pyarrow, which reads at any place. Raises InputNotFound if it is no regular file."""
+        """Open a file for pyarrow to read at any offset. Raises InputNotFound if it is no regular file."""
         return self._files_of(path).open_input(path)
 
     def open_output(self, path: str) -> Any:
@@ -131,20 +132,20 @@ class Storage:
             self._files_of(path).create(path)
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Put a whole file in its place, in the same folder; return False if the place was taken."""
+        """Give a finished temporary file the name `target`, in the same folder. Return False if the name was taken."""
         try:
             self._files_of(target).publish(temporary, target)
         except FileExistsError:
             return False
         except FileNotFoundError:
-            # Another execution has ended the run, and removed this file as a leftover. Then the target is there.
+            # If another execution has ended the run, it has removed the temporary file, and the target is there.
             if self.stat(target) is None:
                 raise
             return False
         return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written, and put the whole file in its place. Return False if the place was taken."""
+        """Have a file written under a temporary name, then publish it. Return False if its name was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):
@@ -165,7 +166,7 @@ class Storage:
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """Turn errors of reading a file into errors that name it. MemoryError is not changed.
 
-    Raises InputNotFound, or CorruptParquet; with a file_format, CorruptTable.
+    Raises InputNotFound or CorruptParquet. With a file_format, raises CorruptTable in place of CorruptParquet.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Converts inputs that are not Parquet: planning makes a Parquet file of each.
 
 These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So if two
-planners write a file of one name, both files are equal, and the first one stays.
+planners write files of the same name, both files are equal, and the first one stays.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 from jobs.errors import NewRowsGone
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.tables.table_reading import Contents, asked_again, look_at, open_table
+from jobs.parquet.tables.table_reading import Contents, look_at, open_table, with_second_try
 from jobs.runs.plans.names import JOURNAL, PARQUET, REUSED
 from jobs.runs.plans.plan import Plan, PlannedFile
 
@@ -31,7 +31,7 @@ def scan(
 ) -> Contents:
     """Return what a file holds.
 
-    rows: how many rows to look at; None for all. Of a Parquet file, only the footer is looked at.
+    rows: how many rows to look at; None for all. If the file is Parquet, only its footer is looked at.
     dialect: how the file's text is written, see RunSpec.dialect.
     Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is not written as the dialect says. Raises
     SchemaMismatch, or an error of look_at.
@@ -42,7 +42,7 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that are not Parquet. Return their size in bytes.
+    """Make the Parquet files of inputs that are not Parquet. Return the bytes of these Parquet files.
 
     files: numbers of the plan's files. Raises InputError or OutputError.
     """
@@ -55,7 +55,7 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
             continue
         converted_paths.add(path)
         if storage.stat(path) is None:
-            if file.num_chosen:  # only planning can write chosen rows
+            if file.num_chosen:  # the missing file has chosen rows, which only planning can write
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
     for path in converted_paths:
@@ -85,16 +85,16 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
     storage.make_folder(os.path.dirname(target))
     check_unchanged(storage, source, plan.input_format)
-    asked_again(source.path, lambda: storage.put(target, execution_id, write))
+    with_second_try(source.path, lambda: storage.put(target, execution_id, write))
 
 
 @contextmanager
 def converted_for_now(
     storage: Storage, plan: Plan, files: Iterable[int]
 ) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, and a storage that reads them. Converted files are in a temporary folder.
+    """Lend a storage and a plan with which the run's rows can be read. Converted files are in a temporary folder.
 
-    Converted files in the output are not used: a preview has no output, and a finished run keeps none.
+    Converted files in the output are not used, because a preview has no output and a finished run keeps none.
     """
     if plan.input_format == PARQUET:
         yield storage, plan

@@ -1,6 +1,7 @@
 """Turns a run's files into Parquet in a child process. `scan` finds out a file's columns, `convert` writes the file.
 
-A text file's columns are known only when all of it was read. So there are two passes over the same groups of rows.
+The columns of a text file are known only once the whole file was read. So there are two passes over the same groups of
+rows.
 """
 
 import io
@@ -45,21 +46,26 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
     with _opened(question, source) as table:
-        slices = table.slices(question["rows"])
-        # A slice is looked at and not kept, so its group holds only sizes.
-        looked_at = ((rows, size, table.look(part)) for rows, size, part in slices)
-        groups = [(rows, size) for rows, size, _ in grouped(looked_at)]
+        sizes = _sizes_of_slices(table, question["rows"])
+        groups = [(rows, size) for rows, size, _ in grouped(sizes)]
         table.check_read()
         packed_schema = table.schema.serialize().to_pybytes()
         yield {"kinds": table.kinds, "groups": groups}, packed_schema
+
+
+def _sizes_of_slices(table: Any, most: int | None) -> Iterator[tuple[int, int, None]]:
+    """Have a table look at its slices; yield the rows and the bytes of each slice, without the slice itself."""
+    for rows, size, part in table.slices(most):
+        table.look(part)
+        yield rows, size, None
 
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply with a Parquet file of `rows` rows, in pieces.
 
-    The question has `kinds`, those of all columns, and `as_json`, the columns that the file gets twice: the second time
-    as each row's own JSON.
+    The question has `kinds`, the kinds of all columns, and `as_json`, the columns that the file gets twice: first with
+    the column's type, then as each row's own JSON.
     """
     sink = io.BytesIO()
     # The variable keeps this file alive: once it is deleted, pyarrow closes the sink.
@@ -86,7 +92,7 @@ def _emptied(sink: io.BytesIO) -> bytes:
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    """Open the table that a question is about, for a `with` block. source: the file, from its beginning."""
+    """Lend the table that a question is about. source: the file, from its beginning."""
     path = question["path"]
     file_format = question["input_format"]
     dialect = question.get("dialect", {})
@@ -167,7 +173,7 @@ class _TextTable:
                 self._first_bad = record
 
     def check_read(self) -> None:
-        """Raise TooManyBadLines if too many of the lines that were read are no rows; or raise OtherEncoding."""
+        """Raise TooManyBadLines if too many of the lines are no rows. Raises OtherEncoding."""
         self._file.check_encoding()
         first_bad = self._first_bad
         if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
@@ -179,14 +185,14 @@ class _TextTable:
             )
 
     def look(self, records: Sequence[Record]) -> None:
-        """Merge the kinds of some rows' values into those of the columns. A batch file's kinds are known."""
+        """Merge the kinds of some rows' values into the kinds of the columns. A batch file's kinds are known."""
         if self._format in HEADED:
             self._look_at_fields(records)
         elif self._format != OPENAI_BATCH:
             self._look_at_json(records)
 
     def _look_at_fields(self, records: Sequence[Record]) -> None:
-        """Merge the kinds of fields of CSV into those of the columns."""
+        """Merge the kinds of a CSV file's fields into the kinds of the columns."""
         rows = [record.value for record in records if record.value is not None]
         for name, known_kind in self.kinds.items():
             if known_kind != "text":  # text stays text
@@ -194,7 +200,7 @@ class _TextTable:
                 self.kinds[name] = kinds.merged_texts(known_kind, kind)
 
     def _look_at_json(self, records: Sequence[Record]) -> None:
-        """Merge the kinds of the values of JSON lines into those of the columns."""
+        """Merge the kinds of the values in JSON lines into the kinds of the columns."""
         for record in records:
             for name, value in (record.value or {}).items():
                 known_kind = self.kinds.get(name, "null")
@@ -214,7 +220,10 @@ class _TextTable:
             )
 
     def batch(self, records: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows, with a column of their problems. Raises CorruptTable if values no longer have their kinds."""
+        """Return rows as Arrow columns, with a column of their problems.
+
+        Raises CorruptTable if the file has changed, so that values no longer have their kinds.
+        """
         problems: list[str | None] = []
         for record in records:
             if record.problem is None:
@@ -245,7 +254,7 @@ class _ArrowTable:
         self._path = path
         self.kinds: dict[str, kinds.Kind] = {}
         head = source.read_at(len(_ARROW_MARK), 0)
-        is_file = head == _ARROW_MARK  # else it is one of Arrow's streams
+        is_file = head == _ARROW_MARK  # otherwise the source is one of Arrow's streams
         source.seek(0)
         opened: Any
         self._batches: Iterator[pa.RecordBatch]
@@ -280,7 +289,8 @@ class _ArrowTable:
                     return
 
     def _check_type(self, field: pa.Field) -> None:
-        """Raise SchemaMismatch for a type that Parquet does not have. One null is written, to find out."""
+        """Raise SchemaMismatch for a type that Parquet does not have."""
+        # Writing a single null finds this out.
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)

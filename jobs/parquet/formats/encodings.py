@@ -8,14 +8,14 @@ from typing import Any
 from jobs.errors import CorruptTable, OtherEncoding
 
 CHUNK_BYTES = 1 << 20
-#: Marks at the beginning of files in other encodings. Longer ones come first, because they may begin with shorter ones.
+#: Byte order marks of other encodings. Longer marks come first, because they may begin with a shorter mark.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: How many bytes to look at. In UTF-16 without a mark, nearly every second one of these bytes is zero.
+#: How many bytes of a file to look at. In UTF-16 without a mark, nearly every second of these bytes is zero.
 _HEAD_BYTES = 4096
 #: A byte above 127 beside a letter, as in words in cp1252. In data that is not text, such a byte may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
@@ -25,7 +25,7 @@ _INVALID_BYTE = "\udcff"  # becomes the byte 255
 
 
 def _invalid_byte(error: UnicodeError) -> tuple[str, int]:
-    """Return what stands for bytes that cannot be decoded, and the place where decoding goes on."""
+    """Return what stands for bytes that cannot be decoded, and the position at which decoding goes on."""
     return _INVALID_BYTE, getattr(error, "end", 0)
 
 
@@ -69,7 +69,7 @@ class EncodingGuess:
                 self._has_cp1252 = True
 
     def check(self) -> None:
-        """Raise OtherEncoding if some line has letters in cp1252, and no line has any in UTF-8."""
+        """Raise OtherEncoding if a line has letters in cp1252, and no line has letters beyond ASCII in UTF-8."""
         if self._has_cp1252 and not self._has_utf8:
             raise OtherEncoding(self._path, "cp1252")
 
@@ -86,7 +86,7 @@ def _looks_like_cp1252(line: bytes) -> bool:
 class Decoded(io.RawIOBase):
     """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8.
 
-    Reading raises CorruptTable if the encoding needs a byte order mark and there is none. path, file_format: named in
+    Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. path, file_format: for
     the error.
     """
 

@@ -2,7 +2,7 @@
 
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
-values have different kinds. A "json" column is text; values that are not text are written there as JSON.
+values have different kinds. A "json" column is text: a value that is not text is written as JSON.
 
 A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
@@ -24,7 +24,7 @@ from jobs.parquet.tables.columns import COMMA, COMMA_DIGITS, COMMA_NUMBER, DIGIT
 Kind = str | dict[str, Any]
 
 _SCALARS = {
-    "null": pa.string(),  # a column that only has nulls needs a type too, because prompts may read the column
+    "null": pa.string(),  # a column of nulls needs a type too, because prompts may read the column
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),
@@ -43,12 +43,12 @@ _EXACT = 1 << 53
 _INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-#: A number with points between thousands, and perhaps a decimal comma.
+#: A number with points between thousands, with or without a decimal comma.
 _GROUPED = re.compile(r"-?[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?:,[0-9]+)?")
 #: The truth values of CSV files that a template writes in the same way.
 _TRUTH = {"True", "False"}
-#: The kind of a CSV column with numbers of two kinds. Other pairs make "digits".
-_TOGETHER: Mapping[frozenset[str], str] = {
+#: The kind of a CSV column with numbers of two kinds. Any other two kinds of numbers make "digits".
+_KIND_OF_PAIR: Mapping[frozenset[str], str] = {
     frozenset({"int", "long"}): "long",
     frozenset({"int", "fraction"}): "number",
     frozenset({"int", "number"}): "number",
@@ -64,7 +64,7 @@ MAX_FIELDS = 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both kinds. If a part of it would be "json", all of it is."""
+    """Return the kind of a column that holds values of both kinds. If a part of it would be "json", the whole is."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -88,12 +88,12 @@ def merged(one: Kind, other: Kind) -> Kind:
     return "json"
 
 
-#: The beginning of a kind's name if numbers have a decimal comma.
+#: A kind's name begins with this if its numbers have a decimal comma.
 COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column. If its numbers have decimal commas, the kind begins with COMMA_KIND."""
+    """Return the kind of a CSV file's column. If its numbers have decimal commas, COMMA_KIND is put before the kind."""
     has_decimals = kind in ("fraction", "float", "number", "digits")
     if decimal == "," and has_decimals:
         return f"{COMMA_KIND}{kind}"
@@ -112,7 +112,7 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
     if isinstance(one, str) and isinstance(other, str):
         kinds = frozenset({one, other})
         if kinds <= _CSV_NUMBERS:
-            return _TOGETHER.get(kinds, "digits")
+            return _KIND_OF_PAIR.get(kinds, "digits")
     return "text"
 
 
@@ -139,7 +139,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
 
 
 def _kind_of_integer(value: int, too_large: str) -> str:
-    """Return the kind of an integer. too_large: the kind of one that needs more than 64 bits."""
+    """Return the kind of an integer. too_large: the kind of an integer that needs more than 64 bits."""
     size = abs(value)
     if size <= _EXACT:
         return "int"
@@ -161,7 +161,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 
 def _kind_of_text(text: str, decimal: str) -> str:
-    """Return the kind of a field of CSV that is not empty."""
+    """Return the kind of a CSV field. The field is not empty."""
     has_commas = decimal == ","
     if has_commas and "." in text:  # such as 1.234,56
         return "digits" if _GROUPED.fullmatch(text) else "text"
@@ -175,17 +175,17 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    # As "digits" such a number would become a float in the output.
+    # With decimal commas, digits become floats in the output. Such a float could not hold this number.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
-    # A template would write the number in another way than the file does.
+    # A template would write this number otherwise than the file.
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
 
 
-#: The metadata of a column, by its kind. The metadata say how a template writes the values.
-_WRITTEN = {
+#: The metadata of a column, by its kind. Metadata say how a template writes the column's values.
+_METADATA_OF_KIND = {
     "number": NUMBER,
     "digits": DIGITS,
     "comma float": COMMA,
@@ -196,8 +196,8 @@ _WRITTEN = {
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
-    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError for a value that is no kind."""
-    metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
+    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError if `kind` is no kind."""
+    metadata = _METADATA_OF_KIND.get(kind) if isinstance(kind, str) else None
     return pa.field(name, _arrow_type(kind), metadata=metadata)
 
 
@@ -222,7 +222,7 @@ def _json_text(value: Any) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def depends_on_others(kind: Kind) -> bool:
+def depends_on_other_rows(kind: Kind) -> bool:
     """Whether other rows' keys or numbers change how a value looks in a column of this kind."""
     return kind in ("number", "json") or isinstance(kind, dict)
 

@@ -17,10 +17,11 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # By a line's number: the wanted row that begins there. None ends a wanted row, where an unwanted one begins.
+    # Keys are the numbers of lines on which a row begins. The value is the row's number, or None for a row that is not
+    # wanted and follows a wanted row.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
-    # Records tell where rows begin, and hold no lines. So the file is read once more for the lines.
+    # Records say on which line a row begins, but do not hold the line. So the file is read once more for the lines.
     with _opened(path, file_format, dialect) as file:
         records = json_records(file)
         if file_format in HEADED:
@@ -47,7 +48,7 @@ def raw_lines(
 
 @contextmanager
 def _opened(path: str, file_format: str, dialect: Mapping[str, str]) -> Iterator[TextFile]:
-    """Open a text file, compressed or not, for a `with` block."""
+    """Lend an opened text file, compressed or not."""
     with pa.OSFile(path) as source:
         codec = codec_of(source)
         with pa.input_stream(source, codec) as stream:

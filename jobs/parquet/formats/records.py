@@ -32,7 +32,7 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 class Record(NamedTuple):
     """A row of a file.
 
-    line: the number of its first line, from 1. size: in bytes. value: the row, by columns; None if there is a problem.
+    line: the number of its first line, from 1. size: in bytes. value: its values by column; None if there is a problem.
     problem: why the text is no row.
     """
 
@@ -45,7 +45,8 @@ class Record(NamedTuple):
 class TextFile:
     """The text of a file.
 
-    encoding: the run's encoding. Without one, the text is read as UTF-8, and `guess` looks at each line.
+    encoding: the encoding that the run names. If it names none, the text is read as UTF-8, and `guess` looks at each
+    line.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TextFile:
         self.encoding_name = "UTF-8" if self.encoding in (None, "utf-8") else self.encoding
 
     def lines(self) -> Iterator[Record]:
-        """Yield the lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
+        """Yield the lines. Their values are bytes of UTF-8, without the line's end. Raises OtherEncoding."""
         stream = self._stream
         if self.encoding is not None and self.encoding != "utf-8":
             stream = Decoded(self._stream, self.encoding, self.path, self.format)
@@ -97,7 +98,7 @@ def json_records(file: TextFile) -> Iterator[Record]:
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
-    """Yield a file's lines. A line that is too long is read to its end, and has a problem in place of a value."""
+    """Yield a file's lines. A line that is too long is read to its end. It has a problem in place of a value."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -113,11 +114,12 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _json_record(line: Record, encoding: str) -> Record:
-    """Return the row in a line of JSON. encoding: the file's, for messages."""
+    """Return the row in a line of JSON. encoding: the name of the file's encoding, for messages."""
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
-            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a half
+            # Half of a pair raises UnicodeEncodeError.
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         where = f": {error.reason} at byte {error.start}" if encoding == "UTF-8" else ""
         problem = f"is not {encoding}{where}"
@@ -136,66 +138,97 @@ def _json_record(line: Record, encoding: str) -> Record:
     return line._replace(value=None, problem=problem)
 
 
-def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterator[Record]:
-    """Yield rows whose values are lists of fields.
+class _RowLines:
+    """Gives the csv module the lines of a file, and remembers the lines of the current row.
 
-    If a row does not end, because a quote is not closed, only its first line is lost. The lines after the first one are
-    read again. A row with a problem has an empty list. If the problem is its Unicode, the row has all its fields.
+    lines: the lines of the current row. size: their bytes. no_end_problem: why the row has no end, if it has none.
     """
-    lines_again: deque[Record] = deque()  # lines to be read before others
-    row_lines: list[Record] = []  # the lines of the current row
-    size = 0  # the bytes of the current row
-    no_end_problem = ""  # what to say of the current row if it does not end
 
-    def texts() -> Iterator[str]:
+    def __init__(self, file_lines: Iterator[Record]) -> None:
+        self._file_lines = file_lines
+        self._lines_again: deque[Record] = deque()  # read before the next lines of the file
+        self.lines: list[Record] = []
+        self.size = 0
+        self.no_end_problem = ""
+
+    def texts(self) -> Iterator[str]:
         """Yield lines for the csv module. Ends at a line that cannot be part of a row, or at the file's end."""
-        nonlocal size, no_end_problem
-        no_end_problem = "begins a quote that is not closed"
+        self.no_end_problem = "begins a quote that is not closed"
         while True:
-            line = lines_again.popleft() if lines_again else next(lines, None)
-            if line is None:
-                return
-            row_lines.append(line)
-            size += line.size
-            if line.problem or size > MAX_LINE_BYTES + 1 or len(row_lines) > MAX_LINES:
-                no_end_problem = f"begins a row that {_TOO_LONG}, or close its quote"
+            if self._lines_again:
+                line = self._lines_again.popleft()
+            else:
+                next_line = next(self._file_lines, None)
+                if next_line is None:
+                    return
+                line = next_line
+            self.lines.append(line)
+            self.size += line.size
+            is_row_too_long = self.size > MAX_LINE_BYTES + 1 or len(self.lines) > MAX_LINES
+            if line.problem or is_row_too_long:
+                self.no_end_problem = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
             yield f"{line.value.decode(errors='surrogateescape')}\n"
 
-    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    def begin_row(self) -> None:
+        """Forget the lines of the row before."""
+        self.lines = []
+        self.size = 0
+
+    def keep_first(self) -> None:
+        """Make the first line the whole row. The row's other lines are read again."""
+        first_line, *later_lines = self.lines
+        self._lines_again.extendleft(reversed(later_lines))
+        self.lines = [first_line]
+        self.size = first_line.size
+
+
+def _csv_rows(file_lines: Iterator[Record], delimiter: str, encoding: str) -> Iterator[Record]:
+    """Yield rows whose values are lists of fields.
+
+    If a row does not end, because a quote is not closed, only its first line is lost. The row's other lines are read
+    again. A row that is no CSV has a problem and no fields. A row that is not valid Unicode has a problem and fields.
+    """
+    row = _RowLines(file_lines)
+    reader = csv.reader(row.texts(), delimiter=delimiter, strict=True)
     while True:
-        row_lines.clear()
-        size = 0
+        row.begin_row()
         fields: list[str] = []
         problem = None
         try:
             fields = next(reader)
-            problem = None if is_unicode("".join(fields)) else f"is not {encoding}"
+            if not is_unicode("".join(fields)):
+                problem = f"is not {encoding}"
         except (StopIteration, csv.Error) as error:
-            if not row_lines:
+            if not row.lines:
                 return  # the file's end
-            problem = f"is not CSV: {str(error)[:200]}"
-            if "new-line character" in problem:
-                problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
-            if isinstance(error, StopIteration) or "unexpected end of data" in problem:
-                # `texts` has ended within the row, and this reader with it. A new one begins at the row's second line.
-                first_line, *later_lines = row_lines
-                problem = first_line.problem or no_end_problem
-                size = first_line.size
-                lines_again.extendleft(reversed(later_lines))
-                reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+            has_no_end = isinstance(error, StopIteration) or "unexpected end of data" in str(error)
+            if has_no_end:
+                row.keep_first()
+                problem = row.lines[0].problem or row.no_end_problem
+                # The texts have ended, and this reader with them.
+                reader = csv.reader(row.texts(), delimiter=delimiter, strict=True)
+            else:
+                problem = _csv_problem(error)
         if fields or problem:  # other lines are blank
-            yield Record(row_lines[0].line, size, fields, problem)
+            yield Record(row.lines[0].line, row.size, fields, problem)
 
 
-#: A first line of CSV that names the delimiter for Excel. This line is no row.
+def _csv_problem(error: Exception) -> str:
+    """Return what is wrong with a row that the csv module refuses."""
+    if "new-line character" in str(error):
+        return "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
+    return f"is not CSV: {str(error)[:200]}"
+
+
+#: A CSV file's first line may name the delimiter for Excel. This line is no row.
 _SEP_LINE = re.compile(rb'"?sep=(?P<delimiter>.)"?\r?', re.IGNORECASE)
 #: Likely delimiters, if the header seems to have a single column that contains one.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
-    """Return the names of the columns, from the first row, and the other rows by these names.
+    """Return the names of the columns, which are the first row, and all further rows with their values by these names.
 
     Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
     """
@@ -207,7 +240,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     if first_line is not None and first_line.value is not None:
         sep_line = _SEP_LINE.fullmatch(first_line.value)
     if sep_line is None and first_line is not None:
-        lines = chain([first_line], lines)  # it is the header
+        lines = chain([first_line], lines)  # the first line is the header
 
     delimiter = usual_delimiter
     if file.delimiter:
@@ -223,23 +256,27 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
         file.check_encoding()
         raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
     names: list[str] = head.value
-    if len(names) == 1 and file.delimiter is None and sep_line is None:
-        [name] = names
-        other_delimiters = _DELIMITERS.keys() - {usual_delimiter}
-        counts = Counter(character for character in name if character in other_delimiters)
-        if counts:
-            [(commonest, _)] = counts.most_common(1)
-            shown = _DELIMITERS[commonest]
-            raise OtherDelimiter(path, brief(name), shown, shown, repr(usual_delimiter))
-
+    is_usual_delimiter = file.delimiter is None and sep_line is None
+    if len(names) == 1 and is_usual_delimiter:
+        _check_only_column(path, names[0], usual_delimiter)
     for name, count in Counter(names).items():
         if count > 1:
             raise SchemaMismatch(path, f"it has two columns named {brief(name)}")
     return names, (_csv_record(names, row) for row in rows)
 
 
+def _check_only_column(path: str, name: str, delimiter: str) -> None:
+    """Raise OtherDelimiter if the name of a file's only column contains another likely delimiter."""
+    other_delimiters = _DELIMITERS.keys() - {delimiter}
+    counts = Counter(character for character in name if character in other_delimiters)
+    if counts:
+        [(commonest, _)] = counts.most_common(1)
+        shown = _DELIMITERS[commonest]
+        raise OtherDelimiter(path, brief(name), shown, shown, repr(delimiter))
+
+
 def _csv_record(names: Sequence[str], row: Record) -> Record:
-    """Return a row whose value has the fields by the columns' names."""
+    """Return the record of a row, whose value has the fields by the names of their columns."""
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"

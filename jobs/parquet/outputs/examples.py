@@ -13,17 +13,17 @@ from jobs.runs.statistics.report import Examples
 NUM_EXAMPLES = 5
 #: The most parts that are searched for rows without an error.
 NUM_PARTS = 3
-#: How the names of columns end that hold numbers or long exchanges.
-_LEFT_OUT = ("_tokens", "logprobs", "embedding", "messages")
+#: Columns with such an ending are left out of examples, because they hold numbers or long exchanges.
+_LEFT_OUT_ENDINGS = ("_tokens", "logprobs", "embedding", "messages")
 
 
 def shown_columns(plan: Plan) -> list[str]:
     """Return the output's columns of answers and errors that people read."""
-    return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT)]
+    return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT_ENDINGS)]
 
 
 def prompt_columns(plan: Plan) -> list[str]:
-    """Return the output's columns that the prompts were made of, without pictures."""
+    """Return the input's columns that the prompts were made of and that the output has, without pictures."""
     spec = plan.spec
     left_out = {*(spec.image_column or ()), *(spec.drop or ())}
     columns = []

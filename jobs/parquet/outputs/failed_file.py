@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -23,10 +23,10 @@ from jobs.runs.plans.plan import Plan
 def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     """Write the rows with an error into a new file, and return how many there are. Raises InvalidJob, PartDamaged.
 
-    path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too. A row has the
-    input's columns that the output has, its number in the run, its file, its number in the file, and the reason. A row
-    of a text file also has its line, if the planned file is on this machine and has not changed. CSV is written as the
-    run's input is: with its delimiter, decimal mark and encoding.
+    path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too.
+    A row has the input's columns that the output has, its number in the run, its file, its number in the file, and the
+    reason. A row of a text file also has its line, if the planned file is on this machine and has not changed. CSV has
+    the delimiter, decimal mark and encoding of the run's input.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -45,15 +45,17 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     return sum(table.num_rows for table in tables)
 
 
-#: The file has no columns of answers.
+#: The columns of answers that a file of failed rows has: none.
 _NO_ANSWERS: frozenset[str] = frozenset()
 
 
 def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
+    """Write a table as CSV."""
     write_csv(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()), dialect)
 
 
 def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
+    """Write a table as lines of JSON."""
     write_jsonl(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()))
 
 
@@ -77,28 +79,32 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
     all_lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed in failed_by_shard.items():
         first_row = plan.first_row(shard)
-        places_in_part = [row.row - first_row for row in failed]
-        rows = reader.part_table(shard).take(places_in_part)
+        numbers_in_part = [row.row - first_row for row in failed]
+        rows = reader.part_table(shard).take(numbers_in_part)
         table = rows.select([name for name in rows.column_names if name not in answer_columns])
         lines = [all_lines.get((row.file, row.file_row)) for row in failed]
-        added_columns = {
-            "row": pa.array([row.row for row in failed], pa.int64()),
-            "file": pa.array([row.file for row in failed], pa.string()),
-            "file_row": pa.array([row.file_row for row in failed], pa.int64()),
-            "reason": pa.array([row.reason for row in failed], pa.string()),
-            "line": pa.array(lines, pa.string()),
-        }
-        for name, column in added_columns.items():
+        for name, column in _added_columns(failed, lines).items():
             while name in table.column_names:  # the input has a column of this name
                 name += "_"
             table = table.append_column(name, column)
         yield table
 
 
-def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
-    """Return the lines of failed rows, by file and row.
+def _added_columns(failed: Sequence[FailedRow], lines: Sequence[str | None]) -> dict[str, pa.Array]:
+    """Return the columns, by name, that say where failed rows are and why they failed. lines: None for no line."""
+    return {
+        "row": pa.array([row.row for row in failed], pa.int64()),
+        "file": pa.array([row.file for row in failed], pa.string()),
+        "file_row": pa.array([row.file_row for row in failed], pa.int64()),
+        "reason": pa.array([row.reason for row in failed], pa.string()),
+        "line": pa.array(lines, pa.string()),
+    }
 
-    Files in stores are left out, and so are files that changed or cannot be read.
+
+def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
+    """Return the lines of failed rows, by file and row of the file.
+
+    Lines of files in stores are left out, and so are lines of files that have changed or cannot be read.
     """
     if plan.input_format not in LINES:
         return {}

@@ -37,7 +37,7 @@ Batches = Iterator[pa.RecordBatch]
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     """Write the rows of all parts into one file. Raises PartDamaged.
 
-    name: the file's name. The output of an OpenAI batch is two files, one of them for errors.
+    name: the file's name. The output of an OpenAI batch is two files: one for answers, one for errors.
     """
     assert plan.spec.single_file is not None
     answers = frozenset(answer_names(plan.spec))
@@ -63,7 +63,7 @@ def _is_error_file(name: str) -> bool:
 def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
-    """Write the lines of an OpenAI batch's output: lines with an error, or lines without."""
+    """Write the lines of one of an OpenAI batch's two output files."""
     number = 0
     for batch in batches:
         sink.write(_batch_lines(run, is_error_file, number, batch))
@@ -75,8 +75,8 @@ def _batch_lines(
 ) -> bytes:
     """Return the lines of a batch's rows for one of the two output files.
 
-    is_error_file: whether to take the rows with an error, or those without. first_row: the number that the batch's
-    first row has in the run.
+    is_error_file: True to take the rows with an error, False to take the rows without one. first_row: the number that
+    the batch's first row has in the run.
     """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
@@ -132,7 +132,7 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
 def open_part(
     storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[TableReading]:
-    """Lend a part that can be read once. Raises PartDamaged, also later while its batches are read."""
+    """Lend a part that can be read once. Raises PartDamaged, now or while the batches are read."""
     path = plan.part_path(shard)
     try:
         with closing(TableReading(storage, path, columns)) as reading:
@@ -159,9 +159,9 @@ def part_rows(
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows
             if only is not None:
-                places = [place for place, number in enumerate(numbers) if number in only]
-                numbers = [numbers[place] for place in places]
-                batch = batch.take(pa.array(places, pa.int64()))
+                indices = [index for index, number in enumerate(numbers) if number in only]
+                numbers = [numbers[index] for index in indices]
+                batch = batch.take(pa.array(indices, pa.int64()))
             yield from zip(numbers, batch.to_pylist(), strict=True)
 
 
@@ -175,10 +175,11 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
-        values_by_column = (
-            dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers)
-        )
-        sink.write(_json_lines(map(to_json, values_by_column)))
+        lines = []
+        for row in _rows(batch, answers):
+            values_by_column = dict(zip(schema.names, row, strict=True))
+            lines.append(to_json(values_by_column))
+        sink.write(_json_lines(lines))
 
 
 #: Characters that some readers take for the end of a line. JSON can write them as escapes.
@@ -199,7 +200,7 @@ def write_csv(
 ) -> None:
     """Write rows as CSV. Fields that some readers would take for several lines are quoted.
 
-    answers: see _rows. dialect: see RunSpec.dialect. Characters that its encoding lacks become escapes.
+    answers: see _rows. dialect: see RunSpec.dialect. Characters that the encoding lacks become escapes.
     """
     delimiter = dialect.get("delimiter", ",")
     decimal = dialect.get("decimal", ".")
@@ -214,19 +215,19 @@ def write_csv(
 
 def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> str:
     """Return rows as the text of a CSV file."""
-    # Excel takes a line that begins with sep= for the name of the delimiter.
-    quoted = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
+    # A field that begins with sep= is quoted, because Excel takes such a line for one that names the delimiter.
+    needs_quotes = re.compile(f"[{_QUOTED}{re.escape(delimiter)}]|^sep=")
     lines = []
     for row in rows:
-        line = delimiter.join(_field(value, quoted, decimal) for value in row)
+        line = delimiter.join(_field(value, needs_quotes, decimal) for value in row)
         if not line:
             line = '""'  # readers skip blank lines
         lines.append(f"{line}\n")
     return "".join(lines)
 
 
-#: A field with one of these characters or the delimiter is quoted, because some readers take it for the end of a line,
-#: or for a mark of the file.
+#: Characters that some readers take for the end of a line or field, or for the mark at a file's beginning. A field with
+#: one of them is quoted.
 _QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
@@ -260,8 +261,8 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
-    """Return a value as a field of CSV."""
+def _field(value: Any, needs_quotes: re.Pattern[str], decimal: str) -> str:
+    """Return a value as a field of CSV. needs_quotes: found in each text that must be quoted."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -269,7 +270,7 @@ def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
     text = value if isinstance(value, str) else to_json(value)
     if isinstance(value, float):
         text = text.replace(".", decimal)
-    if not quoted.search(text):
+    if not needs_quotes.search(text):
         return text
     doubled = text.replace('"', '""')
     return f'"{doubled}"'
@@ -278,9 +279,9 @@ def _field(value: Any, quoted: re.Pattern[str], decimal: str) -> str:
 def failed_rows(
     storage: Storage, plan: Plan, shard: int, with_cut: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged.
+    """Yield each row of a part that has an error: its number in the run, and the error. Raises PartDamaged.
 
-    with_cut: whether to yield rows with a cut answer too, with the reason CUT.
+    with_cut: whether to yield rows with a cut answer as well, with CUT in place of an error.
     """
     error = f"{plan.spec.output_prefix}error"
     finish_reasons = []
@@ -296,6 +297,6 @@ def failed_rows(
 
 
 def _is_cut(finish_reason: str | list[str] | None) -> bool:
-    """Whether an answer, or one of several, was cut at its limit of tokens."""
+    """Whether an answer, or one of a row's several answers, was cut at its limit of tokens."""
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason]
     return "length" in reasons

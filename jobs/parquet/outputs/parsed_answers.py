@@ -15,7 +15,8 @@ from jobs.context.answers import Answer
 from jobs.runs.plans import schema_types
 from jobs.runs.plans.schema_types import ValueType
 
-PARSED, PARSE_ERROR = "parsed", "parse_error"
+PARSED = "parsed"
+PARSE_ERROR = "parse_error"
 FINISH_REASON = "finish_reason"
 #: Why an answer that ended at its limit of tokens has no value.
 CUT_TEXT = "it was cut at max_tokens, before its JSON was whole"
@@ -43,9 +44,9 @@ def arrow_type(kind: ValueType) -> pa.DataType:
 
 
 def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:
-    """Return two columns for each prompt.
+    """Return two columns for each prompt: its values, and the reasons for missing values.
 
-    kinds: see RunSpec.parsed_types. n: how many answers each row has. From 2 on, the columns hold lists.
+    kinds: see RunSpec.parsed_types. n: how many answers each row has. If there are several, the columns hold lists.
     """
     fields = []
     for prompt, kind in kinds.items():
@@ -74,7 +75,8 @@ class Parsed(NamedTuple):
 def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
     """Parse a row's answer or answers. An answer that failed its check has the check's reason in place of a value.
 
-    prompt: the name of one of several prompts. Its answer is parsed even if a later prompt has an error.
+    prompt: the name of the prompt that was answered, if rows have several; else "". Its answer is parsed even if a
+    later prompt has an error.
     """
     # If the row has several answers, `texts` and `finish_reasons` are tuples.
     texts = answer.column(prompt) if prompt else answer.completion
@@ -96,7 +98,7 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
 
 
 def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
-    """Parse one answer. finish_reason: why it ended."""
+    """Parse one answer. finish_reason: why the answer ended."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -126,7 +128,7 @@ def _value(kind: ValueType, value: Any, path: str) -> Any:
             pairs.append((_text(key, path), _inner(kind, inner, f"{path}.{key}")))
         return pairs
     if type_name == schema_types.ARRAY and isinstance(value, list):
-        return [_inner(kind, inner, f"{path}[{place}]") for place, inner in enumerate(value)]
+        return [_inner(kind, inner, f"{path}[{index}]") for index, inner in enumerate(value)]
     if type_name == schema_types.BOOLEAN and isinstance(value, bool):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -173,22 +175,22 @@ def _number(type_name: str, value: float) -> float | int | None:
 
 
 def _from_text(type_name: str, text: str) -> Any:
-    """Return a text as a value of a type: itself, a date or a moment. Return None if it is no such value."""
+    """Return a text as a value of a type: the text itself, a date or a time. Return None if it is no such value."""
     if type_name == schema_types.STRING:
         return text
     try:
         if type_name == schema_types.DATE:
             return date.fromisoformat(text)
         if type_name == schema_types.TIME_STAMP:
-            moment = datetime.fromisoformat(text)
-            return None if moment.tzinfo is None else moment
+            time = datetime.fromisoformat(text)
+            return None if time.tzinfo is None else time
     except ValueError:
         pass
     return None
 
 
 def _text(text: str, path: str) -> str:
-    """Return the text itself. Raises _Unfit for one that is no valid Unicode."""
+    """Return the text itself. Raises _Unfit if the text is no valid Unicode."""
     if not is_unicode(text):
         raise _Unfit(f"{path}: a text is no valid Unicode")
     return text
@@ -202,7 +204,7 @@ def _no_constant(name: str) -> None:
 def parsed_columns(
     kinds: Mapping[str, ValueType], answers: Sequence[Answer]
 ) -> dict[str, list[Any]]:
-    """Return the values of the columns, by their names in `parsed_fields`."""
+    """Return the values of the columns of `parsed_fields`, by their names."""
     columns = {}
     for prompt, kind in kinds.items():
         rows = [parsed_row(kind, answer, prompt) for answer in answers]

@@ -1,7 +1,7 @@
 """Writes and reads parts. A part is the output file of one shard, with statistics in its footer."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -39,7 +39,7 @@ MODEL = "model"
 
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
-    """Return a part's schema without the statistics in its metadata."""
+    """Return the schema of a part without the statistics that its metadata hold."""
     metadata = {key: value for key, value in (schema.metadata or {}).items() if key != STATISTICS}
     return schema.with_metadata(metadata or None)
 
@@ -105,7 +105,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return Arrow's fields of a run's answers. They are named as the fields of Answer."""
+    """Return the Arrow fields of a run's answers. They have the names of the fields of Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
     fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
@@ -151,7 +151,7 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
         arrays = [null if value is None else value for value in values]
         return pa.chunked_array(arrays, kind)
     if pa.types.is_struct(kind):
-        # Probabilities are pairs. From pairs, Arrow would make a struct by place.
+        # Probabilities are pairs of name and value. Arrow would put pairs into a struct in their order, not by name.
         values = [dict(value) if isinstance(value, tuple) else value for value in values]
     return pa.chunked_array([pa.array(values, kind)])
 
@@ -166,22 +166,18 @@ def write_part(
         writer.add_key_value_metadata({STATISTICS: stats.to_text()})
 
 
-def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> PartStats:
-    """Sum up the answers of a shard's rows. known: other fields of PartStats."""
+def part_stats(answers: Sequence[Answer], model: ServedModel, **other_fields: Any) -> PartStats:
+    """Return the statistics of a shard's answers. other_fields: the fields of PartStats that are not about answers."""
     good = [answer for answer in answers if answer.error is None]
-    completion_lengths: list[int] = []
     finish_reasons: Counter[str] = Counter()
+    labels: Counter[str] = Counter()
     for answer in good:
-        lengths = answer.completion_tokens
-        if isinstance(lengths, tuple):  # of several completions
-            completion_lengths += lengths
-        else:
-            completion_lengths.append(lengths)
         finish_reasons.update(answer.all_finish_reasons)
-    labels = Counter(answer.column("label") for answer in good)
-    del labels[None]  # answers of runs without labels; a Counter lets absent keys be deleted
+        label = answer.column("label")
+        if label is not None:  # None in a run without labels
+            labels[label] += 1
     return PartStats(
-        **known,
+        **other_fields,
         rows=len(answers),
         errors=len(answers) - len(good),
         failed_checks=sum(answer.check_error is not None for answer in good),
@@ -198,15 +194,25 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         version=version("tokenmill"),
         commit=commit(),
         prompt_lengths=count_lengths(answer.prompt_tokens for answer in good),
-        completion_lengths=count_lengths(completion_lengths),
+        completion_lengths=count_lengths(_completion_lengths(good)),
         finish_reasons=dict(finish_reasons),
         labels=dict(labels.most_common(MAX_PART_LABELS)),
         left_out=dict(_left_out(good).most_common(MAX_PART_LABELS)),
     )
 
 
+def _completion_lengths(answers: Iterable[Answer]) -> Iterator[int]:
+    """Yield the number of tokens of each completion. A row may have several completions."""
+    for answer in answers:
+        lengths = answer.completion_tokens
+        if isinstance(lengths, tuple):
+            yield from lengths
+        else:
+            yield lengths
+
+
 def _left_out(answers: Iterable[Answer]) -> Counter[str]:
-    """Count for each argument the lines from which it was left out."""
+    """Return how many lines each argument was left out of, by the argument's name."""
     counts: Counter[str] = Counter()
     for answer in answers:
         names = answer.column(LEFT_OUT)
@@ -228,7 +234,7 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         reason = error.argument("reason")
         raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
-    except (errors.InputNotFound, errors.PathSwapped):  # the folder lists its name
+    except (errors.InputNotFound, errors.PathSwapped):  # but the folder has an entry of this name
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")

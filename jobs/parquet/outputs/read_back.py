@@ -1,4 +1,4 @@
-"""Reads a run's folder, on a disk or in a store, for a person who looks at it: its rows, errors and answers."""
+"""Reads a run's folder for a person who looks at its rows, errors and answers. The folder may lie in a store."""
 
 import os
 from array import array
@@ -46,18 +46,19 @@ class FolderReader:
         folder: its real path.
         """
         if is_stored(folder):
-            # Storage ignores this ImportError, which says what to install.
+            # Without obstore, this import raises an ImportError that says what to install. Storage would ignore it.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         written_plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        # The folder may have been moved since the plan was written. Then its plan here has another run than its parts.
+        # The folder may have been moved since the plan was written. Then the output that is set below gives the plan
+        # another run id than its parts have.
         self.planned_run = written_plan.run
         spec = replace(written_plan.spec, output=folder)
         self.plan: Plan = replace(written_plan, spec=spec)
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""
+        """Write the lines that an OpenAI batch has finished; return the bytes. name: the output file they belong to."""
         return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
@@ -99,7 +100,7 @@ class FolderReader:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """Return the output's columns that the prompts were made of, without pictures."""
+        """Return the output's columns that the prompts were made of; see examples.prompt_columns."""
         return prompt_columns(self.plan)
 
     def examples(self, *, has_prompts: bool) -> Examples:
@@ -120,7 +121,7 @@ class FolderReader:
     def errors(self, limit: int, cut: bool = False) -> tuple[Reasons, list[FailedRow]]:
         """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged.
 
-        cut: whether rows whose answer was cut are among them.
+        cut: whether rows whose answer was cut count as rows with an error.
         """
         reasons = Reasons()
         failed: list[FailedRow] = []
@@ -132,7 +133,7 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: also rows with a cut answer. Raises PartDamaged."""
+        """Yield the rows of a part that have an error. cut: see `errors`. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             # The row is in the last file that does not begin after it.
@@ -142,7 +143,7 @@ class FolderReader:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row in the whole input, and last the number of all rows."""
+        """Return the number that each file's first row has in the whole input. The last number counts all rows."""
         return [0, *accumulate(file.rows for file in self.plan.files)]
 
     @cached_property

@@ -1,9 +1,9 @@
 """Keeps a planned run on disk: its plan, its parts, and the files that are written at its end.
 
-Nothing here replaces a file or removes a part. `Storage.publish` puts a file in its place, and only the first call for
-a place succeeds. So an execution that was frozen, however long, changes no file that is there. The mark of the end is
-written last, and nothing is written into the folder after it. Two executions that end a run at the same time make equal
-files of the same parts. An execution that goes on after another was killed makes equal files too.
+Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
+name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
+and nothing is written into the folder after it. Two executions may end a run at the same time, or one after the other
+was killed. They make equal files, because they make them of the same parts.
 """
 
 import json
@@ -98,7 +98,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    with suppress(PathOutsideRoots):  # no folder above a root is looked at
+    with suppress(PathOutsideRoots):  # raised at the first folder above a root: the search ends
         for num_segments in range(len(segments) - 1, 0, -1):
             above = "/".join(segments[:num_segments])
             if storage.stat(os.path.join(above, PLAN)) is not None:
@@ -114,23 +114,23 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     return True
 
 
-#: Fields of PartStats about the workers that answered. A manifest has the values of all parts.
-_SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "commit")
+#: Fields of PartStats about the workers that answered. A manifest lists the distinct values of all parts.
+_WORKER_FIELDS = ("model", "fingerprint", "dtype", "attention_backend", "version", "commit")
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
     """Return the manifest of a finished run. parts: the statistics of all parts, in the parts' order.
 
-    In it, `seconds` is the time from the first shard's start to the last one's end.
+    The manifest's `seconds` are the time from the first shard's start to the last shard's end.
     """
     counts = dict.fromkeys(IN_MANIFEST, 0)
     started_at = math.inf
     ended_at = -math.inf
-    served: dict[str, set[str]] = {name: set() for name in _SERVED}
+    values_of_workers: dict[str, set[str]] = {name: set() for name in _WORKER_FIELDS}
     if plan.second is not None:
-        # Parts only name the worker of the second model, which has written them.
+        # Parts name only the second model, whose worker has written them.
         first = plan.model
-        served |= {
+        values_of_workers |= {
             "model": {first.name},
             "fingerprint": {first.fingerprint},
             "dtype": {first.dtype},
@@ -143,38 +143,39 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
             counts[name] += getattr(part, name)
         started_at = min(started_at, part.started_at)
         ended_at = max(ended_at, part.ended_at)
-        for name in _SERVED:
-            served[name].add(getattr(part, name))
+        for name in _WORKER_FIELDS:
+            values_of_workers[name].add(getattr(part, name))
         listed_parts.append(
             {"name": part_name(part.shard), "rows": part.rows, "errors": part.errors}
         )
 
-    further: dict[str, Any] = {}
+    worker_texts = {name: ", ".join(sorted(values)) for name, values in values_of_workers.items()}
+    optional: dict[str, Any] = {}
     if plan.spec.single_file is not None:
-        further["output"] = output_names(plan.spec.single_file)
+        optional["output"] = output_names(plan.spec.single_file)
     if plan.reused is not None:
-        further["reused"] = plan.reused.runs
+        optional["reused"] = plan.reused.runs
     return {
         "run": plan.run,
         **counts,
         "started_at": started_at,
         "ended_at": ended_at,
         "seconds": ended_at - started_at,
-        **{name: ", ".join(sorted(values)) for name, values in served.items()},
+        **worker_texts,
         "statistics": statistics.to_object(reasons),
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
-        **further,
+        **optional,
         "inputs": [asdict(file) for file in plan.files],
         "parts": listed_parts,
     }
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the fact for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
+    """Return the text for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
 
-    A difference is only noted if few answers of the earlier run could be taken.
+    Planning notes differences only if it could take few answers of an earlier run.
     """
     if plan.reused is None:
         return {}
@@ -227,7 +228,7 @@ class RunFolder:
         """Whether a shard is still to be computed. Raises PartDamaged if the run has ended without its part."""
         if self.has_part(shard):
             return False
-        # Look again, because the part, and then the end, may have come after the first look.
+        # The part, and then the run's end, may have come since. So the part is looked for again after `has_success`.
         if self.has_success() and not self.has_part(shard):
             raise PartDamaged(self.plan.part_path(shard), _GONE)
         return True
@@ -249,11 +250,12 @@ class RunFolder:
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Read every part; return the shards that have no part. check_interrupted: called before each part is read.
 
-        If a part was removed before the run's end, the files that were made of all parts are removed too. Raises
+        If a part was removed before the run's end, files that were already made of all parts are removed. Raises
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # The files of the end are looked for before the parts: if such a file is there, all parts were there earlier.
+        # Files of the end are written once all parts are there. They are looked for before the parts, so a part that is
+        # missing while such a file is there was removed.
         end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
@@ -288,10 +290,11 @@ class RunFolder:
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:
-        """Read from a part why its rows have errors, and keep that in Redis."""
+        """Read from a part why its rows have errors, and keep the reasons in Redis."""
         reasons = Reasons()
         if stats.errors:
-            with suppress(RunError):  # ending the run looks at each part, and raises then
+            # The end of the run reads each part, and raises the error again.
+            with suppress(RunError):
                 for row, reason in failed_rows(self.storage, self.plan, stats.shard):
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
@@ -299,10 +302,11 @@ class RunFolder:
     def _stop_if_over_limit(self, queue: str, *, is_whole: bool) -> bool:
         """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
-        Call this before a run is ended, because a stopped run must not end, whichever of its shards comes last.
+        Must be called before a run is ended, because a stopped run must not end, even if all its parts are there.
         """
-        excess = self.state.judge(is_whole=is_whole)  # None if the errors are within the limit
-        if excess is None or self.has_success():
+        excess = self.state.judge(is_whole=is_whole)
+        is_within_limit = excess is None
+        if is_within_limit or self.has_success():
             return False
         submission = stop_over_limit(self.state, is_whole=is_whole)
         if submission is None:
@@ -319,7 +323,28 @@ class RunFolder:
         return True
 
     def recount(self, queue: str) -> bool:
-        """Rebuild the run's state from its parts. If none is missing, end the run. Return whether it has ended."""
+        """Rebuild the run's state from its parts. If no part is missing, end the run. Return whether it has ended."""
+        self.state.describe({**self._facts(queue), **_reuse_facts(self.plan)})
+
+        # A part is recorded once it is in its place. As the records are read before the folder is listed, a recorded
+        # part that is not listed was removed.
+        recorded = self.state.records()
+        present = self.shards_with_parts()
+        unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
+        gone_records = {shard: record for shard, record in recorded.items() if shard not in present}
+        parts_with_errors = [stats for stats in unrecorded_parts.values() if stats.errors]
+        # Redis keeps the reasons of at most MAX_PARTS parts.
+        for stats in parts_with_errors[:MAX_PARTS]:
+            self._record_reasons(stats)
+        count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
+        if not count.is_whole:
+            return False
+        if self._stop_if_over_limit(queue, is_whole=True):
+            return False
+        return self._finish()
+
+    def _facts(self, queue: str) -> dict[str, str | int]:
+        """Return what Redis keeps about the run, beside the counts of its parts. queue: the run's queue."""
         facts: dict[str, str | int] = {
             "output": self._path,
             "queue": queue,
@@ -337,26 +362,10 @@ class RunFolder:
             for queue_name, is_second in self.plan.queues(queue):
                 if is_second:
                     facts["second_queue"] = queue_name
-        self.state.describe({**facts, **_reuse_facts(self.plan)})
-
-        # A part is recorded once it is in its place. As the records are read before the folder is listed, a recorded
-        # part that is not listed was removed.
-        recorded = self.state.records()
-        present = self.shards_with_parts()
-        unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
-        gone_records = {shard: record for shard, record in recorded.items() if shard not in present}
-        parts_with_errors = [stats for stats in unrecorded_parts.values() if stats.errors]
-        for stats in parts_with_errors[:MAX_PARTS]:  # Redis keeps the reasons of no more parts
-            self._record_reasons(stats)
-        count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
-        if not count.is_whole:
-            return False
-        if self._stop_if_over_limit(queue, is_whole=True):
-            return False
-        return self._finish()
+        return facts
 
     def has_success(self) -> bool:
-        """Whether the run has ended, because its folder has the mark of the end."""
+        """Whether the run has ended: whether its folder has `_SUCCESS`."""
         return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:
@@ -371,14 +380,14 @@ class RunFolder:
         return True
 
     def _write_end(self) -> dict[str, Any]:
-        """Write the output files, the report, the manifest and, last, the mark of the end; return the manifest."""
+        """Write the output files, the report and the manifest, then `_SUCCESS`; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         parts = map(self.part_stats, range(len(self.plan.shards)))
         summary = manifest_of(self.plan, parts, reasons)
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
-        read_manifest = json.loads(manifest)  # its values are as in the file
-        report = report_html(read_manifest, examples=examples)
+        manifest_as_read = json.loads(manifest)  # with values as in the file
+        report = report_html(manifest_as_read, examples=examples)
         writers: dict[str, Callable[[Any], object]] = {}
         for name in self._outputs:
             writers[name] = partial(write_output, self.storage, self.plan, name)
@@ -397,6 +406,7 @@ class RunFolder:
         return summary
 
     def _is_there(self, name: str) -> bool:
+        """Whether the folder has a file of this name."""
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
@@ -412,7 +422,7 @@ class RunFolder:
     def _remove_leftovers(self) -> None:
         """Remove temporary files, and files with rows that other plannings chose.
 
-        An execution that still runs finds its part in place, and no longer needs its temporary file.
+        An execution that still runs finds its part in place, so it no longer needs its temporary file.
         """
         planning = "" if self.plan.reused is None else self.plan.reused.name
         chosen_rows = os.path.basename(run_names.row_numbers_name(planning))

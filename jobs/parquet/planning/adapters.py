@@ -27,7 +27,7 @@ def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
 
 
 def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Return a plan that pins its rows' adapters too. A row that names an unknown adapter gets an error when asked.
+    """Return a plan that pins its rows' adapters as well. A row that names an unknown adapter gets an error when asked.
 
     Reads all rows once. The input's files must be converted already.
     """
@@ -40,7 +40,7 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
             if isinstance(row, Row):
                 names.update(names_in_row(row, plan.spec))
         for name in names & known_names:
-            with suppress(UnknownAdapter):  # it has gone in between
+            with suppress(UnknownAdapter):  # the adapter was removed meanwhile
                 pinned.add(context.adapters.pin(name))
     return _with_adapters(plan, pinned)
 

@@ -19,7 +19,7 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
-#: The most names that one search may meet, in all folders together. A local disk lists as many names within seconds.
+#: The most names that one search may meet, in all folders together. A local disk lists a million names within seconds.
 MAX_NAMES = 1_000_000
 #: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -35,11 +35,12 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. named: the path by which it was found, whose suffix gives the format. keys: its folders' keys.
+    path: its real path. found_path: the path by which it was found, whose suffix gives the format. keys: its folders'
+    keys.
     """
 
     path: str
-    named: str
+    found_path: str
     keys: Keys = ()
 
     @property
@@ -49,6 +50,7 @@ class FoundFile:
 
 
 def _is_int64(text: str) -> bool:
+    """Whether a text is an integer of 64 bits, without leading zeros."""
     return _INTEGER.fullmatch(text) is not None and int(text) in _INT64
 
 
@@ -66,9 +68,9 @@ def partition_columns(
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column is int64 if all its values are integers without leading zeros, else string. in_files: the files' own
-    columns. A folder's key of the same name is left out. Raises SchemaMismatch if the files' folders have different
-    keys.
+    A column is int64 if all its values are integers without leading zeros, else string. in_files: the columns that the
+    files have themselves. A folder's key of such a name gives no column. Raises SchemaMismatch if the folders of two
+    files have different keys.
     """
     names = files[0].key_names
     for file in files:
@@ -104,21 +106,21 @@ def partition_columns(
 class Folder(NamedTuple):
     """A folder that a search goes through.
 
-    named: the path by which it was found. path: its real path. above: the folder in which it was found.
+    found_path: the path by which it was found. path: its real path. above: the folder in which it was found.
     """
 
-    named: str
+    found_path: str
     path: str
     above: "Folder | None" = None
 
     def child(self, entry: Entry, storage: Storage) -> "Folder | None":
-        """Return a folder in this folder; None for a link that leads back. Raises PathOutsideRoots."""
+        """Return a folder in this folder; None for a link to this folder or one above. Raises PathOutsideRoots."""
         path = os.path.join(self.path, entry.name)
         if entry.is_link:
             path = storage.resolve(path)
             if self._is_at_or_below(path):
                 return None
-        return Folder(os.path.join(self.named, entry.name), path, self)
+        return Folder(os.path.join(self.found_path, entry.name), path, self)
 
     def _is_at_or_below(self, path: str) -> bool:
         """Whether this folder, or one of the folders in which it was found, has this path."""
@@ -137,12 +139,12 @@ class FoundEntry(NamedTuple):
     entry: Entry
 
     @property
-    def named(self) -> str:
-        """Return the path by which it was found."""
-        return os.path.join(self.folder.named, self.entry.name)
+    def found_path(self) -> str:
+        """Return the path by which the entry was found."""
+        return os.path.join(self.folder.found_path, self.entry.name)
 
     def real_path(self, storage: Storage) -> str:
-        """Return its real path. Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
+        """Return the entry's real path. Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
         path = os.path.join(self.folder.path, self.entry.name)
         return storage.resolve(path) if self.entry.is_link else run_path(path)
 
@@ -150,7 +152,8 @@ class FoundEntry(NamedTuple):
 class _FolderFiles(NamedTuple):
     """What a search has found in one folder.
 
-    files: files of the folder and of its key=value folders. nested: files of its other folders, which are not read.
+    files: files of the folder and of its key=value folders. nested: files of its other folders. A run does not read
+    nested files.
     """
 
     files: list[FoundEntry]
@@ -170,55 +173,59 @@ class Search:
         self._wanted_format = wanted
         self._num_names = 0
 
-    def expand(self, named: str) -> tuple[str, list[FoundFile]]:
-        """Return the folder that is searched, and the files. named: a file, a folder or a glob, as the run names it."""
+    def expand(self, input_path: str) -> tuple[str, list[FoundFile]]:
+        """Return the folder that is searched, and its files. input_path: a file, a folder or a glob of the input."""
         # A file may have a name that looks like a pattern. Then the file is meant.
-        if has_magic(named) and self.storage.look(named) is None:
-            folder, _ = _split_pattern(named)
-            return folder, list(self._matched_files(named))
-        path = self.storage.resolve(named)
+        if has_magic(input_path) and self.storage.look(input_path) is None:
+            folder, _ = _split_pattern(input_path)
+            return folder, list(self._matched_files(input_path))
+        path = self.storage.resolve(input_path)
         if self.storage.is_folder(path):
-            return named, self._folder_files(named, path)
+            return input_path, self._folder_files(input_path, path)
         files = []
         if self.storage.stat(path) is not None:
-            files.append(FoundFile(path, named))
-        return os.path.dirname(named), files
+            files.append(FoundFile(path, input_path))
+        return os.path.dirname(input_path), files
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
         _, segments = _split_pattern(pattern)
         names_hidden = any(map(_is_hidden, segments))
-        finds_files_itself = "**" in segments  # then a matched folder's files are matched too
+        # With `**`, the pattern itself matches the files in a folder that it matches.
+        matches_files_below = "**" in segments
         for match in self.matches(pattern, names_hidden):
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
-                yield FoundFile(path, match.named)
-            elif not finds_files_itself and path != self._output:
-                yield from self._folder_files(match.named, path)
+                yield FoundFile(path, match.found_path)
+            elif not matches_files_below and path != self._output:
+                yield from self._folder_files(match.found_path, path)
 
-    def _folder_files(self, named: str, path: str) -> list[FoundFile]:
+    def _folder_files(self, found_path: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
-        files, nested = self._walked(Folder(named, path))
-        # A folder's own files come before those of its folders.
-        files.sort(key=lambda file: file.named.split("/"))
+        files, nested = self._walk(Folder(found_path, path))
+        # A folder's own files come before the files of the folders below.
+        files.sort(key=lambda file: file.found_path.split("/"))
         wanted_format = self._wanted_format
         if wanted_format is None:
-            wanted_format = _format_of([file.named for file in files])
-        nested_names = [file.named for file in nested if is_named(file.named, wanted_format)]
-        if nested_names:
-            first = min(nested_names)
-            raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
+            wanted_format = _format_of([file.found_path for file in files])
+        nested_paths = [
+            file.found_path for file in nested if is_named(file.found_path, wanted_format)
+        ]
+        if nested_paths:
+            first = min(nested_paths)
+            suffix = os.path.splitext(first)[1]
+            raise NestedFolders(path, os.path.relpath(first, found_path), suffix)
 
-        wanted_files = [file for file in files if is_named(file.named, wanted_format)]
-        return [FoundFile(file.real_path(self.storage), file.named) for file in wanted_files]
+        wanted_files = [file for file in files if is_named(file.found_path, wanted_format)]
+        return [FoundFile(file.real_path(self.storage), file.found_path) for file in wanted_files]
 
-    def _walked(self, top: Folder) -> _FolderFiles:
-        """Go through a folder and all folders below it."""
+    def _walk(self, top: Folder) -> _FolderFiles:
+        """Return the files of a folder and of all folders below it."""
         folder_files = _FolderFiles([], [])
         waiting = [(top, False)]  # folders, each with whether it is nested
         while waiting:
             folder, is_nested = waiting.pop()
-            for entry in self.entries(folder.path, or_none=is_nested):
+            for entry in self.entries(folder.path, ignores_errors=is_nested):
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
@@ -227,23 +234,24 @@ class Search:
                         files.append(FoundEntry(folder, entry))
                     continue
 
-                # Files below a key=value folder count as files of the top folder. All other files below are nested.
+                # Files in key=value folders count as files of the top folder. Files in other folders are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
+                # Nested files are only looked for to refuse them, so no link is followed.
                 if entry.is_link and not is_key_folder:
-                    continue  # nested files are only looked for to refuse them, and not through links
+                    continue
                 child = folder.child(entry, self.storage)
                 is_child_nested = not is_key_folder
                 if child is not None and child.path != self._output:
                     waiting.append((child, is_child_nested))
         return folder_files
 
-    def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
+    def entries(self, folder: str, *, ignores_errors: bool = False) -> list[Entry]:
         """Return what a folder holds. Raises SearchTooLong, or OSError.
 
-        or_none: whether a folder that cannot be read counts as empty.
+        ignores_errors: whether a folder that cannot be read counts as empty. Then no OSError is raised.
         """
         entries = []
-        errors_are_ignored = suppress(OSError) if or_none else nullcontext()
+        errors_are_ignored = suppress(OSError) if ignores_errors else nullcontext()
         with errors_are_ignored, self.storage.scan(folder) as listing:
             for entry in listing:
                 self.storage.check_interrupted()
@@ -256,14 +264,15 @@ class Search:
     def matches(self, pattern: str, names_hidden: bool) -> list[FoundEntry]:
         """Return the files and folders that a glob matches, sorted by name.
 
-        This works like `glob`, but each folder is gone through once, even if links lead to it. A folder that cannot be
-        read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
-        Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
+        This works like `glob`, but each folder is listed once, even if links lead back to it. A folder that cannot be
+        read counts as empty. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
+        Raises SearchTooLong. Raises PathOutsideRoots if the pattern, or a link on the way, leads outside the roots.
         """
         top, segments = _split_pattern(pattern)
         last_place = len(segments) - 1
         matches = []
-        # The folders that are still to be read, each with the places of the segments that its entries may match.
+        # Folders that are still to be read. Each comes with the places, within the pattern, of the segments that the
+        # folder's entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
@@ -280,27 +289,25 @@ class Search:
                 if not entry.is_folder:
                     continue
 
-                next_places = set()
-                for place in matched_places:
-                    # `**` stays, because it stands for any number of folders.
-                    stays = segments[place] == "**"
-                    next_place = place if stays else place + 1
-                    next_places.add(next_place)
-                places_below = _with_skipped(next_places, segments)
+                places_below = _places_below(matched_places, segments)
                 if not places_below:
                     continue
                 child = folder.child(entry, self.storage)
                 if child is not None:
                     waiting.append((child, places_below))
-        return sorted(matches, key=lambda match: match.named)
+        return sorted(matches, key=lambda match: match.found_path)
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return the entries of a folder that may match. The folder is listed only if a segment is a pattern."""
         if any(map(has_magic, segments)):
-            return self.entries(folder.path, or_none=True)
+            return self.entries(folder.path, ignores_errors=True)
         self.storage.check_interrupted()
-        looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
-        return [entry for entry in looks if entry is not None]
+        entries = []
+        for segment in segments:
+            entry = self.storage.look(os.path.join(folder.path, segment))
+            if entry is not None:
+                entries.append(entry)
+        return entries
 
 
 def _matches(segment: str, name: str) -> bool:
@@ -312,8 +319,19 @@ def _matches(segment: str, name: str) -> bool:
     return segment == "**" or fnmatch.fnmatchcase(name, segment)
 
 
+def _places_below(matched_places: set[int], segments: Sequence[str]) -> frozenset[int]:
+    """Return the places of the segments that may match in a folder that the segments at `matched_places` match."""
+    next_places = set()
+    for place in matched_places:
+        # `**` may match folders below as well, because it stands for any number of folders.
+        may_match_again = segments[place] == "**"
+        next_place = place if may_match_again else place + 1
+        next_places.add(next_place)
+    return _with_skipped(next_places, segments)
+
+
 def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return the places of the segments that may match next. `**` may be skipped: it may stand for no folder."""
+    """Return these places, and the places that are reached by skipping `**`, which may stand for no folder."""
     reached: set[int] = set()
     for place in places:
         while place < len(segments):
@@ -329,23 +347,23 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files, also those in its folders named key=value. A folder without such files gives the
-    files of its only other format. input_format names the format to take instead.
-    A glob gives the files that it matches. Unless it holds **, it also gives the files of matched folders.
-    The files come sorted, without hidden names, unless a glob spells a hidden name out.
-    If there are several inputs, keys are taken from the folders below the one folder that holds all inputs.
+    A folder gives its *.parquet files, and the *.parquet files in its folders named key=value. A folder without such
+    files gives the files of its only other format. input_format: the format of the files that a folder gives instead.
+    A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
+    The files come sorted. Hidden names are left out unless a glob spells a hidden name out.
+    If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.
     Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []
     found_files: list[FoundFile] = []
-    for named in inputs:
+    for input_path in inputs:
         storage.check_interrupted()
-        with reading(named):
-            folder, files = search.expand(named)
+        with reading(input_path):
+            folder, files = search.expand(input_path)
         files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
-            raise InputNotFound(named)
+            raise InputNotFound(input_path)
         found_files += files
         searched_folders.append(folder.rstrip("/").split("/"))
         check_num_files(len(found_files))
@@ -361,7 +379,7 @@ def find_files(
         num_shared += 1
     with_keys = []
     for file in found_files:
-        folders = file.named.split("/")[num_shared:-1]
+        folders = file.found_path.split("/")[num_shared:-1]
         with_keys.append(replace(file, keys=_keys(folders)))
     return with_keys
 
@@ -374,7 +392,7 @@ def _format_of(names: Sequence[str]) -> str | None:
 
 
 def _split_pattern(pattern: str) -> tuple[str, list[str]]:
-    """Return the folder in which a glob's search begins, and the segments from the first one that is a pattern."""
+    """Return the folder in which a glob's search begins, and the glob's segments below that folder."""
     segments = pattern.split("/")
     num_plain = 0
     while not has_magic(segments[num_plain]):
@@ -384,7 +402,7 @@ def _split_pattern(pattern: str) -> tuple[str, list[str]]:
 
 
 def _keys(folder_names: Sequence[str]) -> Keys:
-    """Return the keys and values of those folders that are named `key=value`."""
+    """Return the keys and values of the folders that are named `key=value`."""
     return tuple(key for key in map(folder_key, folder_names) if key is not None)
 
 

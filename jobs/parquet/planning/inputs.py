@@ -1,4 +1,4 @@
-"""Looks at a run's input files, and makes a plan of what they hold."""
+"""Scans a run's input files, and makes a plan of what they hold."""
 
 import secrets
 import time
@@ -20,7 +20,7 @@ from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.kinds import (
     Kind,
     arrow_field,
-    depends_on_others,
+    depends_on_other_rows,
     merged,
     merged_texts,
     with_decimal,
@@ -38,30 +38,29 @@ from jobs.runs.plans.spec import RunSpec
 def read_inputs(
     context: JobContext, storage: Storage, spec: RunSpec, found_files: Sequence[FoundFile]
 ) -> Plan:
-    """Look at the files, up to the run's limit of rows; return a new run's plan.
+    """Scan the files, up to the run's limit of rows, and return the plan of a new run.
 
-    Raises InputError, also if the columns do not fit the run.
+    Raises InputError for a file that cannot be read, and for columns that do not fit the run.
     """
-    file_format = one_format((file.named for file in found_files), spec.input_format)
-    look = _Look(storage, file_format, spec.dialect)
+    file_format = one_format((file.found_path for file in found_files), spec.input_format)
+    scanned = _ScannedFiles(storage, file_format, spec.dialect)
     rows_left = spec.limit
     for file in found_files:
         context.check_interrupted()
-        look.take(file.path, rows_left)
+        scanned.add(file.path, rows_left)
         if rows_left is not None:
-            rows_left -= look.files[-1].rows
+            rows_left -= scanned.files[-1].rows
             if rows_left <= 0:
                 break
 
-    schema = look.schema
+    schema = scanned.schema
     columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
-    # Files beyond the limit were not looked at, and are left out.
-    for planned_file, values in zip(look.files, added_values, strict=False):
+    # Files beyond the limit were not scanned, so they are left out.
+    for planned_file, values in zip(scanned.files, added_values, strict=False):
         planned_files.append(replace(planned_file, values=tuple(values)))
-    # For each file, the number of rows of each of its row groups.
-    row_groups = [[rows for rows, _ in groups] for groups in look.groups]
-    shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
+    shards = cut_shards(scanned.rows_of_groups, spec.rows_per_shard, spec.limit)
+    shard_sizes = [_num_bytes(scanned.groups[shard.file], shard) for shard in shards]
     seed = spec.sampling.get("seed")
     if seed is None:
         seed = secrets.randbits(63)
@@ -75,22 +74,22 @@ def read_inputs(
         files=tuple(planned_files),
         shards=shards,
         added_columns=tuple(columns),
-        input_format=look.format,
-        columns=tuple(look.columns.items()),
-        as_json=_read_as_json(spec, look),
-        sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
+        input_format=scanned.format,
+        columns=tuple(scanned.columns.items()),
+        as_json=_read_as_json(spec, scanned),
+        sizes=tuple(shard_sizes),
     )
     _check_columns(spec, with_added_fields(schema, columns), found_files[0].path)
     return plan
 
 
-def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
+def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    These are the columns that templates and messages read, and the kept columns if the output is lines again. A column
-    that is a whole prompt, a query, a document or a picture is never among them.
+    A column is read so if other rows would change how its values look, and if templates, messages or an output of JSON
+    lines show the values. A column that is a whole prompt, a query, a document or a picture is never read so.
     """
-    if look.format != JSONL:
+    if scanned.format != JSONL:
         return ()
     never_json = {
         spec.prompt_column,
@@ -98,17 +97,18 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
         spec.document_column,
         *(spec.image_column or ()),
     }
-    written: Sequence[str] = ()
+    written_columns: Sequence[str] = ()
     if spec.writes_lines:
-        all_columns = list(look.kinds)
+        all_columns = list(scanned.kinds)
         chosen = columns_kept(spec).chosen_from(all_columns)
-        written = all_columns if chosen is None else chosen
+        written_columns = all_columns if chosen is None else chosen
 
     as_json = []
-    for name in dict.fromkeys((*row_source(spec).columns, *written)):
-        if name not in look.kinds or name in never_json:
+    candidates = dict.fromkeys((*row_source(spec).columns, *written_columns))
+    for name in candidates:
+        if name not in scanned.kinds or name in never_json:
             continue
-        if depends_on_others(look.kinds[name]):
+        if depends_on_other_rows(scanned.kinds[name]):
             as_json.append(name)
     return tuple(as_json)
 
@@ -134,7 +134,7 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     """
     source = row_source(spec)
     if spec.calibrate:
-        content_free(spec, source)  # so that errors are raised here once, and not in every shard
+        content_free(spec, source)  # raises its errors here once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise missing_column(column, path, schema)
@@ -162,23 +162,24 @@ def check_columns_here(spec: RunSpec) -> None:
         storage = Storage(("/",))
         found_files = find_files(storage, spec.input, spec.output, spec.input_format)
         path = found_files[0].path
-        file_format = one_format((file.named for file in found_files), spec.input_format)
+        file_format = one_format((file.found_path for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
-            return  # only a look at all lines would tell the columns
+            return  # the columns are only known once all lines are read
         contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
         columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
-        if file_format not in LINES:  # the header of a CSV file tells no types
+        if file_format not in LINES:  # the header of a CSV file names no types
             _check_columns(spec, with_added_fields(contents.schema, columns), path)
     except _RAISED_HERE:
         raise
-    except (errors.InputError, OSError):  # planning will report this error, if it finds the same
-        return
+    except (errors.InputError, OSError):
+        return  # planning reports such an error, unless the error is only on this machine
 
 
-class _Look:
-    """Looks at input files, and holds what is known about them.
+class _ScannedFiles:
+    """The input files that were scanned, and what is known about them.
 
-    groups: for each file, the rows and bytes of its row groups.
+    files: the files as a plan names them. groups: for each file, the rows and bytes of its row groups. kinds: the kinds
+    of the columns, if the files are text.
     """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
@@ -199,23 +200,31 @@ class _Look:
         return {name: with_decimal(kind, decimal) for name, kind in self.kinds.items()}
 
     @property
+    def rows_of_groups(self) -> list[list[int]]:
+        """Return the number of rows of each row group, file by file."""
+        rows_by_file = []
+        for groups in self.groups:
+            rows_by_file.append([rows for rows, _ in groups])
+        return rows_by_file
+
+    @property
     def schema(self) -> pa.Schema:
         """Return the columns that all these files have."""
         if self.format in LINES:
             return pa.schema([arrow_field(name, kind) for name, kind in self.columns.items()])
         return self._schema
 
-    def take(self, path: str, most: int | None) -> None:
-        """Look at a file. Raises InputNotFound, or InputBeingWritten if the file changes meanwhile.
+    def add(self, path: str, max_rows: int | None) -> None:
+        """Scan a file. Raises InputNotFound, or InputBeingWritten if the file changes meanwhile.
 
-        most: how many rows to look at; None for all. A Parquet file's footer is looked at instead.
+        max_rows: how many rows to scan; None for all. Ignored for a Parquet file, because only its footer is read.
         """
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        contents = scan(self._storage, path, self.format, most, self._dialect)
+        contents = scan(self._storage, path, self.format, max_rows, self._dialect)
         if self.format in LINES:
-            self._take_kinds(path, contents.kinds)
+            self._merge_kinds(path, contents.kinds)
         else:
             self._check_schema(path, contents.schema)
         fingerprint = file_fingerprint(self._storage, path, self.format)
@@ -227,8 +236,11 @@ class _Look:
         )
         self.groups.append(contents.groups)
 
-    def _take_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
-        """Merge a file's kinds into those of earlier files. CSV files must have the same header."""
+    def _merge_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
+        """Merge a file's kinds into the kinds of earlier files.
+
+        Raises SchemaMismatch if a CSV file has another header than the first file.
+        """
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
             difference = (
@@ -271,7 +283,7 @@ def _added_columns(
 
 
 def _column_difference(schema: pa.Schema, first: pa.Schema) -> str:
-    """Say how a file's columns differ from the first file's."""
+    """Return how a file's columns differ from the first file's, in words."""
     columns = set(map(_column_text, schema))
     first_columns = set(map(_column_text, first))
     extra = sorted(columns - first_columns)

@@ -1,8 +1,8 @@
 """Chooses the rows that a run asks, and takes answers of earlier runs.
 
 A run may ask only new rows, or ask rows in another order. Planning writes the chosen rows beside the plan. From then on
-the run knows only these rows, as the rows of its first file. Their numbers in the input are written beside the keys, so
-that a failed row can be found in the input.
+the run knows only these rows, as the rows of its first file. Planning also writes the numbers that these rows have in
+the input, so that a failed row can be found there.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.answer_log import answer_records
-from jobs.parquet.reuse.old_runs import OldRuns, Places
+from jobs.parquet.reuse.old_runs import OldPart, OldRuns, Places
 from jobs.parquet.reuse.taken_answers import write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards, shard_batches, shard_readers
 from jobs.parquet.tables.columns import ROW_NUMBER, RowProblem
@@ -66,14 +67,14 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
         with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
     shards = cut_shards([group_rows], plan.spec.rows_per_shard)
-    return replace(new_plan, shards=shards, sizes=())  # the sizes were those of other shards
+    return replace(new_plan, shards=shards, sizes=())  # the known sizes are of the shards before
 
 
 def _chosen_rows(
     context: JobContext, storage: Storage, plan: Plan, chosen: Places
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows of the input in the order of their numbers in `chosen`. Shards without a chosen row are not read."""
-    # places[row]: the place of a row in `chosen`; -1 for a row that was not chosen
+    """Yield the rows whose numbers are in `chosen`, in the order of `chosen`. Reads only the shards of these rows."""
+    # places[row]: the index of the row's number in `chosen`; -1 for a row that was not chosen
     places = np.full(plan.rows, -1, np.int64)
     places[chosen] = np.arange(len(chosen))
     first_rows = [plan.first_row(shard) for shard in range(len(plan.shards))]
@@ -96,25 +97,25 @@ def _chosen_rows(
             yield from table.to_batches()
 
 
-#: Rows are grouped by the first 64 characters of their prompts. Within a group they are grouped by the first 256, and
+#: Rows are grouped by the first 64 characters of their prompts. Within a group, rows are grouped by the first 256, and
 #: so on.
 BEGINNINGS = (64, 256, 1024, 4096, 16384)
 
 
 def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Write a run's rows in the order that it asks for; return the plan with this order.
+    """Write the rows in the order that the run asks for, and return the plan that asks them in this order.
 
-    Returns the plan as it is if the run keeps the input's order.
+    If the run keeps the input's order, return the plan as it is.
     """
     spec = plan.spec
     if spec.order is None:
         return plan
-    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)  # one line for each row
+    keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)  # keys[row]: see _order_key
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    # lexsort counts the last column most. Here the first one counts most.
+    # lexsort sorts by the last column first. Here the first column must come first.
     columns_from_last = keys.T[::-1]
     order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
@@ -122,9 +123,9 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which rows are sorted: by their own max_tokens, large ones first, then by prompt.
+    """Return the numbers by which a row is sorted: first its own max_tokens, large ones first, then its prompt.
 
-    Of max_tokens, only the number of bits counts. So rows with about the same limit are sorted by their prompts.
+    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts.
     """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
@@ -139,7 +140,7 @@ def _order_key(row: Row | RowProblem) -> list[int]:
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take the answers of the earlier runs that a submission names; return a plan that records this.
+    """Take the answers of the earlier runs that a submission names; return a plan that records these runs.
 
     The plan's seed is that of the first earlier run, unless the new run's arguments have a seed. Raises CannotReuse,
     InputError or OutputError.
@@ -162,18 +163,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     else:
         _write_taken_answers(storage, plan, ask.keys.name, old, matches, look_up, fields)
 
-    # Rows that were found, but cut, are asked again on purpose.
+    # A row whose old answer was cut is asked again on purpose, so it counts as found.
     num_cut = np.count_nonzero(matches.is_cut & (matches.places < 0))
-    # Rows that failed before have no answer to take.
     num_found = sum(run.rows for run in old.reused) + num_cut
+    # Only old rows with an answer have known keys. A row that failed has no key.
     most_to_find = min(num_rows, old.keys.num_known)
     if 2 * num_found < most_to_find:  # the user may have changed an argument by mistake
-        has_function = plan.spec.repairs.function is not None
-        no_difference = _NO_DIFFERENCE[has_function]
-        for run, old_plan in zip(old.reused, old.plans, strict=True):
-            run.differs = differences(old_plan, plan, any_model=any_model)
-            if not run.differs:
-                run.differs = [no_difference]
+        _note_differences(old, plan, any_model)
 
     assert plan.reused is not None
     runs = tuple(map(asdict, old.reused))
@@ -181,13 +177,23 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     return replace(plan, reused=reused)
 
 
+def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
+    """Note in `old.reused` what each earlier run asked differently. any_model: whether to leave out the model."""
+    has_function = plan.spec.repairs.function is not None
+    for run, old_plan in zip(old.reused, old.plans, strict=True):
+        run.differs = differences(old_plan, plan, any_model=any_model)
+        if not run.differs:
+            run.differs = [_NO_DIFFERENCE[has_function]]
+
+
 def _new_rows(
     old: OldRuns, matches: "Matches", look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
 ) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
-    needed = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
-    for _ in answers(old, matches, look_up, pa.schema(needed)):
-        pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
+    needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
+    # The answers are only read. A row whose answer has an error or cannot be read gets -1 in `matches.places`.
+    for _ in take_answers(old, matches, look_up, pa.schema(needed_fields)):
+        pass
     return np.flatnonzero(matches.places < 0)
 
 
@@ -205,15 +211,15 @@ def _write_taken_answers(
     ask_name: RowKeys.name. fields: the answers' columns.
     """
     with RowBuckets(plan.rows) as buckets:
-        for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
+        for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):
             marks = matches.marks[matches.models[rows]]
             records = answer_records(rows, matches.keys[rows], marks, sources, batch)
             buckets.add(rows, records)
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What a user reads if few rows were taken from an earlier run that asked the same, by whether a function checks
-#: answers.
+#: What a user reads if few rows were taken from an earlier run that asked the same. The key says whether a function
+#: checks the answers.
 _NO_DIFFERENCE = {
     False: "it asked the same, but of other rows, or it has few answers",
     True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
@@ -221,17 +227,17 @@ _NO_DIFFERENCE = {
 
 
 def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
-    """Return the plan with the first earlier run's seed, unless the new run was given one."""
+    """Return the plan with the seed of the first earlier run, unless the new run's arguments have a seed."""
     if not old.plans or "seed" in plan.spec.sampling:
         return plan
     first_plan = old.plans[0]
-    reused = plan.reused or Reused("")  # without a name if nothing is written, as for a dry run
+    reused = plan.reused or Reused("")  # a dry run writes nothing, so it needs no name
     reused = replace(reused, seed=first_plan.given_seed)
     return replace(plan, seed=first_plan.seed, reused=reused)
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove the files of a plan that came second. first: the plan that is in place."""
+    """Remove the files of a plan that came too late. first: the plan that is in place."""
     if plan.reused is None:
         return
     if first.reused is not None and first.reused.name == plan.reused.name:
@@ -250,14 +256,13 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 
 @dataclass
 class Matches:
-    """The old rows whose answers a new run may take.
+    """For each new row, the old row whose answer it may take. All arrays but `marks` have one value for each new row.
 
-    All arrays but `marks` have a value for each new row.
-    places: the place of its old row among all old rows; -1 for none.
-    models: the place in `marks` of the model that answered its old row.
+    places: the place of the new row's old row among all old rows; -1 for a new row that has no old row.
+    models: the index in `marks` of the model that answered the old row.
     marks: the marks of the models whose answers may be taken.
-    keys: its whole key, with the model that answered its old row.
-    is_shorter: whether its old row had a smaller max_tokens.
+    keys: the new row's whole key, with the model that answered the old row.
+    is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
     """
 
@@ -268,78 +273,133 @@ class Matches:
     is_shorter: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
 
+    @classmethod
+    def unmatched(cls, num_rows: int, marks: Keys) -> Self:
+        """Return the matches of new rows that have no old row yet."""
+        return cls(
+            places=np.full(num_rows, -1, np.int64),
+            models=np.zeros(num_rows, np.uint16),
+            marks=marks,
+            keys=np.zeros((num_rows, 2), np.uint64),
+            is_shorter=np.zeros(num_rows, np.bool_),
+            is_cut=np.zeros(num_rows, np.bool_),
+        )
+
+    def view(self, start: int, end: int) -> Self:
+        """Return a view of the new rows from `start` up to `end`. Changes of the view change this object."""
+        return replace(
+            self,
+            places=self.places[start:end],
+            models=self.models[start:end],
+            keys=self.keys[start:end],
+            is_shorter=self.is_shorter[start:end],
+            is_cut=self.is_cut[start:end],
+        )
+
+    def match_again(self, rows: Places, other: "Matches") -> None:
+        """Give some new rows the old rows that they have in `other`."""
+        self.places[rows] = other.places[rows]
+        self.models[rows] = other.models[rows]
+        self.keys[rows] = other.keys[rows]
+        self.is_shorter[rows] = other.is_shorter[rows]
+
 
 def find_matches(
     context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool
 ) -> Matches:
     """Look for each row of a plan in the old runs. The plan's inputs must be readable.
 
-    The answers of a cascade's second model come first, then those of the first model, then those of any other model.
+    In a cascade, the answers of the second model are preferred to the answers of the first model. any_model: whether to
+    take answers of any other model, if there are no answers of the run's models.
     """
     marks = model_mark(plan.model)
+    second_answers = None
     if plan.second is not None:
         marks = np.concatenate([model_mark(plan.second), marks])
-        first_places = [part.first for part in old.parts]
-        asks_second = [_asks_second_too(plan, part.plan) for part in old.parts]
-        # asks_second_too[part]: whether the old part's run would have asked the second model about the same rows. The
-        # last value is for part -1, which stands for rows that were not found.
-        asks_second_too = np.array([*asks_second, False])
+        second_answers = _SecondAnswers(plan, old)
     if any_model:
         marks = np.concatenate([marks, old.marks])
-    matches = Matches(
-        places=np.full(plan.rows, -1, np.int64),
-        models=np.zeros(plan.rows, np.uint16),
-        marks=marks,
-        keys=np.zeros((plan.rows, 2), np.uint64),
-        is_shorter=np.zeros(plan.rows, np.bool_),
-        is_cut=np.zeros(plan.rows, np.bool_),
-    )
+    matches = Matches.unmatched(plan.rows, marks)
     functions_version = plan.spec.functions_version(context.checks)
-    shorter_asks = _shorter_asks(plan, old, functions_version)
+    keys_of_shorter = _keys_with_smaller_limit(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
-        places = matches.places[start:end]  # these are views: writing to them changes `matches`
-        models = matches.models[start:end]
+        matches_of_shard = matches.view(start, end)
         keys = row_keys(ask.key_of, rows)
-        has_key: npt.NDArray[np.bool_] = np.any(keys, axis=1)
-
-        for number, mark in enumerate(marks):
-            missing = np.flatnonzero(has_key & (places < 0))  # rows of this shard
-            old_places = old.keys.find(whole_keys(keys[missing], mark))
-            is_second_model = plan.second is not None and number == 0
-            if is_second_model:
-                # part_numbers[i]: the old part that holds old_places[i]; -1 for a place of -1
-                part_numbers = np.searchsorted(first_places, old_places, "right") - 1
-                old_places[~asks_second_too[part_numbers]] = -1
-            places[missing] = old_places
-            models[missing] = number
-
-        # Then look for answers to the same requests with a smaller max_tokens.
-        for shorter_ask in shorter_asks:
-            for number, mark in enumerate(marks):
-                missing = np.flatnonzero(has_key & (places < 0))
-                missing_rows = [rows[place] for place in missing]
-                shorter_keys = row_keys(shorter_ask.key_of, missing_rows)
-                places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
-                models[missing] = number
-                matches.is_shorter[start + missing] = places[missing] >= 0
-
-        matches.keys[start:end] = whole_keys(keys, marks[models])
+        _match_equal(matches_of_shard, keys, old, second_answers)
+        _match_shorter(matches_of_shard, keys, rows, old, keys_of_shorter)
+        matches_of_shard.keys[:] = whole_keys(keys, marks[matches_of_shard.models])
     return matches
 
 
-def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
+class _SecondAnswers:
+    """Knows which answers of a cascade's second model a plan may take: see _asks_second_too."""
+
+    def __init__(self, plan: Plan, old: OldRuns) -> None:
+        self._first_places = [part.first for part in old.parts]
+        is_usable = [_asks_second_too(plan, part.plan) for part in old.parts]
+        # is_usable[part]: whether an old part's answers may be taken. The last value is for part -1, see `usable`.
+        self._is_usable = np.array([*is_usable, False])
+
+    def usable(self, places: Places) -> Places:
+        """Return these places of old rows, with -1 for each old row whose answer may not be taken."""
+        # part_numbers[i]: the old part that holds places[i]; -1 for a place of -1
+        part_numbers = np.searchsorted(self._first_places, places, "right") - 1
+        return np.where(self._is_usable[part_numbers], places, -1)
+
+
+def _match_equal(
+    matches: Matches, keys: Keys, old: OldRuns, second_answers: _SecondAnswers | None
+) -> None:
+    """Look for old rows that asked the same as the new rows.
+
+    keys: the new rows' keys, without a model. second_answers: set if the first of `matches.marks` is of a second model.
+    """
+    has_key = keys.any(axis=1)
+    for number, mark in enumerate(matches.marks):
+        missing = np.flatnonzero(has_key & (matches.places < 0))
+        old_places = old.keys.find(whole_keys(keys[missing], mark))
+        if second_answers is not None and number == 0:
+            old_places = second_answers.usable(old_places)
+        matches.places[missing] = old_places
+        matches.models[missing] = number
+
+
+def _match_shorter(
+    matches: Matches,
+    keys: Keys,
+    rows: Sequence[Row | RowProblem],
+    old: OldRuns,
+    keys_of_shorter: Sequence[RowKeys],
+) -> None:
+    """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
+
+    keys: the new rows' keys, without a model. keys_of_shorter: one RowKeys for each smaller max_tokens.
+    """
+    has_key = keys.any(axis=1)
+    for shorter in keys_of_shorter:
+        for number, mark in enumerate(matches.marks):
+            missing = np.flatnonzero(has_key & (matches.places < 0))
+            missing_rows = [rows[index] for index in missing.tolist()]
+            shorter_keys = row_keys(shorter.key_of, missing_rows)
+            old_places = old.keys.find(whole_keys(shorter_keys, mark))
+            matches.places[missing] = old_places
+            matches.models[missing] = number
+            matches.is_shorter[missing] = old_places >= 0
+
+
+def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     """Return the RowKeys that the plan would have with each smaller max_tokens that an old run had.
 
-    If an old answer with one of these keys ended by itself, it would be the same now. Empty for batch files, because
-    their lines have sampling values of their own. check: the version of the check's function.
+    If an old answer with one of these keys ended by itself, it would be the same now. Batch files get no such RowKeys,
+    because their lines have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
     if not has_limit or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
-    asks = []
+    keys_of_shorter = []
     old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
     for old_value in old_values:
         old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
@@ -358,8 +418,8 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
             seed=plan.given_seed,
             adapters=Adapters(plan.model.adapters),
         )
-        asks.append(shorter_keys)
-    return asks
+        keys_of_shorter.append(shorter_keys)
+    return keys_of_shorter
 
 
 def _shows_cuts(column: str) -> bool:
@@ -368,7 +428,7 @@ def _shows_cuts(column: str) -> bool:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers ended by themselves, each at the first attempt (see _UNCUT)."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt. See _UNCUT."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
@@ -379,7 +439,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether a plan asks its second model about every row about which an old plan asked the same model."""
+    """Whether both plans have the same models, and `plan` asks the second model about all rows that `old` asks it."""
     if _identities(plan) != _identities(old):
         return False
     old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
@@ -393,35 +453,30 @@ def _identities(plan: Plan) -> list[object]:
     return [plan.model.identity, second_identity]
 
 
-def answers(
+def take_answers(
     old: OldRuns, matches: Matches, look_up: Callable[[], Matches], schema: pa.Schema
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
 
-    If a row's old answer cannot be read or taken, another old row is looked up, once for each old run. In the end a row
-    without an answer has -1 in `matches.places`.
+    If a row's old answer cannot be read or taken, another old row is looked up, once for each old run. In the end, each
+    row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still known.
     """
     is_taken = np.zeros(len(matches.places), bool)
-    # Each round takes from all old runs. There are as many rounds as old runs, so each run may hold a row's answer.
+    # Each round takes from all old runs. There are as many rounds as old runs, so that a row can try each run once.
     for run in old.reused:
-        # rows: the new rows whose old row was found, and not taken yet, in the order of the old rows
+        # rows: the new rows whose old row was found and whose answer is not taken yet, in the order of the old rows
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, indices, batch in old.answers(matches.places[rows], schema):
             taken_rows = rows[indices]
-            is_shorter = matches.is_shorter[taken_rows]
-            if is_shorter.any():
-                is_usable = ~is_shorter | _has_stopped(batch)
+            is_usable = _are_usable(matches, taken_rows, batch)
+            if not is_usable.all():
                 matches.is_cut[taken_rows[~is_usable]] = True
                 taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
             part.reused.rows += len(taken_rows)
-            # A place counts old rows over all old parts, and a row number counts them over their run.
-            to_row_number = part.plan.first_row(part.shard) - part.first
-            row_numbers = matches.places[taken_rows] + to_row_number
-            sources = [f"{part.reused.output}#{number}" for number in row_numbers]
-            yield taken_rows, batch, sources
+            yield taken_rows, batch, _sources(part, matches.places[taken_rows])
 
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
@@ -429,8 +484,19 @@ def answers(
         is_last_round = run is old.reused[-1]
         if not len(lost) or is_last_round:
             return
-        again = look_up()
-        matches.places[lost] = again.places[lost]
-        matches.models[lost] = again.models[lost]
-        matches.keys[lost] = again.keys[lost]
-        matches.is_shorter[lost] = again.is_shorter[lost]
+        matches.match_again(lost, look_up())
+
+
+def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Return for each new row whether its old answer would be the same with the new max_tokens. batch: the answers."""
+    is_shorter = matches.is_shorter[rows]
+    if not is_shorter.any():
+        return np.ones(len(rows), np.bool_)
+    return ~is_shorter | _has_stopped(batch)
+
+
+def _sources(part: OldPart, places: Places) -> list[str]:
+    """Return the names of old rows of a part: the old run's output and the row's number in the old run."""
+    # A place counts old rows over all old parts, and a row number counts them over their run.
+    row_numbers = places - part.first + part.plan.first_row(part.shard)
+    return [f"{part.reused.output}#{number}" for number in row_numbers]

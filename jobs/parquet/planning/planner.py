@@ -44,8 +44,8 @@ def score_parquet(
     """Plan a run and enqueue its shards. A second call with the same arguments resumes the run.
 
     Returns the run's id and counts. For the arguments, see RunSpec.from_arguments and Submission. queue: the queue for
-    the shards; by default the queue of this job. Raises InvalidJob or RunError. After shards were enqueued, only
-    RunBusy may be raised.
+    the shards; by default the queue of this job.
+    Raises InvalidJob or RunError. Once shards are enqueued, only RunBusy may be raised.
     """
     queue = arguments.pop("queue", None)
     if queue is None:
@@ -87,7 +87,7 @@ def plan_run(
             remove_converted(storage, plan)
         folder.make_journal_folder()
 
-    # The count of parts is there before any shard runs. So the last shard knows that it is the last.
+    # Parts are counted before any shard runs. So the job of the last shard knows that it is the last.
     finished = folder.recount(queue)
     enqueued = 0
     if not finished:
@@ -119,35 +119,16 @@ def _agreed_plan(
     """Return the plan in the run's folder, after writing it if there was none. The plan's files are checked."""
     plan = find_plan(storage, spec.output)
     if plan is None:
-        if spec.only_new and not submission.reuse:
-            raise errors.InvalidJob(
-                "only_new leaves out what earlier runs have answered: name these with reuse"
-            )
-        plan = read_inputs(context, storage, spec, found_files)
-        check_served(vars(spec), context.model)
-        context.model.check_asked_for(submission.model)
-        second = second_model(context, spec, submission.queue, plan.planned_at)
-        plan = replace(plan, second=second)
-        plan = with_named_adapters(context, plan)
-        has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
-        chooses_rows = spec.order is not None or bool(submission.reuse)
-        if (chooses_rows or has_adapters) and begin_folder(storage, spec.output):
-            files = {shard.file for shard in plan.shards if shard.rows}
-            convert_inputs(storage, plan, files, context.execution_id)
-            if has_adapters:
-                plan = with_adapters_of_rows(context, storage, plan)
-            plan = in_order(context, storage, plan)
-            plan = with_reused(context, storage, plan, submission)
-        if create_plan(storage, plan, context.execution_id):
-            return plan
+        new_plan = _new_plan(context, storage, found_files, spec, submission)
+        if create_plan(storage, new_plan, context.execution_id):
+            return new_plan
 
-        # Another planner was first. Its plan counts, and the files of this plan are removed.
-        plan_not_taken = plan
+        # Another planner was first. Its plan counts, and the files of the new plan are removed.
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
-        remove_reused(storage, plan_not_taken, plan)
+        remove_reused(storage, new_plan, plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:
             # The run has ended meanwhile.
-            remove_converted(storage, plan_not_taken)
+            remove_converted(storage, new_plan)
 
     if plan.run != spec.run:
         raise errors.OutputHoldsAnotherRun(
@@ -162,11 +143,42 @@ def _agreed_plan(
     return plan
 
 
+def _new_plan(
+    context: JobContext,
+    storage: Storage,
+    found_files: Sequence[FoundFile],
+    spec: RunSpec,
+    submission: Submission,
+) -> Plan:
+    """Return a plan for a run that has none. Writes the rows and answers that the plan chooses, but not the plan."""
+    if spec.only_new and not submission.reuse:
+        raise errors.InvalidJob(
+            "only_new leaves out what earlier runs have answered: name these with reuse"
+        )
+    plan = read_inputs(context, storage, spec, found_files)
+    check_served(vars(spec), context.model)
+    context.model.check_asked_for(submission.model)
+    second = second_model(context, spec, submission.queue, plan.planned_at)
+    plan = replace(plan, second=second)
+    plan = with_named_adapters(context, plan)
+    has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
+    chooses_rows = spec.order is not None or bool(submission.reuse)
+    must_read_rows = chooses_rows or has_adapters
+    if must_read_rows and begin_folder(storage, spec.output):
+        files = {shard.file for shard in plan.shards if shard.rows}
+        convert_inputs(storage, plan, files, context.execution_id)
+        if has_adapters:
+            plan = with_adapters_of_rows(context, storage, plan)
+        plan = in_order(context, storage, plan)
+        plan = with_reused(context, storage, plan, submission)
+    return plan
+
+
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    It is the only other model that workers of the queue serve. The models are read from keys that only workers can
-    write, because producers could forge the records that people see.
+    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write,
+    because producers could forge the records that people see.
     """
     if spec.escalate_below is None:
         return None
@@ -181,7 +193,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
             continue
         candidate = PinnedModel(
             name=served.model,
-            fingerprint=names[0],  # ServedModel.names begins with it
+            fingerprint=names[0],  # the first of ServedModel.names
             dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),

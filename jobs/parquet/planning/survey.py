@@ -1,4 +1,4 @@
-"""Looks at a run before it is submitted: counts all prompts, has some of them answered, and times a batch of them."""
+"""Surveys a run before it is submitted: counts its prompts, has some of them answered, and times a batch of them."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
-#: A dry run has one full batch of the worker answered, within these numbers of requests.
+#: The fewest and the most requests that a dry run has answered. Between these bounds, they are one full batch of the
+#: worker.
 MIN_TRIED = 64
 MAX_TRIED = 256
-#: The most characters of the prompts that are answered. The limit keeps the job's result small enough.
-MAX_PICKED_CHARS = 4 << 20
+#: The most characters that the answered prompts have together. The limit keeps the job's result small enough.
+MAX_TRIED_CHARS = 4 << 20
 #: This many bytes of a picture count as one character.
-PICTURE_SHARE = 32
+PICTURE_BYTES_PER_CHAR = 32
 MAX_REASONS = 5
 
 
 class SurveyWork(RowsTask):
-    """A task that looks at what a run would ask. Nothing is written."""
+    """The task of a preview or a dry run, which finds out what a run would ask. Nothing is written."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class SurveyWork(RowsTask):
     ) -> None:
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: how many of the first rows to show; None for a dry run, which has some requests answered and times them.
-        max_rows: the most rows to look at, spread evenly over the run.
+        first: how many of the first rows a preview shows; None for a dry run, which has some requests answered and
+        times them. max_rows: the most rows to count, spread evenly over the run; None for all.
         reuse: see Submission.
         arguments: reuse_from_any_model; answers, which is False for a preview without answers; and the arguments of
         RunSpec.from_arguments.
@@ -83,10 +84,7 @@ class SurveyWork(RowsTask):
         spec.admit(context.checks)
 
         storage = Storage.of(context)
-        found_files = find_files(storage, spec.input, spec.output, spec.input_format)
-        plan = read_inputs(context, storage, spec, found_files)
-        plan = with_named_adapters(context, plan)
-        plan = with_all_adapters(context, plan)
+        plan = _plan_of(context, storage, spec)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -95,8 +93,7 @@ class SurveyWork(RowsTask):
 
         meter = context.meter()
         ask = ask_of(plan, context)
-        counts = _Counts(context, ask, meter, plan.rows, max_rows)
-        self._counts = counts
+        self._counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)  # for each row of the run
@@ -104,28 +101,28 @@ class SurveyWork(RowsTask):
                 matches = find_matches(context, storage, plan, ask, old, any_model)
                 is_reused = matches.places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
-                counts.add(start, rows, is_reused)
+                self._counts.add(start, rows, is_reused)
 
-            chosen = sorted(counts.requests, key=lambda request: request.row)
+            requests = sorted(self._counts.requests, key=lambda request: request.row)
             if first is None:
                 num_tried = max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED))
-                chosen = pick_requests(chosen, num_tried)
+                tried = pick_requests(requests, num_tried)
             else:
-                chosen = chosen[:first]
-            chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
+                tried = requests[:first]
+            rows_by_number = _rows_with_room(context, storage, plan, ask, tried)
 
         #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
         self._tried: list[tuple[PlannedRequest, Row]] = []
-        for planned in chosen:
-            if planned.row in chosen_rows:
-                self._tried.append((planned, chosen_rows[planned.row]))
+        for planned in tried:
+            if planned.row in rows_by_number:
+                self._tried.append((planned, rows_by_number[planned.row]))
         answered_rows = [row for _, row in self._tried] if has_answers else []
         row_numbers = [planned.row for planned, _ in self._tried]
         self.runner = row_runner(
             answered_rows, ask, context.checks, lambda place: row_numbers[place]
         )
         self._is_dry = first is None
-        #: The requests of the rows, without those of the timed batch.
+        #: The requests that were sent to answer rows, without the timed batch.
         self._sent: list[Request] = []
         #: Monotonic seconds when the timed batch was sent; 0 before.
         self._began_at = 0.0
@@ -149,10 +146,10 @@ class SurveyWork(RowsTask):
 
     @property
     def _is_timed_next(self) -> bool:
-        """Whether the timed batch comes now: all requests of a dry run are answered once."""
+        """Whether the timed batch comes next: a dry run sends it once all its requests are answered."""
         if not self._is_dry or self._began_at > 0:
             return False
-        return self.asked.counts.done == self.asked.num_places
+        return self.required_runner.counts.done == self.required_runner.num_places
 
     @property
     def has_more(self) -> bool:
@@ -161,7 +158,7 @@ class SurveyWork(RowsTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the number of requests; None if it is not known yet."""
+        """Return the number of a preview's requests; None for a dry run, which does not know it before it ends."""
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
@@ -170,22 +167,22 @@ class SurveyWork(RowsTask):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request. Of an answer in the timed batch, only the tokens and the time count."""
+        """Take the answer of a request. In the timed batch, only the tokens and the time of an answer count."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
-        first, *_ = completions
+        num_prompt_tokens = completions[0].num_prompt_tokens
         num_generated = sum(len(completion.token_ids) for completion in completions)
-        self._timed_tokens += first.num_prompt_tokens + num_generated
+        self._timed_tokens += num_prompt_tokens + num_generated
         self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
-        """Return counts, and the shown rows or the estimates of a dry run."""
-        answers = self.asked.answers()
+        """Return the counts. A preview also returns the rows that it shows, a dry run its estimates."""
+        answers = self.required_runner.answers()
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
         failures = Reasons()
-        # A preview without answers has none for its rows.
+        # A preview without answers has rows, but no answers to go with them.
         for (planned, _), answer in zip(self._tried, answers, strict=False):
             if answer.error is not None:
                 failures.add(answer.error, [planned.row])
@@ -196,7 +193,7 @@ class SurveyWork(RowsTask):
             shown = []
             for number, (planned, row) in enumerate(self._tried):
                 shown_answer = answers[number] if answers else None
-                shown.append(self._shown(planned, row, shown_answer))
+                shown.append(self._shown_row(planned, row, shown_answer))
             return {**result, "shown": shown}
         return {**result, **self._estimates(result["prompt_tokens"])}
 
@@ -206,19 +203,21 @@ class SurveyWork(RowsTask):
         prompt_tokens: the tokens of the first prompts of all rows.
         """
         counts = self._counts
-        # The weights add up to the requests whose text had room. `scale` makes up for all others.
+        # The weights add up to the requests whose text had room. `scale` makes up for the run's other requests.
         weights = sum(planned.weight for planned, _ in self._tried)
         if not self._tried:
             weights = 1.0  # then nothing is scaled
         scale = counts.scale * len(counts.requests) / weights
-        generated_tokens = 0.0
-        completion_tokens = 0.0
+        # A request is computed once, and may answer several equal rows. Totals of requests say what is computed. Totals
+        # of rows say what the output reports.
+        generated_tokens = 0.0  # of requests
+        completion_tokens = 0.0  # of rows
         rows_escalated = 0.0
-        # The prompt tokens of further prompts and further attempts: of requests, and of all rows that they answer.
-        later_tokens = 0.0
+        # The prompt tokens of further attempts, and of further prompts in a chain.
+        later_tokens = 0.0  # of requests
         later_tokens_of_rows = 0.0
         escalation_bound = self._spec.escalate_below or 0  # no margin is below 0
-        for answered in self.asked.answered:
+        for answered in self.required_runner.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
             num_requests = planned.weight * scale
@@ -242,7 +241,9 @@ class SurveyWork(RowsTask):
             "seconds": seconds_per_token * computed_tokens,
         }
 
-    def _shown(self, planned: PlannedRequest, row: Row, answer: Answer | None) -> dict[str, Any]:
+    def _shown_row(
+        self, planned: PlannedRequest, row: Row, answer: Answer | None
+    ) -> dict[str, Any]:
         """Return a row as a preview shows it. answer: None if answers were not wanted."""
         is_json = self._spec.is_chat or row.pictures
         prompt: Any = json.loads(row.prompt) if is_json else as_shown(row.prompt)
@@ -255,28 +256,42 @@ class SurveyWork(RowsTask):
         }
         if "tools" in row.own_sampling:
             shown["tools"] = row.own_sampling["tools"]
-        if answer is None:
-            return shown
+        if answer is not None:
+            shown |= _shown_answer(answer)
+        return shown
 
-        if isinstance(answer.finish_reason, tuple):  # a row with several samples
-            reasons_and_texts: Any = zip(answer.finish_reason, answer.completion or (), strict=True)
-            completions = list(reasons_and_texts)
-        else:
-            completions = [(answer.finish_reason, answer.completion)]
-        for name in ("error", "label", "probabilities"):
-            shown[name] = answer.column(name)
-        calls = answer.tool_calls
-        calls_of_samples = calls if isinstance(calls, tuple) else (calls,)
-        shown["tool_calls"] = [text for text in calls_of_samples if text is not None]
-        return {**shown, "completions": completions, "tokens": answer.all_completion_tokens}
+
+def _plan_of(context: JobContext, storage: Storage, spec: RunSpec) -> Plan:
+    """Return the plan of a run that is not submitted. It pins all adapters that rows may name."""
+    found_files = find_files(storage, spec.input, spec.output, spec.input_format)
+    plan = read_inputs(context, storage, spec, found_files)
+    plan = with_named_adapters(context, plan)
+    return with_all_adapters(context, plan)
+
+
+def _shown_answer(answer: Answer) -> dict[str, Any]:
+    """Return an answer as a preview shows it."""
+    shown: dict[str, Any] = {
+        name: answer.column(name) for name in ("error", "label", "probabilities")
+    }
+    calls = answer.tool_calls
+    calls_of_samples = calls if isinstance(calls, tuple) else (calls,)
+    shown["tool_calls"] = [text for text in calls_of_samples if text is not None]
+    if isinstance(answer.finish_reason, tuple):  # a row with several samples
+        reasons_and_texts: Any = zip(answer.finish_reason, answer.completion or (), strict=True)
+        shown["completions"] = list(reasons_and_texts)
+    else:
+        shown["completions"] = [(answer.finish_reason, answer.completion)]
+    shown["tokens"] = answer.all_completion_tokens
+    return shown
 
 
 @dataclass(slots=True)
 class PlannedRequest:
     """A request that a run would send.
 
-    row: the first row that it answers. tokens: the tokens of its prompt. limit: the row's own max_tokens; 0 if it has
-    none. rows: how many equal rows it answers. weight: how many requests it stands for.
+    row: the first row that it answers. tokens: the tokens of its prompt. limit: its max_tokens; 0 if it has none.
+    rows: how many equal rows it answers. weight: how many requests it stands for.
     """
 
     row: int
@@ -293,24 +308,24 @@ def _rows_with_room(
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers, until they have MAX_PICKED_CHARS characters."""
+    """Return the rows of these requests by their numbers, until the rows have MAX_TRIED_CHARS characters."""
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
-    chars_left = MAX_PICKED_CHARS
+    chars_left = MAX_TRIED_CHARS
     for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
         for number, row in enumerate(rows, start):
             if number not in wanted or not isinstance(row, Row):
                 continue
-            chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+            chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_BYTES_PER_CHAR
             if chars_left >= 0:
                 rows_by_number[number] = row
     return rows_by_number
 
 
 class _Counts:
-    """Counts the prompts of a run's rows. In a large run it looks only at some rows, evenly spread.
+    """Counts the prompts of a run's rows. In a large run, only some rows, evenly spread, are counted.
 
-    total: the number of the run's rows. max_rows: about how many to look at; None for all.
+    total: the number of the run's rows. max_rows: about how many rows to count; None for all.
     """
 
     def __init__(
@@ -320,12 +335,12 @@ class _Counts:
         self._ask = ask
         self._meter = meter
         self._total = total
-        # A row is looked at if its number can be divided by this.
+        # A row is counted if its number can be divided by this.
         self._step = 1
         if max_rows:
             self._step = max(1, math.ceil(total / max_rows))
         self.requests: list[PlannedRequest] = []
-        #: The prompt tokens of these requests.
+        #: The prompt tokens of `requests`.
         self.request_tokens = 0
         #: The first request of equal rows, by their key.
         self._by_key: dict[bytes, PlannedRequest] = {}
@@ -342,7 +357,7 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """Return how many rows of the run each examined row stands for."""
+        """Return how many rows of the run each counted row stands for."""
         return self._total / max(1, self._rows_read)
 
     def add(
@@ -365,7 +380,7 @@ class _Counts:
             self._add_equal(row, equal_rows[row])
 
     def _add_equal(self, row: Row, numbers: list[int]) -> None:
-        """Count equal rows. If nothing is drawn at random, they and equal rows of other shards are one request."""
+        """Count equal rows. If nothing is drawn at random, equal rows of all shards share one request."""
         key = self._ask.key_of(row)
         is_greedy = self._ask.is_greedy(row)
         known_request = self._by_key.get(key)  # of equal rows of earlier shards
@@ -383,14 +398,14 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        num_first = 1 if known_request is None else 0  # the first of all equal rows repeats nothing
-        self._counts["rows_repeated"] += len(numbers) - num_first
+        num_new = 1 if known_request is None else 0  # the first of all equal rows repeats no other
+        self._counts["rows_repeated"] += len(numbers) - num_new
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
     def _planned_requests(
         self, row: Row, numbers: list[int], is_greedy: bool
     ) -> list[PlannedRequest]:
-        """Return the requests for equal rows: one for all if is_greedy, else one for each. Counts cached tokens.
+        """Return the requests for equal rows: one for all if is_greedy, else one for each. Counts their cached tokens.
 
         Raises InvalidJob or _Unanswerable.
         """
@@ -413,8 +428,8 @@ class _Counts:
         """Return the first requests of a row. Raises InvalidJob, or _Unanswerable for a row without requests."""
         item = self._ask.begin(row, number)
         try:
-            step = item.send(None)  # what the item yields first
-        except StopIteration as end:  # the item has returned an answer
+            step = item.send(None)
+        except StopIteration as end:  # the item has returned an answer without asking
             raise _Unanswerable(end.value.error) from None
         assert isinstance(step, list), "an item begins with requests"
         return [self._ask.prepared(request) for request in step]
@@ -439,7 +454,7 @@ class _Unanswerable(Exception):
 
 
 def _limit_of(request: Request) -> int:
-    """Return a request's own max_tokens; 0 if it has none."""
+    """Return a request's max_tokens; 0 if the request has none."""
     limit = request.sampling.get("max_tokens")
     return limit if type(limit) is int else 0
 
@@ -470,7 +485,10 @@ def _prefixed(content: Any, beginning: str) -> Any:
 
 
 def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
-    """Choose at most `count` requests, and note how many requests each stands for. Large requests are more likely."""
+    """Choose at most `count` requests, and note how many requests each stands for.
+
+    Large requests are more likely to be chosen.
+    """
     order = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
     if len(order) <= count:
         return order
@@ -481,18 +499,20 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
     sizes = (columns / averages).sum(axis=1)
     # A request of average size is expected to be chosen count / len(order) times.
     expected_times = sizes * count / sizes.sum()
-    # times[i]: how often request i is chosen. The sums are rounded, not the times, so that they add up to `count`.
+    # times[i]: how often request i is chosen. Not the times but their sums are rounded, so that the times add up to
+    # `count`.
     rounded_sums = np.floor(np.cumsum(expected_times) + 0.5)
     times = np.diff(rounded_sums, prepend=0)
     picked = []
-    for place in np.flatnonzero(times):
-        order[place].weight = float(times[place] / expected_times[place])
-        picked.append(order[place])
+    for index in np.flatnonzero(times):
+        request = order[index]
+        request.weight = float(times[index] / expected_times[index])
+        picked.append(request)
     return picked
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt the previous prompt has left in the cache. Only whole blocks are cached.
+    """Return how many tokens of a prompt are in the cache if only the previous prompt is. Only whole blocks are cached.
 
     The last token is never taken from the cache.
     """

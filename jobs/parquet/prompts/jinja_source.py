@@ -33,8 +33,8 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 class JinjaSource(PromptSource):
     """A Jinja template over columns, for a text or a chat.
 
-    defaults: the text for null, by column; null in another column is `none`. needs_column: whether a template without
-    any column is refused. control_tokens: see TemplateSource.
+    defaults: the text for null, by column. In a column without a default, the template gets null as `none`.
+    needs_column: whether a template that names no column is refused. control_tokens: see TemplateSource.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class JinjaSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
         """Yield each row's texts, or its problem.
 
-        If a child fails, rows are rendered one by one from there on. A row that fails again gets a problem.
+        If a child fails, the rows that are left are rendered one at a time. A row on which a child fails then gets a
+        problem.
         """
         num_done = 0
-        rows_at_once: int | None = None  # all that are left
+        rows_at_once: int | None = None  # None for all rows that are left
         while num_done < rows.num_rows:
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
@@ -79,7 +80,7 @@ class JinjaSource(PromptSource):
                 rows_at_once = 1
 
     def _rendered(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        """Have a child render rows; yield each row's texts, or its problem."""
+        """Have a child render rows; yield each row's texts, or its problem as a text."""
         question = {
             "texts": self._template.texts,
             "columns": self.columns,
@@ -105,7 +106,10 @@ _TOGETHER_CHARS = 1 << 20
 
 
 def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render a batch in Arrow's stream format, in a child. The reply has each row's texts, or why the row has none."""
+    """Render a batch, in a child. The replies have each row's texts, or its problem as a text.
+
+    The body of the question is the batch in Arrow's stream format.
+    """
     question = worker.question
     (batch,) = pa.ipc.open_stream(pa.py_buffer(worker.body))
     outcomes: list[list[str] | str] = []
@@ -122,12 +126,14 @@ def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> list[str] | str:
-    """Return a row's rendered texts, or why it has none."""
+    """Return a row's rendered texts, or its problem as a text."""
     if isinstance(values, RowProblem):
         return str(values)
     with_defaults = {}
     for name, value in values.items():
-        with_defaults[name] = question["defaults"].get(name) if value is None else value
+        if value is None:
+            value = question["defaults"].get(name)
+        with_defaults[name] = value
     try:
         template_values = as_values(with_defaults, question["control_tokens"])
         return render(question["texts"], template_values)

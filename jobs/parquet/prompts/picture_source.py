@@ -24,9 +24,11 @@ ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """Adds pictures to the prompts of another source. A picture stands where a template names its column, else first.
+    """Adds pictures to the prompts of another source.
 
-    The template is rendered with a random text, a mark, for each column of pictures. Then pictures replace the marks.
+    A picture stands where the template names its column. If the template does not name the column, the picture comes
+    first. The template is rendered with a random text, a mark, for each column of pictures. Then the pictures replace
+    the marks.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class PictureSource(PromptSource):
         self._prompts = prompts
         self._picture_columns = tuple(columns)
         self._is_chat = is_chat
-        #: The columns of pictures, by their names in the template.
+        #: The columns of pictures that the template names, by the name that it uses.
         self._template_names: dict[str, str] = {}
         if has_template:
             for name in prompts.columns:
@@ -43,7 +45,7 @@ class PictureSource(PromptSource):
                     self._template_names[name] = name
                 elif name == ALIAS and len(columns) == 1:
                     self._template_names[name] = columns[0]
-        #: The marks, by the columns of pictures.
+        #: The mark of each column of pictures.
         self._marks = {column: token_hex(16) for column in columns}
         any_mark = "|".join(self._marks.values())
         # The pattern has a group, so that splitting a text keeps the marks.
@@ -61,32 +63,41 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            if name in self._template_names:  # the other source gets a mark there
+            if name in self._template_names:  # the other source gets the marks in place of pictures
                 fields.append(pa.field(name, pa.string()))
             else:
                 fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield for each row what the other source reads, and the row's pictures by their marks."""
-        pictures_by_column = {}
+        """Yield for each row what the other source reads, and the row's pictures by their marks; or its RowProblem."""
+        pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
         for column in self._picture_columns:
             pictures_by_column[column] = list(map(_pictures_or_problem, rows.column(column)))
+        values_of_rows = self._prompts.read(self._marked(rows, pictures_by_column))
+
+        # For each row, what each of its columns of pictures holds.
+        pictures_of_rows = zip(*pictures_by_column.values(), strict=True)
+        for values, pictures in zip(values_of_rows, pictures_of_rows, strict=True):
+            problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
+            if problems:
+                yield problems[0]
+            else:
+                yield values, dict(zip(self._marks.values(), pictures, strict=True))
+
+    def _marked(
+        self,
+        rows: pa.RecordBatch,
+        pictures_by_column: Mapping[str, Sequence[list[Picture] | RowProblem]],
+    ) -> pa.RecordBatch:
+        """Return the columns that the other source reads, with marks where the template names pictures."""
         text_columns = [name for name in self._prompts.columns if name not in self._template_names]
         marked = rows.select(text_columns)
         for name, column in self._template_names.items():
             mark = self._marks[column]
             marks = [mark if pictures else "" for pictures in pictures_by_column[column]]
             marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
-
-        # For each row, what each of its columns of pictures holds.
-        pictures_of_rows = zip(*pictures_by_column.values(), strict=True)
-        for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
-            problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
-            if problems:
-                yield problems[0]
-            else:
-                yield values, dict(zip(self._marks.values(), pictures, strict=True))
+        return marked
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
         """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
@@ -119,7 +130,7 @@ class PictureSource(PromptSource):
         """Return a text as parts, with pictures instead of their marks."""
         parts: Parts = []
         for piece in self._pattern.split(content):
-            if piece in pictures:  # it is a mark
+            if piece in pictures:  # the piece is a mark
                 parts += _parts(pictures[piece])
             else:
                 parts += _text(piece)
@@ -132,8 +143,10 @@ def _may_be_picture(kind: pa.DataType) -> bool:
         return _may_be_picture(kind.value_type)
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        kinds = [field.type for field in fields if field.name in ("bytes", "path")]
-        return bool(kinds) and all(is_bytes(inner) or is_text(inner) for inner in kinds)
+        picture_fields = [field for field in fields if field.name in ("bytes", "path")]
+        if not picture_fields:
+            return False
+        return all(is_bytes(field.type) or is_text(field.type) for field in picture_fields)
     return is_bytes(kind) or is_text(kind)
 
 
@@ -179,10 +192,10 @@ def _text(text: str) -> Parts:
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
     """Put pictures before the text of the user's last message. Raises RowProblem if there is no such message."""
-    of_user = [message for message in messages if message["role"] == "user"]
-    if not of_user:
+    user_messages = [message for message in messages if message["role"] == "user"]
+    if not user_messages:
         raise RowProblem("there is no message of the user that could hold the picture")
-    message = of_user[-1]
+    message = user_messages[-1]
     content = message["content"]
     parts = content if isinstance(content, list) else _text(content)
     message["content"] = [*pictures, *parts]

@@ -27,9 +27,9 @@ TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps 
 class Row(NamedTuple):
     """The prompt of a row, and the values that belong to it. Equal rows ask the same. Sorted rows share prefixes.
 
-    prompt: a text, or the JSON of a chat's messages. With pictures it is the JSON of messages or parts, which name the
-    pictures by hashes. sampling: the row's own sampling values as JSON; "" for none. values: the values of the columns
-    that its check or later prompts read, as JSON; "" for none. pictures: the bytes of files.
+    prompt: a text, or the JSON of a chat's messages. With pictures, the JSON of messages or parts that have hashes in
+    place of the pictures. sampling: the row's own sampling values as JSON; "" for none. values: the values of the
+    columns that the row's check or later prompts read, as JSON; "" for none. pictures: the bytes of the files.
     """
 
     prompt: str
@@ -70,10 +70,13 @@ class PromptSource(abc.ABC):
 
     @abc.abstractmethod
     def render(self, values: Any) -> str | Parts:
-        """Return the prompt of one row; with pictures, its messages or parts. Raises RowProblem."""
+        """Return the prompt of one row; if the row has pictures, its messages or parts. Raises RowProblem."""
 
     def row(self, values: Any, read: ReadFile) -> Row:
-        """Return what a row asks. Raises RowProblem. For pictures, raises InvalidJob, or what `read` raises."""
+        """Return the row that is made of these values. Raises RowProblem.
+
+        read: returns the bytes of a picture's file. For pictures, raises InvalidJob, or what `read` raises.
+        """
         prompt = self.render(values)
         if isinstance(prompt, str):
             return Row(prompt)
@@ -119,6 +122,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
     """Return the source of two columns of texts. A row's prompt is the JSON of both."""
 
     def pair(*texts: Any) -> str:
+        """Return the JSON of a row's two texts. Raises RowProblem."""
         checked_texts = []
         for text, column in zip(texts, columns, strict=True):
             checked_texts.append(checked_text(text, f"column {column!r}"))
@@ -134,6 +138,7 @@ def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:
+        """Whether values of this type may be chats."""
         return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
     return ChatSource(
@@ -197,8 +202,8 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. In chats the
-    engine prevents that.
+    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. Not used for a
+    chat, because the engine keeps these tokens out of chats.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class TemplateSource(PromptSource):
         check_defaults(defaults, self.columns)
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return the prompt, or a chat as JSON, of one row. Raises RowProblem."""
+        """Return the prompt of one row: a text, or a chat as JSON. Raises RowProblem."""
         texts = {column: self._text(column, values[column]) for column in self.columns}
         chars = self._template.filled_chars(texts)
         if chars > MAX_PROMPT_BYTES:

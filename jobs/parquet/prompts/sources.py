@@ -56,48 +56,34 @@ _NUMBER_TESTS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 class RowSampling:
     """Reads rows' sampling values from columns. Null stands for the run's value.
 
-    by_name: the columns, by the names of the values. sampling: the run's values. check: raises InvalidJob for
-    impossible values.
+    column_by_name: the column of each sampling value that rows have, by the value's name. sampling: the run's values.
+    check: raises InvalidJob for impossible values.
     """
 
     def __init__(
         self,
-        by_name: Mapping[str, str],
+        column_by_name: Mapping[str, str],
         sampling: Mapping[str, Any],
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.columns = tuple(by_name.values())
-        self._by_name = dict(by_name)
+        self.columns = tuple(column_by_name.values())
+        self._column_by_name = dict(column_by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The values that a row's null stands for. They are written out, so that rows with equal values have equal
-        # texts. A seed is not among them, because each row gets a seed of its own.
-        self._shared = {name: value for name, value in sampling.items() if name != "seed"}
+        # The values that a row's null stands for. Each row's JSON has them, so that rows with equal values have equal
+        # JSON. The seed is left out, because each row gets a seed of its own.
+        self._run_values = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column can never hold values of its sampling option."""
-        for name, column in self._by_name.items():
-            kind = schema.field(column).type
+        for name, column in self._column_by_name.items():
+            field = schema.field(column)
             if name == TOOLS:
-                has_structs = is_list(kind) and is_struct(kind.value_type)
-                if not has_structs and not is_text(kind):
-                    raise WrongColumnType(
-                        column, kind, "lists of functions as structs, or their JSON"
-                    )
-                continue
-            inner = kind.value_type if is_list(kind) else kind
-            has_number_type = any(is_of_type(inner) for is_of_type in _NUMBER_TESTS)
-            is_number = has_number_type or has_digits(schema.field(column))
-            may_be_text = is_text(inner) and name not in NOT_TEXT
-            if not is_number and not may_be_text:
-                expected = f"numbers, or another type that holds values of {name}"
-                if is_text(inner):
-                    expected += (
-                        " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
-                    )
-                raise WrongColumnType(column, kind, expected)
+                _check_tools(field)
+            else:
+                _check_values(field, name)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
@@ -112,10 +98,10 @@ class RowSampling:
     def as_json(self, values: Mapping[str, Any]) -> str:
         """Return a row's sampling values as JSON. Raises RowProblem. values: the values in the row's columns."""
         sampling = {}
-        for name, column in self._by_name.items():
+        for name, column in self._column_by_name.items():
             value = values[column]
             if value is None:
-                value = self._shared.get(name)
+                value = self._run_values.get(name)
             if name in NOT_TEXT:
                 value = _number(value)
             if name == TOOLS and isinstance(value, str):
@@ -128,7 +114,7 @@ class RowSampling:
             raise RowProblem(problem)
         return sampling_json
 
-    def _check(self, values: Mapping[str, Any]) -> None:
+    def _check_options(self, values: Mapping[str, Any]) -> None:
         """Raise InvalidJob for impossible values."""
         sampling = values
         if TOOLS in values:
@@ -140,14 +126,36 @@ class RowSampling:
         values = json.loads(sampling_json)
         for name, value in values.items():
             try:
-                self._check({name: value})
+                self._check_options({name: value})
             except InvalidJob as error:
-                return f"column {self._by_name[name]!r}: {error}"
+                return f"column {self._column_by_name[name]!r}: {error}"
         try:
-            self._check({**self._sampling, **values})
+            self._check_options({**self._sampling, **values})
         except InvalidJob as error:
             return str(error)
         return None
+
+
+def _check_tools(field: pa.Field) -> None:
+    """Raise WrongColumnType if a column can never hold the tools of a chat."""
+    has_structs = is_list(field.type) and is_struct(field.type.value_type)
+    if not has_structs and not is_text(field.type):
+        raise WrongColumnType(
+            field.name, field.type, "lists of functions as structs, or their JSON"
+        )
+
+
+def _check_values(field: pa.Field, name: str) -> None:
+    """Raise WrongColumnType if a column can never hold values of the sampling option `name`, or lists of these."""
+    inner = field.type.value_type if is_list(field.type) else field.type
+    has_number_type = any(is_of_type(inner) for is_of_type in _NUMBER_TESTS)
+    is_number = has_number_type or has_digits(field)
+    may_be_text = is_text(inner) and name not in NOT_TEXT
+    if not is_number and not may_be_text:
+        expected = f"numbers, or another type that holds values of {name}"
+        if is_text(inner):
+            expected += " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
+        raise WrongColumnType(field.name, field.type, expected)
 
 
 def _from_json(column: str, text: str) -> Any:
@@ -172,7 +180,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON. Whole floats become integers, because pandas writes integers beside a null as floats."""
+    """Return a value as JSON has it. Whole floats become integers: pandas turns integers beside a null into floats."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
@@ -186,28 +194,29 @@ def _plain(value: Any) -> Any:
 class RowSource:
     """Makes rows of a table's batches.
 
-    sampling: reads the rows' own sampling values. beside: columns whose values a row keeps beside its prompt. write:
-    turns these values into the text that the row keeps.
+    sampling: reads the rows' own sampling values. value_columns: the columns whose values are needed beside the prompt.
+    write: turns a row's values of these columns into the text of Row.values.
     """
 
     def __init__(
         self,
         prompts: PromptSource,
         sampling: RowSampling | None = None,
-        beside: Sequence[str] = (),
+        value_columns: Sequence[str] = (),
         write: Callable[[Mapping[str, Any]], str] = to_json,
     ) -> None:
         self._prompts = prompts
         self._sampling = sampling
-        self._beside = tuple(beside)
+        self._value_columns = tuple(value_columns)
         self._write = write
         sampling_columns = () if sampling is None else sampling.columns
-        self.columns = tuple(dict.fromkeys((*prompts.columns, *beside, *sampling_columns)))
+        all_columns = (*prompts.columns, *value_columns, *sampling_columns)
+        self.columns = tuple(dict.fromkeys(all_columns))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType or ColumnConflict if the columns of a schema can never be read."""
         self._prompts.check(schema)
-        prompt_source.check_texts(schema, self._beside)
+        prompt_source.check_texts(schema, self._value_columns)
         if self._sampling is not None:
             self._sampling.check(schema)
 
@@ -229,45 +238,47 @@ class RowSource:
                 problems,
                 self._prompts.read(part),
                 self._read_sampling(part),
-                python_rows(self._beside, part),
+                python_rows(self._value_columns, part),
                 strict=True,
             )
-            for problem, prompt_values, sampling_values, beside_values in values_of_rows:
+            for problem, prompt_values, sampling_values, other_values in values_of_rows:
                 if problem is not None:
                     yield RowProblem(problem)
                 else:
-                    yield self._row(prompt_values, sampling_values, beside_values, read)
+                    yield self._row(prompt_values, sampling_values, other_values, read)
 
     def _read_sampling(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns of sampling values; none if there are no such columns."""
-        return python_rows((), rows) if self._sampling is None else self._sampling.read(rows)
+        """Yield each row's sampling values by column, or its RowProblem; {} if no column holds sampling values."""
+        if self._sampling is None:
+            return python_rows((), rows)
+        return self._sampling.read(rows)
 
     def _row(
         self,
         prompt_values: Any,
         sampling_values: dict[str, Any] | RowProblem,
-        beside_values: dict[str, Any] | RowProblem,
+        other_values: dict[str, Any] | RowProblem,
         read: ReadFile,
     ) -> Row | RowProblem:
-        """Return a row made of its values, or its problem."""
-        for values in (prompt_values, sampling_values, beside_values):
+        """Return a row made of its values, or its problem. other_values: the values for Row.values."""
+        for values in (prompt_values, sampling_values, other_values):
             if isinstance(values, RowProblem):
                 return values
         assert isinstance(sampling_values, dict)
-        assert isinstance(beside_values, dict)
+        assert isinstance(other_values, dict)
         try:
             row = self._prompts.row(prompt_values, read)
             sampling = "" if self._sampling is None else self._sampling.as_json(sampling_values)
         except RowProblem as problem:
             return problem
-        except JobsError as problem:  # from a picture
+        except JobsError as problem:  # raised for a picture
             if problem.fault == "server":
                 raise
             return RowProblem(str(problem))
-        beside_text = ""
-        if self._beside:
-            beside_text = self._write({name: beside_values[name] for name in self._beside})
-        return row._replace(sampling=sampling, values=beside_text)
+        written_values = ""
+        if self._value_columns:
+            written_values = self._write(other_values)
+        return row._replace(sampling=sampling, values=written_values)
 
 
 def row_source(
@@ -289,7 +300,7 @@ def row_source(
         return _step_source(spec, sampling, control_tokens)
 
     chat_options = spec.chat.options
-    prompts = _prompts(spec, _kept_out(chat_options, control_tokens))
+    prompts = _prompts(spec, _forbidden_tokens(chat_options, control_tokens))
     pictures = spec.image_column or ()
     if pictures:
         has_template = spec.template is not None
@@ -306,19 +317,19 @@ def row_source(
 def _step_source(
     spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
 ) -> RowSource:
-    """Return the source of rows with several prompts. A row keeps the columns of later prompts beside its first."""
+    """Return the source of rows with several prompts. Row.values has the values that later prompts read."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
     later_columns: dict[str, None] = {}
     for step in later_steps:
         later_columns.update(dict.fromkeys(step.template.columns))
-    beside = [column for column in later_columns if column not in step_names]
-    prompt_source.check_defaults(spec.defaults, (*first.template.columns, *beside))
+    value_columns = [column for column in later_columns if column not in step_names]
+    prompt_source.check_defaults(spec.defaults, (*first.template.columns, *value_columns))
     prompts = StepSource(first, spec.defaults, step_names, control_tokens)
-    return RowSource(prompts, sampling, beside, prompt_source.written_as_texts)
+    return RowSource(prompts, sampling, value_columns, prompt_source.written_as_texts)
 
 
-def _kept_out(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
+def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
     return control_tokens if chat.get(SPLIT_TOKENS, True) else ()
 
@@ -347,24 +358,24 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 class StepSource(prompt_source.TemplateSource):
     """The source of one of a row's prompts. Its problems name the prompt.
 
-    defaults: the defaults of all the row's prompts. taken: names that no column of the input may have.
+    defaults: the defaults of all the row's prompts. reserved_names: names that no column of the input may have.
     """
 
     def __init__(
         self,
         step: PromptStep,
         defaults: Mapping[str, str],
-        taken: Sequence[str] = (),
+        reserved_names: Sequence[str] = (),
         control_tokens: Collection[str] = (),
     ) -> None:
         step_defaults = {name: defaults[name] for name in step.template.columns if name in defaults}
-        super().__init__(step.template, step_defaults, _kept_out(step.chat, control_tokens))
+        super().__init__(step.template, step_defaults, _forbidden_tokens(step.chat, control_tokens))
         self._name = step.name
-        self._taken = taken
+        self._reserved_names = reserved_names
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ColumnConflict or WrongColumnType if the prompt cannot be made from the columns of a schema."""
-        for name in self._taken:
+        for name in self._reserved_names:
             if name in schema.names:
                 raise ColumnConflict(
                     name, "give the prompt of this name another one, or rename the column"
@@ -382,7 +393,7 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
-    The path of a picture becomes a data: URL. inline_pictures: a line with such a path is refused.
+    A picture that a line names by its path becomes a data: URL. inline_pictures: whether such a line is refused.
     """
 
     columns = ("request",)
@@ -407,9 +418,9 @@ class LineSource(PromptSource):
         images_with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
-            """Note the picture of a part, if it is named by a path. The part's image_url becomes an object.
+            """Note the picture of a part if its URL is a path. The part's image_url becomes an object.
 
-            Called with each object of the line. Other objects are returned as they are.
+            Called with each object of the line. Returns the object.
             """
             if part.get("type") != "image_url":
                 return part

@@ -62,11 +62,11 @@ _log = logging.getLogger("rq.worker")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a log knows about one row: its answer, or how far it is.
+    """What a log knows about one row: its answer, or the progress of a row that has no answer yet.
 
-    row: its place in the shard. mark: the mark of the model that answers it.
-    num_tokens: how many tokens were generated for this row and its equal rows. Equal rows after the first have 0.
-    progress: how far a row under way is. Such a row has no answer.
+    row: its number in the shard, from 0. mark: the mark of the model that answers it.
+    num_tokens: how many tokens were generated for the answer. If equal rows share an answer, only the first row has its
+    tokens, and the other rows have 0.
     """
 
     row: int
@@ -105,7 +105,7 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return records of answers that are in Arrow's columns. keys: whole keys. sources: names of earlier runs' rows."""
+    """Return records of answers that are Arrow columns. keys: whole keys. sources: names of earlier runs' rows."""
     no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
@@ -123,9 +123,9 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Open the log of any run. Yields the log and its header.
+    """Lend an opened log, of any run, and its header.
 
-    Raises AnswersDamaged for a log that cannot be read, also for an error that its contents cause in the `with` block.
+    Raises AnswersDamaged for a log that cannot be read, and for an error that its contents cause in the `with` block.
     """
     try:
         with closing(TableReading(storage, path, columns)) as file:
@@ -155,19 +155,19 @@ class AnswerLog:
         """Write a log of these records."""
         rows = np.array([record.row for record in records], np.int64)
         marks = as_keys(b"".join(record.mark for record in records))
-        answers = [record.answer for record in records]
         keys = whole_keys(self.keys[rows], marks)
+        token_counts = [record.num_tokens for record in records]
+        progress_texts = [_progress_text(record) for record in records]
         columns = [  # in the order of log_schema
             pa.array(rows),
             _as_column(keys),
             _as_column(marks),
-            pa.array([_value(answer, "reused") for answer in answers], pa.string()),
-            pa.array([record.num_tokens for record in records], pa.int64()),
-            pa.array([_progress_text(record) for record in records], pa.string()),
+            pa.array(_values(records, "reused"), pa.string()),
+            pa.array(token_counts, pa.int64()),
+            pa.array(progress_texts, pa.string()),
         ]
         for field in self.fields:
-            values = [_value(answer, field.name) for answer in answers]
-            columns.append(answer_column(values, field.type))
+            columns.append(answer_column(_values(records, field.name), field.type))
         write_log(sink, self.owner, pa.table(columns, schema=log_schema(self.fields)))
 
     def read(self, storage: Storage, path: str) -> list[Record]:
@@ -186,7 +186,7 @@ class AnswerLog:
         return records
 
     def read_if_whole(self, storage: Storage, path: str) -> list[Record]:
-        """Return a log's records, or nothing if the log cannot be read. For callers that compute what is missing."""
+        """Return a log's records; none if the log cannot be read. The caller computes the rows that have no record."""
         try:
             return self.read(storage, path)
         except (OSError, RunError) as error:
@@ -196,7 +196,7 @@ class AnswerLog:
             return []
 
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
-        """Raise AnswersDamaged if a record's row is not in the shard, or asks something else now."""
+        """Raise AnswersDamaged if a record's row is not in the shard, or has another prompt than the record's."""
         rows = rows_in(path, batch, len(self.keys))
         marks = keys_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], marks)
@@ -229,13 +229,16 @@ def _as_column(keys: Keys) -> pa.Array:
     return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [no_nulls, buffer])
 
 
-def _value(answer: Answer | None, column: str) -> Any:
-    """Return an answer's value in a column; None for the row of a record without an answer."""
-    return None if answer is None else answer.column(column)
+def _values(records: Sequence[Record], column: str) -> list[Any]:
+    """Return the value of each record's answer in a column; None for a record without an answer."""
+    values = []
+    for record in records:
+        values.append(None if record.answer is None else record.answer.column(column))
+    return values
 
 
 def _progress_text(record: Record) -> str | None:
-    """Return how far a record's row is, as JSON; None if the row has an answer."""
+    """Return a record's progress as JSON; None if the record has an answer."""
     return None if record.progress is None else json.dumps(record.progress.to_json())
 
 
@@ -255,7 +258,7 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
 
 
 def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
-    """Yield the answers in a log's batch, which has only the columns of answers and their sources."""
+    """Yield the answers in a log's batch. The batch must have only the columns of answers and of their sources."""
     # Lists of structs stay Arrow arrays, one for each row. Python's objects would take ten times as much memory.
     nested = [field.name for field in batch.schema if _holds_structs(field.type)]
     for number, values in enumerate(batch.drop_columns(nested).to_pylist()):
@@ -280,7 +283,7 @@ _ANSWER_FIELDS = {field.name for field in fields(Answer)} - {"columns"}
 
 def _answer(values: Mapping[str, Any]) -> Answer:
     """Return an answer from its values by column. Each kind of answer has only some of the columns."""
-    answer_fields: dict[str, Any] = {  # for answers without these columns
+    answer_fields: dict[str, Any] = {  # the values if the log lacks these columns
         "completion": None,
         "finish_reason": "stop",
         "completion_tokens": 0,

@@ -1,6 +1,6 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-Each part has a file of keys. Its numbers are little-endian. The file has, in this order:
+Each part has a file of keys. All its numbers are little-endian. The file has, in this order:
 - a digest of the run, the shard and all that follows
 - the number of models that answered, in 64 bits
 - the marks of these models (jobs.parquet.asks.row_keys)
@@ -56,8 +56,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: The most models that may have answered a part's rows.
 MAX_MODELS = 64
-#: The most models, of all old parts, whose answers are looked for.
-MAX_LOOKED_FOR = 64
+#: The most models whose answers a new run takes. All old parts together may have more.
+MAX_MODELS_OF_OLD_RUNS = 64
 
 _DIGEST_BYTES = 16
 _COUNT_BYTES = 8
@@ -115,16 +115,17 @@ def _digest(run: str, shard: int, body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: The most equal keys that are found in turn. Further equal keys are never found.
+#: The most equal known keys that `find` returns in turn. It never returns further equal keys.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
+"""Numbers of rows or keys in an order that the context names, from 0."""
 
 
 class KnownKeys:
-    """An index that finds keys among the known keys. It takes at most 32 bytes for each known key.
+    """An index of known keys. It takes at most 32 bytes for each known key.
 
-    keys: the known keys. A key of zeros is never found. all: the same keys. num_known: how many keys can be found.
+    all: the known keys. A key of zeros is never found. num_known: how many keys can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -134,12 +135,12 @@ class KnownKeys:
         #: The places of the known keys, ordered by the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How many of several equal keys were found. The count stands at the place of the first of these keys.
-        self._num_taken = np.zeros(len(keys), np.uint32)
+        #: How often one of several equal keys was found, at the place of the first of these keys.
+        self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
-        """Make the keys at these places unknown. Their second halves become zeros, which no wanted key has."""
-        self._second_halves[places] = 0
+        """Make the keys at these places unknown."""
+        self._second_halves[places] = 0  # no key that is looked up has a second half of zeros
 
     def find(self, keys: Keys) -> Places:
         """Return the place of each key among the known keys; -1 for an unknown key.
@@ -154,7 +155,7 @@ class KnownKeys:
         is_key = keys.any(axis=1)
         found_places = np.full(len(keys), -1, np.int64)
 
-        # Nearly all keys have one candidate or none. They are found without a loop.
+        # Nearly all keys have one candidate or none. These keys are found without a loop.
         has_one = (num_candidates == 1) & is_key
         only_candidates = self._order[lows[has_one]].astype(np.int64)
         is_equal = self._second_halves[only_candidates] == keys[has_one, 1]
@@ -163,18 +164,22 @@ class KnownKeys:
         for row in np.flatnonzero((num_candidates > 1) & is_key):
             end = min(highs[row], lows[row] + MAX_EQUAL)
             candidates = self._order[lows[row] : end]
-            equal = candidates[self._second_halves[candidates] == keys[row, 1]]
-            if len(equal):
-                first_place = equal[0]  # where the equal keys are counted
-                turn = self._num_taken[first_place] % len(equal)
-                found_places[row] = equal[turn]
-                self._num_taken[first_place] += 1
+            equal_places = candidates[self._second_halves[candidates] == keys[row, 1]]
+            if len(equal_places):
+                found_places[row] = self._next_in_turn(equal_places)
         return found_places
 
+    def _next_in_turn(self, equal_places: npt.NDArray[np.uint32]) -> int:
+        """Return one of the places of several equal keys, each place in turn."""
+        first_place = equal_places[0]
+        turn = self._times_found[first_place] % len(equal_places)
+        self._times_found[first_place] += 1
+        return int(equal_places[turn])
 
-#: The most unreadable files of an earlier run that are named.
-MAX_NAMED = 10
-#: The names of logs that have answers: in journals, and from a cascade's first model. The number is the shard's.
+
+#: The most files of an earlier run that are listed as passed over.
+MAX_LISTED = 10
+#: The names of logs with answers, in journals or of a cascade's first model. `shard` is the shard's number.
 _ANSWERS = re.compile(r"_(?:kept\.)?(?P<shard>\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 
@@ -183,7 +188,7 @@ class ReusedRun:
     """What a new run has taken from an old one.
 
     rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if the new run has taken at least half of what it could take.
+    differently; empty if the new run has taken at least half of the answers that it could take.
     """
 
     output: str
@@ -194,7 +199,7 @@ class ReusedRun:
 
     def pass_over(self, path: str, reason: str) -> None:
         """Note a file or folder that is not used."""
-        if len(self.passed_over) < MAX_NAMED:
+        if len(self.passed_over) < MAX_LISTED:
             self.passed_over.append(f"{path}: {reason}")
 
     def pass_over_unreadable(self, error: RunError) -> None:
@@ -206,8 +211,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of its first row among all old rows. reused: the notes about its run. journal: the logs of answers
-    of a shard that has no part; empty if there is a part.
+    first: the place of its first row among all old rows. reused: what is known about its run. journal: the paths of the
+    shard's logs of answers, if the shard has no part; empty if there is a part.
     """
 
     plan: Plan
@@ -223,17 +228,17 @@ class OldPart:
 
 
 Batches = Iterator[tuple[Places, pa.RecordBatch]]
-"""Batches of a file. Each comes with its rows' places in their shard."""
+"""Batches of a file. Each batch comes with the numbers that its rows have in their shard."""
 
 Opened = tuple[pa.Schema, Batches]
-"""A file's whole schema, and batches of the columns that were chosen."""
+"""The schema of a whole file, and its batches with only the chosen columns."""
 
 
 class OldRuns:
     """The runs that a submission names, as they are now. Later answers are not seen.
 
-    reused: what the new run takes from each run. parts: the shards of all runs that have answers. plans: each run's
-    plan. keys: an index of all old rows. marks: the marks of the models that have answered.
+    reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
+    keys: an index of the rows of all parts, which are called old rows. marks: the marks of the models that answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -248,10 +253,10 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        marks = [NO_KEYS]  # arrays of marks; an empty one, in case no part has any
+        marks = [NO_KEYS]  # arrays of marks; NO_KEYS, because there may be no other array
         for part in self.parts:
             storage.check_interrupted()
-            # A view: writing to it changes `keys`.
+            # A view: to write into `part_keys` changes `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
@@ -264,10 +269,10 @@ class OldRuns:
             except PartDamaged as error:
                 part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
-        self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
+        self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_MODELS_OF_OLD_RUNS]
 
     def _add_run(self, output: str) -> None:
-        """Add the run of a folder, and those of its shards that have answers. Raises CannotReuse."""
+        """Add the run of a folder, and its shards that have answers. Raises CannotReuse."""
         storage = self._storage
         try:
             written_plan = load_plan(storage, os.path.join(output, PLAN))
@@ -289,7 +294,7 @@ class OldRuns:
             all_shards = set(range(len(plan.shards)))
             for shard in all_shards - logs_by_shard.keys():
                 run.pass_over(plan.part_path(shard), "it is gone")
-        reason = _unlike(plan, self._new)
+        reason = _reason_to_take_none(plan, self._new)
         if reason is not None:
             run.pass_over(output, reason)
             return
@@ -306,7 +311,7 @@ class OldRuns:
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
         """Read the keys of a shard's answers from its logs. Returns the marks of the models that answered.
 
-        keys: gets the whole key of each answered row. A damaged log is passed over.
+        keys: the whole key of each answered row is written into this array. A damaged log is passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         marks = []
@@ -326,10 +331,10 @@ class OldRuns:
     def answers(
         self, places: Places, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers at these places, part by part: the part, indices into `places`, and the answers.
+        """Yield the answers of these old rows, part by part: the part, indices into `places`, and the answers.
 
         places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
-        left out, and so are files that are damaged or lack a column.
+        left out. Files that are damaged or lack a column are passed over.
         """
         for part in self.parts:
             # places[begin:end]: the places in this part
@@ -342,7 +347,7 @@ class OldRuns:
             for path in paths:
                 try:
                     for indices, batch in self._answers_in_file(part, path, wanted, schema):
-                        is_new = is_missing[indices]  # a row's answer may stand in several logs
+                        is_new = is_missing[indices]  # several logs may have a row's answer
                         is_missing[indices] = False
                         yield part, begin + indices[is_new], batch.filter(pa.array(is_new))
                 except (*UNREADABLE, AnswersDamaged, PartDamaged) as error:
@@ -363,7 +368,7 @@ class OldRuns:
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         cut_columns: list[str] = []
         if _max_lengths(part.plan) != _max_lengths(self._new):
-            # An answer that the old length has cut may be longer now, so it is left out.
+            # An answer that the old max_model_len has cut may be longer now, so it is left out.
             cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
@@ -372,7 +377,7 @@ class OldRuns:
             _check_fields(path, file_schema, answer_schema)
             for rows, batch in batches:
                 self._storage.check_interrupted()
-                # wanted[first:end]: the wanted rows that this batch may have
+                # wanted[first:end]: the wanted rows that may be in this batch
                 first, end = _wanted_range(wanted, rows, part.num_rows)
                 places_in_batch, indices = _places_of(wanted[first:end], rows)
                 wanted_rows = batch.take(pa.array(places_in_batch))
@@ -385,20 +390,21 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers in a log that are found by their keys. Raises AnswersDamaged.
+        """Lend the answers in a log that `keys` has. Raises AnswersDamaged.
 
-        A row may have answers of both models of a cascade, in two logs. Only one of these answers has the row's key.
+        A row may have answers of both models of a cascade, in two logs. `keys` has only one of these answers.
         """
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
-        def found_answers(file: TableReading) -> Batches:
+        def known_answers(file: TableReading) -> Batches:
+            """Yield the answers that have the keys of their rows."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
-                is_found = (part_keys[rows] == answer_keys).all(axis=1)
-                yield rows[is_found], batch.filter(pa.array(is_found))
+                is_known = (part_keys[rows] == answer_keys).all(axis=1)
+                yield rows[is_known], batch.filter(pa.array(is_known))
 
         columns = ColumnChoice((ROW, KEY, UNDER_WAY, *names))
         with open_log(self._storage, path, columns) as (file, _):
-            yield file.schema, found_answers(file)
+            yield file.schema, known_answers(file)
 
     @contextmanager
     def _opened_part(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
@@ -410,14 +416,14 @@ class OldRuns:
 def _answers_in_log(
     path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield a log's answers, with their rows and whole keys."""
+    """Yield the rows, whole keys and answers of a log, batch by batch. num_rows: how many rows the shard has."""
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
         yield rows_in(path, answers, num_rows), keys_in(answers.column(KEY)), answers
 
 
 def _numbered(file: TableReading) -> Batches:
-    """Yield the batches of a part, with their rows."""
+    """Yield the batches of a part, with the numbers that their rows have in the part."""
     start = 0
     for batch in file.batches:
         end = start + batch.num_rows
@@ -446,24 +452,24 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
 
 def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Look wanted row numbers up in `rows`. Return their places in `rows`, and their indices in `wanted`.
+    """Look wanted row numbers up in `rows`. Return their indices in `rows`, and their indices in `wanted`.
 
-    A wanted row that is not in `rows` is left out, so that no row gets the answer of another.
+    A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
     order = np.argsort(rows, kind="stable")
-    # places[i]: the place in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
+    # places[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
     places = order[np.searchsorted(rows, wanted, sorter=order)]
     indices = np.flatnonzero(rows[places] == wanted)
     return places[indices], indices
 
 
 def _max_lengths(plan: Plan) -> set[int]:
-    """Return the greatest lengths of sequences that a plan's models take."""
+    """Return the max_model_len of each of a plan's models."""
     return {model.max_model_len for model in (plan.model, plan.second) if model is not None}
 
 
-def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why no answer of an old run can be taken. Return None if answers can be taken.
+def _reason_to_take_none(old: Plan, new: Plan) -> str | None:
+    """Return why no answer of an old run can be taken; None if answers can be taken.
 
     The only such reason is that the model takes sequences of another length now.
     """
@@ -484,10 +490,11 @@ def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     """Return a run's columns that show which answers were cut."""
     fields = kind_of(spec).fields(spec, embedding_size=0)
     names = [field.name for field in fields]
-    columns_of_cuts = ["finish_reason"]
+    possible_names = ["finish_reason"]
     if spec.input_format == OPENAI_BATCH:
-        columns_of_cuts = ["completion", "finish_reason"]
-    return tuple(name for name in columns_of_cuts if name in names)
+        # The completion is a response with choices, each of which may be cut.
+        possible_names = ["completion", "finish_reason"]
+    return tuple(name for name in possible_names if name in names)
 
 
 #: A finish reason in a response's JSON. Texts in it cannot match, because their quotation marks have a backslash.

@@ -25,7 +25,7 @@ from jobs.runs.plans.plan import Plan
 def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets) -> None:
     """Write the logs of all shards for which answers were taken.
 
-    ask_name: RowKeys.name. buckets: records, in which rows are counted over the run.
+    ask_name: RowKeys.name. buckets: records that number rows within the run. The logs number rows within the shard.
     """
     first_rows = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     storage.make_folder(os.path.dirname(plan.reused_path(0)))
@@ -62,7 +62,7 @@ def _by_shard(
 def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> list[Record]:
     """Return the records that planning has taken from earlier runs.
 
-    Returns none if the log is damaged, or was written for another version of the check function.
+    Returns no records if the log is damaged, or was written for another version of the check function.
     """
     if plan.reused is None:
         return []

@@ -28,32 +28,46 @@ def row_runner(
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. In the end it has one answer for each row.
 
-    rows: the rows, with the Answer in place of a row that has one already. number_of: gives a row's number in the run.
-    memo: holds the answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with
-    each row whose texts are no longer needed. is_over: whether the run's deadline has passed. Then no further row is
-    begun.
     Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
+    rows: the rows, with the Answer in place of a row that has one already. number_of: returns the number in the run of
+    the row at an index of `rows`. memo: holds the answers of other shards, by whole keys. memo_keys: the whole keys of
+    the rows. let_go: called with each row whose texts are no longer needed. is_over: whether the run's deadline has
+    passed. Then no further row is begun.
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
-        """Begin a row's item, which holds what it needs of the row. place: the row's place in `rows`."""
+        """Begin a row's item, which holds what it needs of the row. place: the row's index in `rows`."""
         let_go(row)
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
-        """Return the answer of rows that are not begun any more; None while the run goes on."""
+        """Return the answer of rows that were not begun before the deadline; None while the run goes on."""
         return ask.failed(EXPIRED) if is_over() else None
 
-    answers: list[Answer | None] = []
-    for row in rows:
-        answer = None
-        if isinstance(row, RowProblem):
-            answer = ask.failed(str(row))
-        elif isinstance(row, Answer):
-            answer = row
-        answers.append(answer)
+    answers = [_known_answer(row, ask) for row in rows]
+    entries = _entries(rows, ask, begin, memo_keys)
+    if memo is None:
+        memo = AnswerMemo(0)  # it remembers nothing
+    return ItemRunner(entries, answers, ask, checks, memo, expired=expired)
 
-    # An entry is one item, with the places of all rows that get its answer.
+
+def _known_answer(row: Row | RowProblem | Answer, ask: RowAsk) -> Answer | None:
+    """Return the answer that is known before a row is asked; None if the row must be asked."""
+    if isinstance(row, RowProblem):
+        return ask.failed(str(row))
+    return row if isinstance(row, Answer) else None
+
+
+def _entries(
+    rows: Sequence[Row | RowProblem | Answer],
+    ask: RowAsk,
+    begin: Callable[[Row, int], Item[Answer]],
+    memo_keys: Keys | None,
+) -> list[Entry[Answer]]:
+    """Return one entry for each item, in the order of the rows. An entry has the places of all rows that it answers.
+
+    begin: returns the item of a row at an index of `rows`. memo_keys: see row_runner.
+    """
     shared_entries: dict[Row, Entry[Answer]] = {}  # of rows whose equal rows get the same answer
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
@@ -70,7 +84,4 @@ def row_runner(
         rows_and_entries.append((row, entry))
 
     rows_and_entries.sort(key=lambda pair: pair[0])
-    entries = [entry for _, entry in rows_and_entries]
-    if memo is None:
-        memo = AnswerMemo(0)  # it remembers nothing
-    return ItemRunner(entries, answers, ask, checks, memo, expired=expired)
+    return [entry for _, entry in rows_and_entries]

@@ -1,4 +1,4 @@
-"""A task that asks rows of a run; and the reading of the run's plan."""
+"""The base class of tasks that ask rows of a run, and checks of the plan that a job names."""
 
 import os
 
@@ -22,13 +22,13 @@ class RowsTask(ItemsTask):
     _texts: ShardTexts | None = None
 
     @property
-    def asked(self) -> ItemRunner[Answer]:
-        """Return the runner. The task must ask something."""
+    def required_runner(self) -> ItemRunner[Answer]:
+        """Return the runner. A task without a runner must not call this."""
         assert self.runner is not None, "nothing was asked"
         return self.runner
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, for other shards."""
+        """Free the memory of the rows that are not answered, so that other shards can use it."""
         super().close()
         if self._texts is not None:
             self._texts.close()
@@ -37,7 +37,7 @@ class RowsTask(ItemsTask):
 def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> None:
     """Raise RunOfAnotherModel if the plan's model is not served here, and AdapterAwaited if only an adapter is not.
 
-    A BatchWorker leaves such a shard on its queue. One of RQ's own workers takes any shard. An adapter's files may
+    A BatchWorker does not claim such a shard, but a worker of RQ's own claims any shard. Also, an adapter's files may
     change after the claim.
     """
     model = plan.model_of(is_second)

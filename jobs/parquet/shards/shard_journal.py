@@ -1,9 +1,9 @@
-"""The journal of an open shard. The shard's next execution finds in it the answers, and how far the other rows are.
+"""The journal of an open shard. It tells the shard's next execution which rows have answers, and how far others are.
 
 The journal is a few logs (jobs/parquet/reuse/answer_log.py). An execution makes an entry every few seconds. Each entry
-adds a log with the answers since the entry before. It also writes a log with the progress of rows under way, and
-removes the earlier log of that kind. Planning makes the logs' folder, and the run's end removes the folder. So an
-execution that was frozen until after the end finds no folder.
+adds a log with the answers since the last entry. It also writes a log with the progress of rows under way, and then
+removes the last such log. Planning makes the folder of the logs, and the run's end removes the folder. So an execution
+that was frozen until after the end finds no folder.
 """
 
 import os
@@ -20,7 +20,7 @@ from jobs.items.under_way import Answered
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.answer_log import AnswerLog, Record
 
-#: The kinds of logs, as their names say them: of answers, and of rows under way.
+#: The kinds of logs, as the logs' names say: with answers, and with the progress of rows under way.
 _ANSWERS = "answers"
 _PROGRESS = "now"
 
@@ -29,8 +29,8 @@ _PROGRESS = "now"
 class Journalled:
     """What earlier executions have left of a shard.
 
-    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: how many tokens were
-    generated for the answers.
+    answers: the records of answered rows, by row. under_way: the progress of other rows, by row. num_tokens: how many
+    tokens were generated for the answers.
     """
 
     answers: dict[int, Record] = field(default_factory=dict)
@@ -47,15 +47,15 @@ class Journalled:
             self.under_way.pop(row, None)
         elif row not in self.answers:
             known_progress = self.under_way.get(row)
-            if known_progress is None or record.progress.length > known_progress.length:
+            if known_progress is None or record.progress.sort_key > known_progress.sort_key:
                 self.under_way[row] = record.progress
 
 
 class ShardJournal:
-    """The journal of one shard, as one execution reads it and goes on with it."""
+    """The journal of one shard. An execution reads what earlier executions have written, then adds entries."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: the mark of the model that is asked. Records of a cascade's other model are left out."""
+        """mark: the mark of the model that this execution asks. Records of a cascade's other model are left out."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id
@@ -73,7 +73,7 @@ class ShardJournal:
         self._writing = threading.Lock()
 
     def read(self) -> Journalled:
-        """Return what earlier executions have left. Damaged logs, and those of another plan, are passed over."""
+        """Return what earlier executions have left. Logs that are damaged or of another plan are passed over."""
         journalled = Journalled()
         names = self._storage.names(self._folder)
         self._names = {name for name in names if name.startswith(self._prefix)}
@@ -92,7 +92,9 @@ class ShardJournal:
             return None
 
         def write() -> None:
-            with self._writing, suppress(FileNotFoundError):  # then the run has ended
+            """Write the entry, unless the journal is removed."""
+            # The folder is gone once the run has ended.
+            with self._writing, suppress(FileNotFoundError):
                 if not self._is_closed:
                     self._write(answered, under_way)
 
@@ -127,7 +129,7 @@ class ShardJournal:
         return name
 
     def remove(self) -> None:
-        """Remove the logs that were read and written, once the part is there. The run's end removes all other logs."""
+        """Remove the logs that were read and written, once the part is there. The run's end removes the other logs."""
         with self._writing, suppress(OSError, RunError):
             self._is_closed = True
             for name in self._names:

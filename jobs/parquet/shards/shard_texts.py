@@ -17,12 +17,15 @@ from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, RowProblem, w
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import Plan, Shard
 
-#: The bytes of a row without its texts: the object, its places in lists, or the reason why the row has no texts.
+#: The bytes of a row without its texts: its object and its entries in lists, or the reason why it has no texts.
 ROW_BYTES = 300
 
 
 class ShardTexts:
-    """Gathers a shard's rendered rows. shard_bytes: counts their bytes until `let_go` or `close`."""
+    """Gathers a shard's rendered rows. shard_bytes: counts their bytes until `let_go` or `close`.
+
+    path, columns, remedy: for the error of a shard that is too large.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,8 @@ class ShardTexts:
         self._columns = columns
         self._shard_bytes = shard_bytes
         self._remedy = remedy
-        #: Each distinct row, by itself. Equal rows share the first one's texts.
-        self._known: dict[Row, Row] = {}
+        #: The first row of all equal rows, by each row that equals it.
+        self._first_of_equal: dict[Row, Row] = {}
         #: The bytes that are counted in `shard_bytes`.
         self._bytes = 0
         self.rows: list[Row | RowProblem] = []
@@ -46,10 +49,10 @@ class ShardTexts:
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
-                equal_row = self._known.setdefault(row, row)  # the first one of all equal rows
-                if equal_row is row:
+                first_row = self._first_of_equal.setdefault(row, row)
+                if first_row is row:
                     num_bytes += row.num_bytes
-                row = equal_row  # equal rows share their texts
+                row = first_row  # equal rows share their texts
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:
                 raise self._too_large(self._bytes + num_bytes)
@@ -66,11 +69,11 @@ class ShardTexts:
         factor = ""  # the limit is the setting itself, not a multiple
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
 
-    def gathered(self) -> list[Row | RowProblem]:
-        """Return the rows once all are there. From then on the rows belong to the caller."""
+    def take_rows(self) -> list[Row | RowProblem]:
+        """Return the rows, once all are added. They then belong to the caller, and this object holds none."""
         rows = self.rows
         self.rows = []
-        self._known = {}
+        self._first_of_equal = {}
         return rows
 
     def let_go(self, row: Row) -> None:
@@ -82,7 +85,7 @@ class ShardTexts:
         self._release(self._bytes)
 
     def _release(self, num_bytes: int) -> None:
-        """Stop counting some bytes, at most those that are counted."""
+        """Stop counting some bytes, or all counted bytes if they are fewer."""
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
         self._shard_bytes.let_go(num_bytes)
@@ -103,7 +106,7 @@ def shard_rows(
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
     folder: str | None = os.path.dirname(file.path)
-    if file.num_chosen and len(folders) > 1:  # chosen rows of several files stand in one file
+    if file.num_chosen and len(folders) > 1:  # the chosen rows of all files are in one file
         folder = None
     read = picture_reader(context, folder)
     for batch in shard_batches(context, plan, shard, reader):
@@ -119,27 +122,27 @@ def rendered_shards(
     source: RowSource,
     only: Set[int] | None = None,
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-    """Yield each shard that holds a row of `only`, or every shard: the number of its first row, and its rows.
+    """Yield the number of each shard's first row, and the shard's rows. Raises InputError.
 
-    Raises InputError.
+    only: row numbers. Shards that hold none of these rows are left out. None for all shards.
     """
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
         path = plan.files[shard.file].path
-        # These rows have a count of their own, because they are gone when the next shard is read.
+        # The rows of each shard are counted alone, because they are gone when the next shard is read.
         shard_bytes = ShardBytes(context.shard_bytes.limit)
         texts = ShardTexts(path, source.columns, shard_bytes)
         texts.add(shard_rows(context, plan, shard, reader, source))
-        yield plan.first_row(number), texts.gathered()
+        yield plan.first_row(number), texts.take_rows()
 
 
 def shard_readers(
     storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[int, RowReader]]:
-    """Yield each shard that has rows, and a reader that can still reach these rows.
+    """Yield the number of each shard that has rows, and a reader that reaches these rows.
 
-    A shard gets the same reader as the shard before it where possible. A reader only moves forwards.
+    A reader only moves forwards. A shard gets the reader of the shard before if that reader still reaches it.
     """
     reader = None
     file_number = -1

@@ -1,4 +1,4 @@
-"""One execution of one shard: reads its rows, publishes its part, and ends the run if the part was the last."""
+"""One execution of one shard: reads the shard's rows, publishes its part, and ends the run after the last part."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.reuse.answer_log import AnswerLog, Record, log_owner
 from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
@@ -45,7 +46,7 @@ from jobs.runs.statistics.run_statistics import PartStats
 
 
 class ShardWork(RowsTask):
-    """An open shard. If its part is there already, nothing is asked and the part is counted."""
+    """An open shard. If its part is there already, no row is asked, and the part is only counted."""
 
     _journal: ShardJournal | None = None
     #: How many rows the first model has left to the second one.
@@ -61,8 +62,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, for the job that asks a cascade's second model, because this job may lie on another
-        queue. None for any other job.
+        queue: only for the job that asks a cascade's second model: the run's queue, because this job may be on another
+        one. None for any other job.
         """
         self._context = context
         self._folder = folder
@@ -73,9 +74,9 @@ class ShardWork(RowsTask):
         self._started_at = time.time()
         self._has_entered = False
         self._deadline = folder.state.begin(self._started_at)
-        # If the first model's answers are kept, only the second model's job is missing.
-        is_asked = self._escalates and has_kept(folder, shard)
-        if folder.lacks(shard) and not is_asked:
+        # Once the first model's answers are kept, this job only enqueues the second model's job.
+        has_first_answers = self._escalates and has_kept(folder, shard)
+        if folder.lacks(shard) and not has_first_answers:
             check_model(folder.plan, context, self._is_second)
             folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
@@ -91,7 +92,7 @@ class ShardWork(RowsTask):
     def open(
         cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None
     ) -> Self:
-        """Open a shard of a run. queue: as in `__init__`. Raises PlanDamaged if the plan is not the run's."""
+        """Open a shard of a run. queue: see `__init__`. Raises PlanDamaged if the plan is of another run."""
         if queue is not None:
             check_queue_name(queue)
         storage = Storage.of(context)
@@ -116,17 +117,18 @@ class ShardWork(RowsTask):
         }
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes an entry of the journal, and reads the run's deadline again.
+        """Return a function that writes an entry of the journal, and then reads the run's deadline again.
 
-        Returns None if nothing is new and no row waits that a deadline could stop.
+        Returns None if there is nothing to write, and no row waits that a deadline could stop.
         """
         if self._journal is None:
             return None
-        write = self._journal.keep(self.asked, tokens)
-        if write is None and not self.asked.has_more:
+        write = self._journal.keep(self.required_runner, tokens)
+        if write is None and not self.required_runner.has_more:
             return None
 
         def keep() -> None:
+            """Write the entry, if there is one, and read the deadline."""
             if write is not None:
                 write()
             self._read_deadline()
@@ -159,7 +161,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered. The shard reads its file no more."""
+        """Free the memory of the rows that are not answered, and tell other shards that the file is no longer read."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
@@ -167,7 +169,7 @@ class ShardWork(RowsTask):
 
     def _read_deadline(self) -> None:
         """Read the run's deadline again, because a new submission may have changed it."""
-        with suppress(RedisError):  # the known deadline stays meanwhile
+        with suppress(RedisError):  # then the known deadline stays
             self._deadline = self._folder.state.deadline()
 
     def _is_over(self) -> bool:
@@ -175,15 +177,15 @@ class ShardWork(RowsTask):
         return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
-        """Enqueue the job that asks the second model about rows with low margins. Returns how many rows it may ask.
+        """Enqueue the job that asks the second model about rows with low margins. Return how many rows it asks at most.
 
-        Returns 0, and enqueues nothing, if there are no such rows or the part is there.
+        Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
         """
         folder = self._folder
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        num_low = self._shard.rows  # at most, if an earlier execution has kept the answers
+        num_low = self._shard.rows  # at most all rows, if an earlier execution has kept the answers
         if self.runner is not None:
             records = self._good_records(self.runner.answers())
             num_low -= len(records)
@@ -202,7 +204,7 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return the answers that stay. The second model replaces the answers of this model that have a low margin."""
+        """Return records of the answers that stay. The second model replaces this model's answers with a low margin."""
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
@@ -239,8 +241,9 @@ class ShardWork(RowsTask):
         keys[has_failed] = 0
 
         def write(sink: Any) -> None:
+            """Write the part, then the keys. The part gets its name last."""
             self._write(sink, self._with_models(answers), stats)
-            # The keys, by which later runs find the rows, are written before the part.
+            # Later runs find the rows by these keys, so the keys must be there before the part has its name.
             write_keys(folder.storage, folder.plan, number, keys, self._marks, folder.execution_id)
 
         try:
@@ -254,7 +257,7 @@ class ShardWork(RowsTask):
         return stats if is_first else None
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
-        """Write the part. It has the input's columns, which are read again, and the answers."""
+        """Write the part: the input's columns, which are read again, and the answers."""
         plan = self._folder.plan
         spec = plan.spec
         with self._reader(part.columns_kept(spec)) as reader:
@@ -266,7 +269,7 @@ class ShardWork(RowsTask):
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
-        """Return the answers of a cascade with the names of their models. Other answers stay as they are."""
+        """Return the answers. In a cascade, each answer without an error gets the name of its model."""
         first = self._folder.plan.model
         second = self._folder.plan.second
         if second is None:
@@ -298,14 +301,12 @@ class ShardWork(RowsTask):
             start = end
 
     def _read_rows(self) -> ItemRunner[Answer]:
-        """Read the rows, and the answers that they already have; return the runner of the other rows."""
+        """Read the rows, and the answers that rows already have; return the runner of all rows."""
         plan = self._folder.plan
         context = self._context
         ask = ask_of(plan, context)
-        self._texts = ShardTexts(self._file.path, ask.source.columns, context.shard_bytes)
-        with self._reader(ColumnChoice(ask.source.columns)) as reader:
-            self._texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
-        rows: list[Row | RowProblem | Answer] = [*self._texts.gathered()]
+        texts = self._render_rows(ask.source)
+        rows: list[Row | RowProblem | Answer] = [*texts.take_rows()]
 
         keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
@@ -316,9 +317,7 @@ class ShardWork(RowsTask):
         journalled = self._journal.read()
         #: For each row, the mark of the model that answers it.
         self._marks = np.repeat(mark, len(rows), axis=0)
-        records = self._earlier_records(len(rows))
-        records += journalled.answers.values()
-        for record in records:
+        for record in (*self._earlier_records(len(rows)), *journalled.answers.values()):
             assert record.answer is not None
             rows[record.row] = record.answer
             self._marks[record.row] = as_keys(record.mark)
@@ -331,7 +330,7 @@ class ShardWork(RowsTask):
             lambda place: first_row + place,
             memo=context.answers,
             memo_keys=whole_keys(keys, mark),
-            let_go=self._texts.let_go,
+            let_go=texts.let_go,
             is_over=self._is_over,
         )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
@@ -339,6 +338,15 @@ class ShardWork(RowsTask):
         self._tokens_resumed = journalled.num_tokens
         runner.resume(journalled.under_way)
         return runner
+
+    def _render_rows(self, source: RowSource) -> ShardTexts:
+        """Read and render the shard's rows. The bytes of a row count until the row is let go or this task is closed."""
+        texts = ShardTexts(self._file.path, source.columns, self._context.shard_bytes)
+        self._texts = texts  # freed by `close`, even if an error is raised below
+        with self._reader(ColumnChoice(source.columns)) as reader:
+            plan = self._folder.plan
+            texts.add(shard_rows(self._context, plan, self._shard, reader, source))
+        return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
         """Return the records of answers that were there before the shard was asked."""
@@ -352,10 +360,12 @@ class ShardWork(RowsTask):
 
     @property
     def _file(self) -> PlannedFile:
+        """Return the shard's input file, as planned."""
         return self._folder.plan.files[self._shard.file]
 
     @property
     def _shard(self) -> Shard:
+        """Return the shard, as planned."""
         return self._folder.plan.shards[self._number]
 
     @contextmanager
@@ -368,12 +378,12 @@ class ShardWork(RowsTask):
         key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            # If the file cannot be read because it has changed, the error says so.
+            """Return a new reader. If the file cannot be read because it has changed, the error says so."""
             with unchanged(storage, plan, file):
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # `unchanged` ends before the reader is given back. If it raises, the reader is closed. So no shard gets rows of
-        # a wrong file.
+        # `unchanged` ends before the reader is given back. If `unchanged` raises, the reader is closed. So no other
+        # shard gets rows of a file that has changed.
         with (
             self._context.files.reader(key, shard, open_reader) as reader,
             unchanged(storage, plan, file),

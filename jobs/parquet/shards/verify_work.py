@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
@@ -50,7 +50,8 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows of the sample, and what the run has recorded for them.
 
-        sample: "1%" (at least one row), 20 or "20". seed: the seed by which rows are chosen.
+        sample: a share such as "1%", which is at least one row; or a number of rows, as 20 or "20". seed: the seed by
+        which rows are chosen.
         Raises InvalidJob, RunOfAnotherModel, RunError or NoRoomYet.
         """
         storage = Storage.of(context)
@@ -66,8 +67,7 @@ class VerifyWork(RowsTask):
             )
         self._columns = []
         for field in kind_of(spec).fields(spec, embedding_size=0):
-            # The log probabilities of tokens and the probabilities of labels stand in structs or maps. The values of a
-            # map are structs too.
+            # Log probabilities of tokens and probabilities of labels are in structs or maps. Arrow's maps hold structs.
             has_structs = holds(field.type, pa.types.is_struct)
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
@@ -82,10 +82,10 @@ class VerifyWork(RowsTask):
             read_part_stats(storage, self._plan, shard)
             self._recorded |= self._recorded_answers(storage, shard)
             keys |= _keys_where_mixed(storage, self._plan, shard, self._sample)
-        self._ask(context, storage, self._plan, keys)
+        self._make_runner(context, storage, self._plan, keys)
 
     def _recorded_answers(self, storage: Storage, shard: int) -> dict[int, dict[str, Any]]:
-        """Return the compared columns of a shard's rows in the sample, without rows that have an error."""
+        """Return the values to compare, by row, of a shard's rows in the sample. Rows with an error are left out."""
         prefix = self._plan.spec.output_prefix
         columns = [prefix + name for name in self._columns]
         recorded = {}
@@ -94,12 +94,12 @@ class VerifyWork(RowsTask):
                 recorded[row] = {name: values[prefix + name] for name in self._columns}
         return recorded
 
-    def _ask(
+    def _make_runner(
         self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]
     ) -> None:
-        """Read the rows that are recorded, to ask them as the run did.
+        """Read the rows that are recorded, and make the runner that asks them as the run did.
 
-        keys: whole keys of rows. A row with another key was answered by another model, and is left out.
+        keys: the whole keys that the run has recorded, by row. See _is_comparable.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
         check_model(plan, context)
@@ -114,21 +114,15 @@ class VerifyWork(RowsTask):
             with ExitStack() as stack:
                 storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
                 for file_number in sorted(files):
-                    named_file = plan.files[file_number]
-                    file = replace(named_file, path=storage.resolve(named_file.path))
+                    planned_file = plan.files[file_number]
+                    file = replace(planned_file, path=storage.resolve(planned_file.path))
                     stack.enter_context(unchanged(storage, plan, file))
                 for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
-                    for number, row in enumerate(rows, start):
-                        if number not in wanted:
-                            continue
-                        if self._is_comparable(row, ask, keys.get(number)):
-                            self._texts.add([row])
-                        else:
-                            del self._recorded[number]
+                    self._add_rows(start, rows, ask, keys)
 
             numbers = list(self._recorded)  # in the order of the rows in `_texts`
             self.runner = row_runner(
-                self._texts.gathered(),
+                self._texts.take_rows(),
                 ask,
                 context.checks,
                 lambda place: numbers[place],
@@ -138,6 +132,22 @@ class VerifyWork(RowsTask):
             self._texts.close()
             raise
 
+    def _add_rows(
+        self, start: int, rows: Sequence[Row | RowProblem], ask: RowAsk, keys: Mapping[int, bytes]
+    ) -> None:
+        """Add a shard's recorded rows to the texts. A row that is not comparable is no longer recorded.
+
+        start: the number of the shard's first row. keys: see _make_runner.
+        """
+        assert self._texts is not None
+        for number, row in enumerate(rows, start):
+            if number not in self._recorded:
+                continue
+            if self._is_comparable(row, ask, keys.get(number)):
+                self._texts.add([row])
+            else:
+                del self._recorded[number]
+
     def _is_comparable(
         self, row: Row | RowProblem, ask: RowAsk, recorded_key: bytes | None
     ) -> bool:
@@ -146,7 +156,7 @@ class VerifyWork(RowsTask):
         recorded_key: the row's whole key in the run; None if the run's model has answered the whole shard.
         """
         if isinstance(row, RowProblem):
-            return True  # the run has recorded an answer, so this is a difference
+            return True  # the run has recorded an answer, so the problem is a difference
         if recorded_key is not None:
             keys = row_keys(ask.key_of, [row])
             whole_key = whole_keys(keys, model_mark(self._plan.model))
@@ -157,10 +167,10 @@ class VerifyWork(RowsTask):
         return self._plan.reused is None or ask.is_greedy(row)
 
     def result(self) -> dict[str, Any]:
-        """Return how many rows have other answers than recorded, and the first differences."""
+        """Return how many rows have other answers than the run has recorded, and the first differences."""
         differences = []
         different_rows = set()
-        answers = self.asked.answers()
+        answers = self.required_runner.answers()
         for (row, recorded), answer in zip(self._recorded.items(), answers, strict=True):
             for name, value in recorded.items():
                 computed = _plain(answer.column(name))
@@ -183,17 +193,20 @@ class VerifyWork(RowsTask):
 
 
 def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of the rows that have one; nothing if the run's model has answered the whole shard."""
+    """Return the whole keys of a shard's rows, by row; {} if the run's model has answered the whole shard.
+
+    rows: the rows that are wanted. Rows of other shards are left out, and so are rows without a key.
+    """
     keys, marks = read_keys(storage, plan, shard, plan.run)
     if np.array_equal(marks, model_mark(plan.model)):
         return {}
     first_row = plan.first_row(shard)
     keys_by_row = {}
     for row in rows:
-        place = row - first_row
-        is_in_shard = 0 <= place < len(keys)
-        if is_in_shard and keys[place].any():
-            keys_by_row[row] = keys[place].tobytes()
+        number_in_shard = row - first_row
+        is_in_shard = 0 <= number_in_shard < len(keys)
+        if is_in_shard and keys[number_in_shard].any():
+            keys_by_row[row] = keys[number_in_shard].tobytes()
     return keys_by_row
 
 

@@ -14,10 +14,10 @@ from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.runs.plans.plan import AddedColumn
 
-#: A column that says why a line of a file is no row. Outputs leave it out. A file with such a column is refused.
+#: A column that says why a line of a file is no row. Outputs leave this column out. A file that has it is refused.
 PROBLEM = "\0problem"
-#: The beginning of the names of extra columns, which hold a column of JSON lines as each row's own JSON. Outputs leave
-#: them out. A file with a column of such a name is refused.
+#: The beginning of the names of extra columns. Such a column holds each row's own JSON for another column of the file.
+#: Outputs leave these columns out. A file that has one is refused.
 AS_JSON = "\0json:"
 #: A column that a run with an `order` adds: the row's number in the whole input, from 0.
 ROW_NUMBER = "row_number"
@@ -71,7 +71,7 @@ class ColumnChoice(NamedTuple):
     def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
-            # Our own columns about the chosen columns are read with them.
+            # The extra columns of the chosen columns are read as well, and so is the column of problems.
             as_json = [AS_JSON + name for name in self.names]
             return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
         if not self.without:
@@ -91,8 +91,8 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which the row's own JSON replaces each column that also came as JSON."""
-    json_columns: dict[str, str] = {}  # the extra column, by the column that it replaces
+    """Return a batch in which each extra column of JSON takes the place of its column."""
+    json_columns: dict[str, str] = {}  # the name of the extra column, by the name of its column
     names = []
     for name in batch.schema.names:
         if name.startswith(AS_JSON):
@@ -104,8 +104,8 @@ def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
 
     columns = []
     for name in names:
-        read_name = json_columns.get(name, name)  # the extra column, if the column has one
-        columns.append(batch.column(read_name))
+        source_name = json_columns.get(name, name)
+        columns.append(batch.column(source_name))
     schema = schema_with_json(batch.select(names).schema, json_columns)
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -135,8 +135,7 @@ def with_added_values(
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
     if len(schema) == batch.num_columns:
-        # A batch without columns still knows its number of rows. A new batch would have no rows.
-        return batch
+        return batch  # a batch without columns has a number of rows, which a new batch would lose
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:
@@ -146,7 +145,7 @@ def with_added_values(
 
 
 def num_values(column: pa.Array) -> int:
-    """Return how many values a column's lists, structs and maps hold, at all depths. Each takes memory in Python."""
+    """Return how many values a column's lists, structs and maps hold, at all depths."""
     if pa.types.is_struct(column.type):
         # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
@@ -164,7 +163,7 @@ def num_values(column: pa.Array) -> int:
 
 
 def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, or contain values of that kind. is_kind: such as `is_bytes`."""
+    """Whether values are of a kind, or contain values of that kind. is_kind: a test such as `is_bytes`."""
     if is_kind(kind):
         return True
     if not pa.types.is_nested(kind):
@@ -173,7 +172,7 @@ def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return one of Arrow's values with dicts in place of its maps. If keys are equal, the last one counts."""
+    """Return a value from Arrow with dicts in place of its maps. If a map has equal keys, the last value counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):
@@ -189,23 +188,23 @@ _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 #: The most values within a list, struct or map, at all depths. A value takes about a hundred bytes as a Python object.
 MAX_NESTED_VALUES = 100_000
-#: The metadata of a column of floats whose file also wrote integers. Templates write these as integers.
+#: The metadata of a column of floats whose file also has integers. Templates write whole values as integers.
 NUMBER = {b"tokenmill": b"number"}
-#: The metadata of a text column that only has numbers. A column of numbers would show them in another form.
+#: The metadata of a text column that only has numbers, in a form that a column of numbers would not show.
 DIGITS = {b"tokenmill": b"digits"}
 #: The metadata of a column of floats with a decimal comma.
 COMMA = {b"tokenmill": b"comma"}
 #: The metadata of a column of floats and integers with a decimal comma.
 COMMA_NUMBER = {b"tokenmill": b"comma number"}
-#: The metadata of a text column that only has numbers with a decimal comma, in another form than a column of numbers
-#: would show, such as 7,00 or 1.234,56. Templates show the text, and the output has the numbers.
+#: The metadata of a text column that only has numbers with a decimal comma, in a form such as 7,00 or 1.234,56 that a
+#: column of numbers would not show. Templates show the text, and the output has the numbers.
 COMMA_DIGITS = {b"tokenmill": b"comma digits"}
 #: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
-#: The key of the metadata above. Outputs leave it out.
+#: The key of all these metadata. Outputs leave it out.
 _OWN_KEY = b"tokenmill"
 OWN_METADATA = frozenset({_OWN_KEY})
-#: Columns of at most this many bytes are converted at once, larger ones row by row.
+#: Columns of at most this many bytes are converted at once. Larger columns are converted row by row.
 _TOGETHER_BYTES = 1 << 20
 
 
@@ -281,9 +280,9 @@ _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def _from_json(name: str, text: Any) -> Any:
-    """Return the value in JSON that we wrote, or a problem if the JSON holds too many values.
+    """Return the value of a JSON text that planning has written, or a problem if the JSON holds too many values.
 
-    text: the JSON. A null or a problem in its place is returned as it is.
+    text: the JSON. A null or a problem in place of a text is returned as it is.
     """
     if not isinstance(text, str):
         return text
@@ -292,19 +291,19 @@ def _from_json(name: str, text: Any) -> Any:
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(map(without_texts.count, ",[{"))
         if count > MAX_NESTED_VALUES:
-            return _beyond(name, count, "values", MAX_NESTED_VALUES)
+            return _above_limit(name, count, "values", MAX_NESTED_VALUES)
     return json.loads(text)
 
 
 def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
-    """Return each row's value, or its RowProblem. Maps become dicts.
+    """Return an iterator over each row's value, or its RowProblem. Maps become dicts.
 
-    is_ours: the values are answers, which may be larger than a prompt.
+    is_ours: whether the values are answers, which may be larger than a prompt.
     """
     values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
-    if not holds(column.type, pa.types.is_map):
-        return values
-    return _maps_as_dicts(values, column.type)
+    if holds(column.type, pa.types.is_map):
+        values = _maps_as_dicts(values, column.type)
+    return values
 
 
 def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
@@ -315,7 +314,7 @@ def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
-    """Return each row's value, or its RowProblem. A small column is converted at once."""
+    """Return an iterator over each row's value, or its RowProblem. A small column is converted at once."""
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         with suppress(*_NO_PYTHON_VALUE):
             return iter(column.to_pylist())
@@ -326,7 +325,7 @@ def _num_bytes(column: pa.Array) -> int:
     """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
-        # At worst, one entry takes nearly all bytes of the dictionary, and each row has this entry.
+        # At worst, one entry of the dictionary has nearly all its bytes, and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)
 
@@ -359,13 +358,13 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
     elif isinstance(scalar, pa.BinaryScalar | pa.StringScalar):
         num_bytes = scalar.as_buffer().size
     if count > MAX_NESTED_VALUES:
-        return _beyond(name, count, "values", MAX_NESTED_VALUES)
+        return _above_limit(name, count, "values", MAX_NESTED_VALUES)
     if num_bytes > MAX_VALUE_BYTES:
-        return _beyond(name, num_bytes, "bytes", MAX_VALUE_BYTES)
+        return _above_limit(name, num_bytes, "bytes", MAX_VALUE_BYTES)
     return None
 
 
-def _beyond(name: str, size: int, unit: str, limit: int) -> RowProblem:
+def _above_limit(name: str, size: int, unit: str, limit: int) -> RowProblem:
     """Return the problem of a value that is larger than a limit."""
     return RowProblem(
         f"column {name!r} has a value of {size} {unit}, more than the limit of {limit}: shorten it"

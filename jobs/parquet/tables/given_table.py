@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import InvalidJob, unlike
 
-#: The rows of a row group. The reader of a shard must skip at most this many rows before the shard.
+#: The rows of a row group. So the reader of a shard skips fewer rows than this before the shard.
 GROUP_ROWS = 10_000
 
 #: Tests for types that pyarrow's Parquet files do not have, and the types that take their place.
@@ -42,13 +42,13 @@ def write_table_file(source: Any, folder: str) -> str:
         path = os.path.join(folder, f"{digest.hexdigest()}.parquet")
         os.replace(temporary, path)
     finally:
-        with suppress(FileNotFoundError):  # it has its name already
+        with suppress(FileNotFoundError):  # the file has its final name already
             os.unlink(temporary)
     return path
 
 
 def _arrow_table(source: Any) -> pa.Table:
-    """Return a given table in Arrow types that Parquet has. Raises InvalidJob."""
+    """Return a table of any known library as an Arrow table with types that Parquet has. Raises InvalidJob."""
     try:
         table = _as_table(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -62,7 +62,7 @@ def _arrow_table(source: Any) -> pa.Table:
 
 
 def _as_table(source: Any) -> pa.Table:
-    """Return a table of any known library as an Arrow table. Raises InvalidJob, or pyarrow's errors."""
+    """Return a table as an Arrow table, of whatever types. Raises InvalidJob, or pyarrow's errors."""
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)

@@ -1,7 +1,7 @@
-"""Puts rows together into row groups of a size, and sorts rows.
+"""Puts rows together into row groups, and sorts rows.
 
-Row groups are not too small, because a footer with many row groups takes longer to read than the rows. Rows are sorted
-on this machine's disk, with few rows in memory at a time.
+Small batches are joined, because a footer with many small row groups takes longer to read than the rows. Rows are
+sorted on this machine's disk, with few rows in memory at a time.
 """
 
 import math
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 T = TypeVar("T")
 #: A row group ends after this many rows.
 GROUP_ROWS = 1 << 16
-#: A row group ends after this many bytes. The batches that a worker gets have at most as many.
+#: A row group ends after this many bytes. The batches that a worker gets have about this many bytes at most.
 GROUP_BYTES = 1 << 23
 
 
@@ -29,12 +29,12 @@ def write_groups(
 ) -> list[int]:
     """Write rows as Parquet; return the number of rows of each row group.
 
-    schema: the rows' schema; None for the first batch's. Needed if there may be no rows.
+    schema: the rows' schema. None takes the schema of the first batch, so there must be a row.
     """
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
     groups = grouped(slices)
-    first_groups = list(islice(groups, 1))  # one group, or none; `groups` has the others
+    first_groups = list(islice(groups, 1))  # one group, or none; `groups` goes on after it
     if schema is None:
         [(_, _, first_pieces)] = first_groups
         schema = first_pieces[0].schema
@@ -48,7 +48,10 @@ def write_groups(
 
 
 def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
-    """Put slices together into row groups. Slices and groups are (rows, bytes, content)."""
+    """Yield row groups, each of one or more slices.
+
+    A slice is (rows, bytes, content). A group is (rows, bytes, contents of its slices).
+    """
     group_rows = 0
     group_bytes = 0
     group: list[T] = []
@@ -74,7 +77,7 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces with the same number of rows, at least one. A piece has about GROUP_BYTES at most."""
+    """Yield a batch in pieces of about GROUP_BYTES at most. All pieces but the last have the same number of rows."""
     batch_bytes = max(GROUP_BYTES, batch.nbytes)  # a small batch is one piece
     piece_rows = max(1, batch.num_rows * GROUP_BYTES // batch_bytes)
     return (batch.slice(start, piece_rows) for start in range(0, batch.num_rows, piece_rows))
@@ -83,7 +86,7 @@ def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 #: The fewest rows of a bucket.
 BUCKET_ROWS = 1 << 12
 MAX_BUCKETS = 256
-#: Rows and bytes that are collected before they are written to the buckets' files.
+#: So many rows or bytes are collected before they are written to the buckets' files.
 BATCH_ROWS = 1 << 16
 BATCH_BYTES = 1 << 25
 #: The most rows that are read from a bucket at once.
@@ -93,9 +96,10 @@ _PLACE = pa.field("\0place", pa.int64())
 
 
 class RowBuckets(ExitStack):
-    """Takes rows in any order, and yields them in the order of their places. Use it in a `with` block.
+    """Takes rows in any order, and yields the rows in the order of their places. Use it in a `with` block.
 
-    A bucket is a file of rows whose places are near each other. rows: the highest possible place, plus one.
+    A place is a number that the caller gives a row. A bucket is a file of rows whose places are near each other.
+    rows: the highest possible place, plus one.
     """
 
     def __init__(self, rows: int) -> None:
@@ -105,12 +109,12 @@ class RowBuckets(ExitStack):
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
-        #: By bucket, the path of its file, and the stream that writes into the file.
+        #: The path of each bucket's file and the stream that writes into it, by the bucket's number.
         self._streams: dict[int, tuple[str, Any]] = {}
         self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
-        """Take rows with their places."""
+        """Take rows. places: the place of each row."""
         schema = batch.schema.append(_PLACE)
         with_places = pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema)
         self._waiting.append(with_places)
@@ -120,23 +124,13 @@ class RowBuckets(ExitStack):
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows in the order of their places. This can be done once."""
+        """Yield all rows in the order of their places. May be called once."""
         self._flush()
-        for _, (path, stream) in sorted(self._streams.items()):
+        for bucket in sorted(self._streams):
+            path, stream = self._streams[bucket]
             stream.close()
             with pa.memory_map(path) as source:
-                table = pa.ipc.open_stream(source).read_all()
-                order_of_rows = np.argsort(table[_PLACE.name].to_numpy())
-                ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
-                rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
-                num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
-                # Take a few rows at a time, by their ranks, because `take` joins a column's chunks, and a joined column
-                # holds at most 2 GiB of text.
-                for start in range(0, len(ranks), num_rows):
-                    is_next = (ranks >= start) & (ranks < start + num_rows)
-                    next_rows = table if is_next.all() else table.filter(pa.array(is_next))
-                    order = np.argsort(next_rows[_PLACE.name].to_numpy())
-                    yield next_rows.take(order).drop_columns([_PLACE.name])
+                yield from _in_order(pa.ipc.open_stream(source).read_all())
             os.remove(path)
 
     def _flush(self) -> None:
@@ -147,7 +141,8 @@ class RowBuckets(ExitStack):
         self._waiting = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
-        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows  # for each row, its bucket
+        # buckets[i]: the number of the bucket of row i
+        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))
@@ -156,3 +151,18 @@ class RowBuckets(ExitStack):
             _, stream = self._streams[bucket]
             is_in_bucket = pa.array(buckets == bucket)
             stream.write_table(table.filter(is_in_bucket))
+
+
+def _in_order(table: pa.Table) -> Iterator[pa.Table]:
+    """Yield a bucket's rows in the order of their places, a few rows at a time."""
+    order_of_rows = np.argsort(table[_PLACE.name].to_numpy())
+    ranks = np.argsort(order_of_rows)  # ranks[i]: the number of row i in the sorted table
+    rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)
+    num_rows = min(READ_ROWS, max(1, rows_in_batch_bytes))
+    # `take` joins the chunks of a column, and a joined column holds at most 2 GiB of text. So the next few rows are
+    # first picked by their ranks, and only these rows are sorted with `take`.
+    for start in range(0, len(ranks), num_rows):
+        is_next = (ranks >= start) & (ranks < start + num_rows)
+        next_rows = table if is_next.all() else table.filter(pa.array(is_next))
+        order = np.argsort(next_rows[_PLACE.name].to_numpy())
+        yield next_rows.take(order).drop_columns([_PLACE.name])

@@ -13,8 +13,8 @@ from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_groups import GROUP_BYTES, packed, pieces
 from sandbox.child import Body, Worker
 
-#: The most bytes of all columns that are read at once. Without a limit, pyarrow holds all compressed columns of a row
-#: group.
+#: The most bytes that are read at once, of all columns together. Without a limit, pyarrow holds all compressed columns
+#: of a row group.
 READ_BYTES = 1 << 24
 #: The fewest bytes of a column that are read at once.
 MIN_COLUMN_BYTES = 1 << 16
@@ -25,13 +25,14 @@ Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
 def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Worker], Replies]:
-    """Make a child's task of a function that takes the question and the open file. JobsErrors become replies."""
+    """Make a child's task of a function that takes a question and an open file. Its JobsErrors become replies."""
 
     def do(worker: Worker) -> Replies:
         """Answer the worker's question about a file, whose bytes the worker sends."""
         question = worker.question
 
         def fetch(start: int, end: int) -> bytes | bytearray:
+            """Ask the worker for a range of the file's bytes."""
             return worker.fetch({"at": start, "size": end - start})
 
         fetched_file = FetchedFile(fetch, question["size"])
@@ -54,7 +55,7 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         if any(group.num_rows < 0 for group in groups):
-            raise CorruptParquet(question["path"], "a row group has less than no row")
+            raise CorruptParquet(question["path"], "a row group has a negative number of rows")
         statistics = (footer.metadata or {}).get(STATISTICS, b"")
         least_bytes = footer.serialized_size + _compressed_bytes(groups)
         if statistics and question["size"] < least_bytes:
@@ -78,16 +79,17 @@ def _compressed_bytes(groups: Sequence[Any]) -> int:
 
 @with_file
 def read(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a Parquet file's schema, then with batches of its `columns`, from a row group on.
+    """Reply with a Parquet file's schema, then with batches of its rows.
 
-    The first `skip` rows are left out, because an earlier child has sent them.
+    The question has `columns`, the columns to read; `first_group`, the row group with which to begin; `skip`, how many
+    rows to leave out, because an earlier child has sent them; and `rows`, the most rows of a batch.
     """
     with _parquet_file(source) as file:
         yield {}, file.schema_arrow.serialize().to_pybytes()
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         rows_to_skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        most_row_bytes = 1.0  # the bytes of a row, in the row group with the largest rows
+        most_row_bytes = 1.0  # the average bytes of a row, in the row group with the largest rows
         for group in map(file.metadata.row_group, groups):
             row_bytes = group.total_byte_size / max(1, group.num_rows)
             most_row_bytes = max(most_row_bytes, row_bytes)
@@ -97,7 +99,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
             batch_rows, row_groups=groups, columns=columns, use_threads=False
         )
         for batch in batches:
-            for piece in pieces(batch.slice(rows_to_skip)):  # none of a batch that is skipped whole
+            for piece in pieces(batch.slice(rows_to_skip)):  # no piece if all rows are skipped
                 yield {}, packed(piece)
             rows_to_skip = max(0, rows_to_skip - batch.num_rows)
 

@@ -29,10 +29,10 @@ CHILD_SHARE = 3 / 8
 FORMAT_SHARE = 3 / 4
 #: A child that reads columns of bytes, such as pictures, whose pages are large.
 BYTES_SHARE = 6
-#: Every child may take this many bytes.
+#: Every child may take at least this many bytes.
 MIN_BYTES = 64 << 20
 
-#: The rows of a batch: the first number at first, the next one after each batch that took too much memory.
+#: The most rows of a batch. Each time that a child takes too much memory, the next number is tried.
 BATCH_ROWS = (4096, 32, 1)
 
 _LOOK = "jobs.parquet.tables.table_child:look"
@@ -64,21 +64,22 @@ def look_at(
 ) -> Contents:
     """Return what a file holds. Raises CorruptParquet or CorruptTable, TableNotRead, InputNotFound.
 
-    task: the function by which a child finds out.
+    task: the dotted name of the child's function that replies with the contents. question: what the task needs.
     """
 
     def look() -> Contents:
+        """Have a child look at the file once."""
         with open_table(storage, path, input_format) as ask:
             [(contents, packed_schema)] = ask(task, question)
         return Contents(read_schema(packed_schema), **contents)
 
-    return asked_again(path, look)
+    return with_second_try(path, look)
 
 
-def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Call `ask`, which asks a child, and return its result. If that child is killed, call it once more.
+def with_second_try(path: str, ask: Callable[[], T]) -> T:
+    """Call `ask`, which has a child do something, and return its result. If the child is killed, call `ask` once more.
 
-    Raises TableNotRead.
+    Raises TableNotRead if a child fails otherwise, or is killed twice.
     """
     try:
         try:
@@ -111,7 +112,7 @@ class TableReading:
         self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0
     ) -> None:
         self.batches = _read(storage, path, columns, first_group)
-        self.schema: pa.Schema = next(self.batches)  # it comes before the batches
+        self.schema: pa.Schema = next(self.batches)  # the schema comes before the batches
 
     def close(self) -> None:
         """End the pass, and give the child back."""
@@ -121,10 +122,10 @@ class TableReading:
 def _read(
     storage: Storage, path: str, columns: ColumnChoice, first_group: int
 ) -> Generator[Any, None, None]:
-    """Yield a file's schema, then its batches. A child that fails is replaced by one that goes on; see TableReading."""
+    """Yield a file's schema, then its batches. If a child fails, a new child goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)  # the first number is used
+    batch_rows = list(BATCH_ROWS)  # the first number counts
     was_replaced = False
     share: float = CHILD_SHARE
     while True:  # for each child, until one comes to the file's end
@@ -147,7 +148,7 @@ def _read(
                     yield batch
                 return
         except ChildFailed as error:
-            # Each of these remedies ends after some failures.
+            # Each remedy is tried a limited number of times.
             is_out_of_memory = isinstance(error, ChildOutOfMemory)
             may_take_more = share < BYTES_SHARE and _has_bytes(schema, columns)
             if isinstance(error, ChildDied) and not was_replaced:
@@ -174,9 +175,9 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file in a child process, and lend a function that sends the child a task.
+    """Open a file for a child process, and lend a function that has the child do a task with the file.
 
-    share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default that of the format.
+    share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default the format's share.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE
@@ -214,7 +215,8 @@ def open_table(
         stack.close()  # stop the child's task after any error, so that the child can serve the next task
 
 
-#: The rows of a shard may together have this many times the limit of bytes, because few are in memory at a time.
+#: The rows of a shard may together have this many times TOKENMILL_MAX_SHARD_BYTES, because few of them are in memory at
+#: a time.
 SHARD_TIMES = 16
 
 
@@ -222,7 +224,7 @@ class RowReader(TableReading):
     """One pass over a file, from the first row group of a shard to the end.
 
     Reading cannot begin in the middle of a Parquet row group. So a reader is kept for the shards that follow. It goes
-    on where the last shard ended, and each row is decoded once.
+    on where the last shard ended, so that each row is decoded once.
     """
 
     def __init__(
@@ -237,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether the shard lies ahead, and a new reader would start no nearer to it."""
+        """Whether the shard lies ahead, and a new reader would not begin nearer to the shard."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(

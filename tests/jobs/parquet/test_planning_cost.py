@@ -103,7 +103,7 @@ def test_a_glob_finds_what_pythons_own_finds(
             (root / name).touch()
     pattern = f"{root}/{'/'.join(parts)}/?*"
     matches = Search(Storage([str(root)])).matches(pattern, names_hidden=True)
-    ours = [(match.named, match.entry.is_folder) for match in matches]
+    ours = [(match.found_path, match.entry.is_folder) for match in matches]
     theirs = sorted({(path, os.path.isdir(path)) for path in glob.glob(pattern, recursive=True)})
     assert ours == theirs
 

@@ -148,7 +148,7 @@ def test_rows_that_an_earlier_run_has_answered_cost_nothing(
 def test_a_share_of_a_large_run_is_scaled(
     context: MakeContext, tmp_path: Path, chars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.parquet.planning.survey.MAX_PICKED_CHARS", chars)
+    monkeypatch.setattr("jobs.parquet.planning.survey.MAX_TRIED_CHARS", chars)
     pq.write_table(
         pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet"
     )

@@ -129,7 +129,7 @@ def test_rows_go_on_wherever_they_were(runs: Runs, shard: Open, name: str, most:
         killed = shard()
         killed.deliver(most)
         killed.keep(tokens)
-        num_journalled += len(killed.task.asked.answered)
+        num_journalled += len(killed.task.required_runner.answered)
         killed.task.close()
     other = runs.output.with_name("other")
     runs.plan(output=other, reuse=[str(runs.output)], **ASKS[name])

@@ -260,7 +260,7 @@ def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_
     first, second, _ = sorted((old / "_keys").iterdir())
     second.write_bytes(first.read_bytes())
     first.write_bytes((others / "_keys" / first.name).read_bytes())
-    monkeypatch.setattr(old_runs, "MAX_LOOKED_FOR", 0)
+    monkeypatch.setattr(old_runs, "MAX_MODELS_OF_OLD_RUNS", 0)
     found = OldRuns(storage, [str(old)], plan_of(old))
     assert [text.partition(": ")[0] for text in found.reused[0].passed_over] == [
         str(first),
