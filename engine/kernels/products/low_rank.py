@@ -101,7 +101,7 @@ def widen_kernel(
                 inside = inside_rows[:, None] & inside_ranks[None, :]
                 narrow_places = place[:, None] * MOST_RANKS + first_rank + done + rank[None, :]
                 narrow = tl.zeros([ROWS, RANKS], tl.float32)
-                for split in tl.static_range(SPLITS):
+                for split in tl.range(0, SPLITS):
                     of_split = narrow_ptr + split * num_rows * MOST_RANKS
                     narrow += tl.load(of_split + narrow_places, mask=inside, other=0.0)
                 b = tl.load(
