@@ -24,9 +24,16 @@ class AdapterGroup(NamedTuple):
     rows: slice | Tensor
 
 
+class AdapterRows(Protocol):
+    """The rows of a step with their adapters."""
+
+    def add_to(self, y: Tensor, layer: nn.Module, x: Tensor) -> None:
+        """Add each adapter's product to its rows of y = layer(x), in place."""
+
+
 @dataclass(frozen=True)
-class AdapterRows:
-    """The groups of a step's rows. Rows of no group have no adapter."""
+class GroupedRows:
+    """The groups of a step's rows, which multiply one after another. Rows of no group have no adapter."""
 
     groups: tuple[AdapterGroup, ...]
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.kernels.adapter_tables import LayerTable, SortedRows
+
 
 @dataclass(frozen=True)
 class ExpertKernels:
@@ -58,6 +60,8 @@ class LayerKernels:
     sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
     packed: None where a backend unpacks quantized weights when they are loaded.
     delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.
+    add_low_rank(y, x, sorted_rows, table) -> None; adds what each row's adapter adds to y = layer(x), in place, see
+    engine.kernels.adapter_tables. None where adapters multiply one by one.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and GatedActivation.
     """
 
@@ -71,3 +75,4 @@ class LayerKernels:
     sigmoid_and_mul: Callable[[Tensor, Tensor], Tensor] | None = None
     delta_net: Callable[..., Tensor] | None = None
     packed: PackedKernels | None = None
+    add_low_rank: Callable[[Tensor, Tensor, SortedRows, LayerTable], None] | None = None

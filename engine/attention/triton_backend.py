@@ -32,6 +32,7 @@ from engine.kernels.products.expert_groups import choose_experts, group_by_exper
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_packed_product import grouped_packed_product
 from engine.kernels.products.grouped_product import grouped_product
+from engine.kernels.products.low_rank import add_low_rank
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.row_writes import write_rows
 from engine.kernels.step_inputs import advance_rows, fill_pending
@@ -104,6 +105,7 @@ class TritonBackend(CapturableBackend):
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
             delta_net=delta_net,
             packed=PACKED,
+            add_low_rank=add_low_rank,
         )
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count

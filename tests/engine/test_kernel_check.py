@@ -22,7 +22,9 @@ from engine.errors import KernelCheckFailed, KernelDiffers
 from engine.kernels.attention import decode as decode_kernels
 from engine.kernels.attention.decode import DecodeRows
 from engine.kernels.attention.prefix import PREFIX_TILE
+from engine.kernels.products import low_rank
 from engine.models.load import choose_path
+from engine.run.forward.checks import checked_kernels
 from engine.run.forward.checks import kernel_check as kernel_check_of_start
 from engine.run.forward.checks.checked_kernels import check_kernels
 from engine.run.forward.checks.kernel_check import (
@@ -148,6 +150,24 @@ def test_products_of_experts_with_packed_weights_are_checked(
     with pytest.raises(KernelDiffers):
         check_kernels(model, named.append)
     assert [each for each in named if each == name] == [name] * 6
+
+
+@needs_interpreter
+def test_products_of_adapters_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right one passes, and one whose factor is another is named."""
+    model = replace(write_model(tmp_path), has_adapters=True)
+    monkeypatch.setattr(checked_kernels, "ADAPTER_ROWS", (3, 40))
+    name = "products of adapters"
+    named: list[str] = []
+
+    def add(y: Any, x: Any, rows: Any, table: Any) -> None:
+        is_last = named.count(name) == 3
+        low_rank.add_low_rank(y, x, rows, table._replace(scales=table.scales * (1 + is_last)))
+
+    monkeypatch.setattr(triton_backend, "add_low_rank", add)
+    with pytest.raises(KernelDiffers):
+        check_kernels(model, named.append)
+    assert named.count(name) == 3
 
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:

@@ -71,6 +71,15 @@ def test_products_with_packed_weights_fit_every_gpu(tmp_path: Path, target: str)
     }
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
+def test_products_of_adapters_fit_every_gpu(tmp_path: Path, target: str) -> None:
+    found = static(tmp_path, "--target", target, "--only", "adapters")
+    assert found["problems"] == []
+    kernels = {each["kernel"] for each in found["kernels"]}
+    assert kernels == {"group_kernel", "narrow_kernel", "widen_kernel"}
+
+
 @pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
 def test_delta_nets_fit_every_gpu(tmp_path: Path, target: str) -> None:
     kernels = ("convolve_kernel", "correct_kernel", "solve_kernel", "chunk_kernel", "gate_kernel")

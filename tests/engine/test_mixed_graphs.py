@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.attention.adapter_rows import AdapterRows
+from engine.attention.adapter_rows import GroupedRows
 from engine.attention.base import ForwardBatch
 from engine.run.forward.mixed_graphs import MOST_TOKENS, MixedGraphs, step_sizes
 from engine.run.forward.model_runner import ModelRunner
@@ -141,7 +141,7 @@ def test_padding_stores_nothing_and_changes_no_row(
             assert int(runner.cache.layers[0].keys.isfinite().all(-1).all(-1).sum()) == 3
             expected = runner.model.hidden_states(batch, runner.cache)
         assert runner._mixed_graphs.fits(batch)
-        assert not runner._mixed_graphs.fits(replace(batch, adapters=AdapterRows(())))
+        assert not runner._mixed_graphs.fits(replace(batch, adapters=GroupedRows(())))
     torch.testing.assert_close(found, expected)
 
 

@@ -13,14 +13,13 @@ from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import AdapterRefused, ConfigError
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.lora import Block, LowRank
+from engine.layers.lora_tables import Linear
 from engine.layers.parallel import Share
 from engine.models.load import ModelPath
 from engine.models.loader import BODY, PACKED
 
 #: What PEFT writes before a module's name.
 PREFIX = "base_model.model."
-
-Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def check_takes_adapters(folder: str, path: ModelPath) -> None:
@@ -32,14 +31,17 @@ def check_takes_adapters(folder: str, path: ModelPath) -> None:
         )
 
 
+def adapted_layers(model: nn.Module) -> dict[str, Linear]:
+    """Return the layers that an adapter may change, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+
+
 class AdapterLoader:
     """Reads adapters into the layout and the dtype of a model's layers."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._layers: dict[str, Linear] = {
-            name: module for name, module in model.named_modules() if isinstance(module, Linear)
-        }
+        self._layers = adapted_layers(model)
 
     def load(self, adapter: Adapter) -> dict[nn.Module, LowRank]:
         """Read an adapter. Raises AdapterRefused if it does not fit the model."""

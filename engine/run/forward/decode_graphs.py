@@ -11,12 +11,14 @@ joined or moved, padding where one left, and new blocks (`rows`). Where requests
 probabilities, the tokens are chosen without the second graph.
 
 Where rows have prefixes in common that are worth it (`attention.prefix_groups`), another first graph is replayed, whose
-layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it.
+layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it. Steps with adapters have
+a first graph too, which sorts rows by adapter and reads the tables of the adapters that are loaded then.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +29,7 @@ from torch import Tensor
 from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import find_waves
+from engine.layers.lora_tables import LowRankTables
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
@@ -97,13 +100,16 @@ class DecodeGraphs:
         capture: Capture,
         static: StaticRows,
         max_model_len: int,
+        tables: LowRankTables | None = None,
     ) -> None:
         """Capture all sizes, and run each graph once with padding.
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
         choose: hidden states [rows, hidden_size], sampling values, edits, and the token ids [rows] int64, which it
         replaces by the chosen ones. Last comes None, or what is given the logits before the edits.
+        tables: of adapters; without them steps with adapters are not recorded.
         """
+        self._tables = tables
         self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(len(static.indices))
@@ -119,10 +125,14 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             if static.limits is not None and static.limits.can_pay(size, max_model_len):
                 self._sharing[size] = capture(self._bind_sharing(size, max_model_len))
+        self._adapted: dict[int, Replay] = {}  # by size, the first graph of steps with adapters
+        if tables is not None:
+            for size in reversed(self._sizes):
+                self._adapted[size] = capture(self._bind_adapted(size, max_model_len, tables))
         for compute, choose_tokens in self._replays:
             compute()  # the first replay takes longer, and shows if anything is wrong with a graph
             choose_tokens()
-        for compute in self._sharing.values():
+        for compute in [*self._sharing.values(), *self._adapted.values()]:
             compute()
 
     def fits(self, step: StepBatch) -> bool:
@@ -136,10 +146,15 @@ class DecodeGraphs:
             and not len(step.scored_rows)
             and not len(step.pooled_rows)
             and step.pictures is None
-            and not len(step.adapters)
+            and self._takes_adapters(step)
             and not find_waves(step.state_parts).any()
         )
         return is_decode and 0 < num_seqs <= self._sizes[-1]
+
+    def _takes_adapters(self, step: StepBatch) -> bool:
+        if not len(step.adapters):
+            return True
+        return self._tables is not None and self._tables.hold(step.adapters)
 
     def run(
         self,
@@ -157,7 +172,9 @@ class DecodeGraphs:
         compute, choose_tokens = self._replays[graph]
         try:
             rows = self._static.write(step, sampling, last)
-            if self._static.has_prefixes:
+            if self._static.has_adapters:
+                compute = self._adapted[size]
+            elif self._static.has_prefixes:
                 compute = self._sharing.get(size, compute)
             compute()
             edits = sampling.ready_edits()  # computes masks while the step runs
@@ -204,6 +221,21 @@ class DecodeGraphs:
         def run() -> None:
             advance(state)
             outputs[size].copy_(forward(batch))
+
+        return run
+
+    def _bind_adapted(
+        self, size: int, max_context_len: int, tables: LowRankTables
+    ) -> Callable[[], None]:
+        """Make the first call of _bind for steps with adapters; hidden states go where that call has them."""
+        forward, advance = self._forward, self._backend.advance
+        state, outputs = self._static.state.first(size), self._hidden
+        adapters = self._static.adapters[:size]
+        batch = self._batch(size, max_context_len, None)
+
+        def run() -> None:
+            advance(state)
+            outputs[size].copy_(forward(replace(batch, adapters=tables.sort(adapters))))
 
         return run
 

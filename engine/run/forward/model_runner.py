@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention import load_backend
 from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
@@ -19,7 +19,6 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
-from engine.layers.lora import LowRank
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel, ModelPlace
 from engine.models.load import load_model
@@ -29,8 +28,8 @@ from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
-from engine.run.forward.adapter_loader import AdapterLoader
 from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.run.forward.loaded_adapters import LoadedAdapters
 from engine.run.forward.memory import (
     PoolSizes,
     adapter_bytes,
@@ -49,11 +48,12 @@ from engine.run.forward.probe import NUM_PLACES, Probe, differ
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import PendingTokens, PoolSize, Sampled, StateRows
-from engine.run.forward.transfers import DeviceTokens, adapter_rows, pool, to_device, with_blocks
+from engine.run.forward.transfers import DeviceTokens, pool, to_device, with_blocks
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 
 NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
@@ -92,7 +92,6 @@ class ModelRunner:
         self._graphs_failed = False
         self._cpu_threads: CpuThreads | None = None
         self._tower: Tower | None = None
-        self._adapters: dict[int, dict[nn.Module, LowRank]] = {}  # by number
         if self.device.type == "cpu":
             keep_freed_memory()
             if config.adapt_cpu_threads and tp.size == 1:
@@ -100,6 +99,13 @@ class ModelRunner:
         try:
             with on_device(self.device):
                 self.model = self._load(folder)
+                self._adapters = LoadedAdapters(
+                    self.model,
+                    config.max_adapters if config.adapters else 0,
+                    self.backend.layer_kernels,
+                    self.device,
+                    self.dtype,
+                )
                 self._probe()
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
@@ -177,8 +183,7 @@ class ModelRunner:
     ) -> tuple[ForwardBatch, SamplingRows | None]:
         batch, rows = to_device(step, self.backend, self._sampled, sampling)
         if len(step.adapters):
-            groups = adapter_rows(step, self._adapters, self.device)
-            batch = replace(batch, adapters=groups)
+            batch = replace(batch, adapters=self._adapters.rows(step))
         if step.pictures is None:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
@@ -210,10 +215,8 @@ class ModelRunner:
 
     def load_adapter(self, number: int, adapter: Adapter) -> None:
         """Load an adapter, or this rank's share of it. Raises AdapterRefused."""
-        self._adapters.pop(number, None)  # the memory is free before the next one takes it
         with on_device(self.device):
-            loader = AdapterLoader(self.model, self.device, self.dtype)
-            self._adapters[number] = loader.load(adapter)
+            self._adapters.load(number, adapter)
 
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
@@ -423,6 +426,12 @@ class ModelRunner:
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
         steps = warm_up_steps(self._config, self._longest, num_blocks)
+        if self._adapters.tables is not None:
+            # rows without an adapter compile the kernels as those with one do
+            steps += [
+                replace(step, adapters=np.full(len(step.query_lens), NO_ADAPTER))
+                for step in steps[:3]
+            ]
         for step in steps:
             self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
         sampling = nucleus_sampling(len(steps[0].sample_rows))  # of max_num_seqs rows
@@ -434,6 +443,7 @@ class ModelRunner:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
         # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
+        tables = self._adapters.tables
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed or model.index_keys:
             return None
@@ -467,8 +477,10 @@ class ModelRunner:
                     backend.write_rows,
                     backend.prefix_limits,
                     has_states=bool(model.states),
+                    no_adapter=0 if tables is None else tables.none,
                 ),
                 max_model_len,
+                tables,
             )
         except RuntimeError as error:
             if not model.may_wait or isinstance(error, torch.OutOfMemoryError):

@@ -11,10 +11,11 @@ from torch import Tensor
 from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.prefix_groups import PrefixArrays, PrefixLimits, PrefixTensors
 from engine.attention.state_pool import StateTable
-from engine.kernels.upload import ALIGNMENT, unpack, upload_packed
+from engine.kernels.upload import ALIGNMENT, unpack, upload, upload_packed
 from engine.run.forward.runner import Sampled
 from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
+from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 
 WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]
@@ -32,6 +33,7 @@ class StaticRows:
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
     limits: which prefixes that rows have in common are read once; None if none is.
     prefixes: those of the rows, if there are limits; stale without has_prefixes, which says if there are any.
+    adapters: [rows] int64, the adapter of each, no_adapter for none; stale without has_adapters, likewise.
     states: None if the model keeps none.
     """
 
@@ -45,8 +47,9 @@ class StaticRows:
         limits: PrefixLimits | None = None,
         *,
         has_states: bool = False,
+        no_adapter: int = 0,
     ) -> None:
-        """has_states: of a model that keeps states."""
+        """has_states: of a model that keeps states. no_adapter: stands for none in `adapters`."""
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
@@ -79,6 +82,10 @@ class StaticRows:
             none = limits.arrange([], max_num_seqs)
             self._prefix_memory = upload_packed(none, device)
             self.prefixes = PrefixTensors(*unpack(self._prefix_memory, none))
+        self.adapters = torch.full((max_num_seqs,), no_adapter, dtype=torch.int64, device=device)
+        self.has_adapters = False
+        self._no_adapter = no_adapter
+        self._written_adapters: NDArray[np.int64] | None = None
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
@@ -99,6 +106,7 @@ class StaticRows:
         self._generations.fill(-1)
         self._num_filled = len(self._generations)
         self._written_prefixes = None
+        self._written_adapters = None
 
     def write(
         self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None
@@ -131,6 +139,9 @@ class StaticRows:
         # a sequence's blocks stay what they are while it keeps its row, so its prefix does too
         if has_moved and self.limits is not None:
             self._write_prefixes(self.limits, step, rows)
+        self.has_adapters = len(step.adapters) > 0
+        if self.has_adapters:
+            self._write_adapters(step.adapters, rows)
         if self.states is not None:
             self.states.write(step.state_parts, rows)
         self._generations[rows] = step.generations
@@ -154,6 +165,15 @@ class StaticRows:
         if written is None or not all(map(np.array_equal, arrays, written)):
             self._prefix_memory.copy_(upload_packed(arrays, self._prefix_memory.device))
             self._written_prefixes = arrays
+
+    def _write_adapters(self, adapters: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Write the adapters of the step's sequences if they are others."""
+        by_row = np.full(len(self._generations), self._no_adapter)
+        by_row[rows] = np.where(adapters == NO_ADAPTER, self._no_adapter, adapters)
+        written = self._written_adapters
+        if written is None or not np.array_equal(by_row, written):
+            self.adapters.copy_(upload([by_row], self.adapters.device)[0])
+            self._written_adapters = by_row
 
     def _place(self, step: StepBatch) -> NDArray[np.int64]:
         """Give each sequence a row below the number of sequences: its own, or a free one."""

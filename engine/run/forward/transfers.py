@@ -1,13 +1,10 @@
 """Copies a step to the device, pools its hidden states there, and copies its tokens back."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.attention.adapter_rows import AdapterGroup, AdapterRows, Product
 from engine.attention.base import AttentionMetadata, ForwardBatch, KernelBackend
 from engine.attention.state_pool import state_parts
 from engine.kernels.upload import upload
@@ -15,7 +12,6 @@ from engine.run.forward.row_logprobs import DeviceLogprobs
 from engine.run.forward.runner import PendingTokens, Sampled
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 
 
@@ -46,32 +42,6 @@ def to_device(
     if sampling is None:
         return batch, None
     return batch, SamplingRows(**dict(zip(columns, values, strict=True)))
-
-
-def adapter_rows(
-    step: StepBatch, loaded: Mapping[int, Mapping[nn.Module, Product]], device: torch.device
-) -> AdapterRows:
-    """Sort a step's rows by adapter. loaded: by the number that a step names it with."""
-    of_row = np.repeat(step.adapters, step.query_lens)
-    order = np.argsort(of_row, kind="stable")
-    numbers, starts = np.unique(of_row[order], return_index=True)
-    rows_of_number = dict(zip(numbers.tolist(), np.split(order, starts[1:]), strict=True))
-    rows_of_number.pop(NO_ADAPTER, None)
-    places = {number: _as_range(rows) for number, rows in rows_of_number.items()}
-    scattered = [rows for number, rows in rows_of_number.items() if places[number] is None]
-    uploaded = iter(upload(scattered, device))
-    return AdapterRows(
-        tuple(
-            AdapterGroup(loaded[number], next(uploaded) if place is None else place)
-            for number, place in places.items()
-        )
-    )
-
-
-def _as_range(rows: NDArray[np.int64]) -> slice | None:
-    """Return ascending rows as a range; None if there are others between them."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else None
 
 
 def with_blocks(

@@ -25,8 +25,10 @@ from engine.kernels.attention.kv_store import store_kv
 from engine.kernels.products import packed_product
 from engine.kernels.upload import upload
 from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.lora_tables import Linear, LowRankTables
 from engine.layers.packed import PackedLayout, PackedProduct
-from engine.layers.parallel import TensorParallel
+from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
@@ -91,6 +93,9 @@ KERNELS = {
     "grouped_packed_product_kernel": Kernel(
         variants=3, of_layer=("IN", "OUT"), warps=8, product="mma", wide=0.3
     ),
+    # the rows of one adapter are few, and lie apart
+    "narrow_kernel": Kernel(variants=2, of_layer=("IN",), warps=8, product="mma", wide=0.0),
+    "widen_kernel": Kernel(variants=2, of_layer=("BLOCKS",), warps=8, product="mma", wide=0.0),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "solve_kernel": Kernel(warps=8, product="mma", wide=0.5),
@@ -128,6 +133,9 @@ def common(
         "max_position_embeddings": MAX_MODEL_LEN, "rms_norm_eps": 1e-6,
     }  # fmt: skip
 
+
+#: Rows of Llama-3-8B's queries, keys and values.
+LLAMA_HEADS = {"q": 4096, "k": 1024, "v": 1024}
 
 #: Architecture, and what config.json says of the shipped checkpoint.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -316,6 +324,25 @@ def packed_case(kind: str, group: int, dtype: torch.dtype = torch.bfloat16) -> C
     return Case(label, partial(multiply_packed, kind, group, dtype))
 
 
+def add_adapters(num_rows: int) -> None:
+    """What sixteen adapters add to two of Llama-3-8B's layers."""
+    kernels = TritonBackend(torch.device("cpu")).layer_kernels
+    assert kernels is not None
+    with META:
+        rows = {name: Share(0, length, length) for name, length in LLAMA_HEADS.items()}
+        layers: list[Linear] = [
+            ColumnParallelLinear(4096, rows, bias=False, dtype=torch.bfloat16),
+            RowParallelLinear(14_336, 4096, TensorParallel(), bias=False, dtype=torch.bfloat16),
+        ]
+        sorted_rows = LowRankTables(layers, 16, kernels, META).sort(
+            torch.empty(num_rows, dtype=torch.int64)
+        )
+        for layer in layers:
+            x = torch.empty(num_rows, layer.in_features, dtype=torch.bfloat16)
+            y = torch.empty(num_rows, layer.out_features, dtype=torch.bfloat16)
+            sorted_rows.add_to(y, layer, x)
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
@@ -330,6 +357,7 @@ CASES = (
     packed_case("fp8", 128),
     Case("packed experts, fp4", partial(multiply_packed_experts, "fp4", 32)),
     Case("packed experts, int4, groups of 64", partial(multiply_packed_experts, "int4", 64)),
+    Case("adapters, Llama-3-8B", add_adapters),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),

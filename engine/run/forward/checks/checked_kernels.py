@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from engine.attention.adapter_rows import AdapterGroup, GroupedRows
 from engine.attention.base import AttentionMetadata, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
@@ -34,6 +35,8 @@ from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import DeltaHeads, mix
 from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
 from engine.layers.linear import ReplicatedLinear
+from engine.layers.lora import Block, LowRank
+from engine.layers.lora_tables import Linear, LowRankTables, block_rows
 from engine.layers.moe import ExpertMLPs, choose_experts
 from engine.layers.packed import PackedLayout, PackedProduct
 from engine.layers.parallel import TensorParallel
@@ -43,6 +46,7 @@ from engine.layers.weighted_module import WeightedModule
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
+from engine.run.forward.adapter_loader import adapted_layers
 from engine.run.forward.checks.comparison import KernelComparison
 from engine.run.forward.checks.kernel_check import CheckedModel
 from engine.run.forward.checks.plain_kernels import (
@@ -64,6 +68,8 @@ VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoi
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
 WINDOW = 50
 NUM_SAMPLED = 3
+ADAPTER_RANKS = (8, 16, 5)
+ADAPTER_ROWS = (3, 40, 1030)  # each meets another tile
 PACKED_ROWS = (1, 17, 130)  # of products: each meets another tile
 NO_NAN = 0xBF  # of e4m3: the bits that it may have
 
@@ -203,6 +209,58 @@ class CheckedBackend(TritonBackend):
                 x = torch.randn(num_rows, in_features, generator=generator)
                 product(x.to(self._device, dtype), None, groups)
 
+    def check_adapters(self, model: DecoderForCausalLM, dtype: torch.dtype) -> None:
+        """Add random adapters' products to random rows of a layer of each shape."""
+        assert self.layer_kernels is not None
+        layers = adapted_layers(model).values()
+        by_shape = {(layer.in_features, layer.out_features): layer for layer in layers}
+        generator = torch.Generator().manual_seed(0)
+        for layer in by_shape.values():
+            tables = LowRankTables([layer], len(ADAPTER_RANKS), self.layer_kernels, self._device)
+            products = [
+                _random_low_rank(layer, rank, generator, self._device, dtype)
+                for rank in ADAPTER_RANKS
+            ]
+            for number, product in enumerate(products):
+                tables.put(number, {layer: product})
+            for num_rows in ADAPTER_ROWS:
+                numbers = torch.randint(0, len(products) + 1, (num_rows,), generator=generator)
+                groups = [
+                    AdapterGroup(
+                        {layer: product}, (numbers == i).nonzero().flatten().to(self._device)
+                    )
+                    for i, product in enumerate(products)
+                ]
+                x = torch.randn(num_rows, layer.in_features, generator=generator)
+                y = torch.randn(num_rows, layer.out_features, generator=generator)
+                x, y = x.to(self._device, dtype), y.to(self._device, dtype)
+                self._comparison.run(
+                    "products of adapters",
+                    tables.sort(numbers.to(self._device)).add_to,
+                    GroupedRows(tuple(groups)).add_to,
+                    (y, layer, x),
+                    changed=[y],
+                )
+
+
+def _random_low_rank(
+    layer: Linear, rank: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> LowRank:
+    """Draw an adapter's product for all that is stacked in a layer."""
+
+    def draw(num_rows: int, num_columns: int) -> Tensor:
+        numbers = torch.randn(num_rows, num_columns, generator=generator)
+        return numbers.div_(num_columns**0.5).to(device, dtype)
+
+    lengths = block_rows(layer)
+    blocks = []
+    first_row = 0
+    for i, length in enumerate(lengths):
+        rows = slice(first_row, first_row + length)
+        blocks.append(Block(rows, slice(i * rank, (i + 1) * rank), draw(length, rank), 2.0))
+        first_row += length
+    return LowRank(draw(rank * len(lengths), layer.in_features), tuple(blocks))
+
 
 def _fill_randomly(
     product: PackedProduct | PackedGroupedLinear, kind: str, generator: torch.Generator
@@ -323,6 +381,8 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
         backend.check_packed(form, layer, dtype)
     for form, experts in _packed_experts(config, built):
         backend.check_packed_experts(form, experts, dtype)
+    if model.has_adapters:
+        backend.check_adapters(built, dtype)
     backend.share_all_prefixes(built.attention_layers, model.block_size)
     steps = _make_steps(model.block_size)
     num_blocks = 1 + int(max(step.block_tables.max() for step in steps))

@@ -43,6 +43,7 @@ class CheckedModel:
     """What decides which kernels a model launches, and on which shapes.
 
     folder: the checkpoint's. tensor_parallel_size: the ranks that share the model; the shapes are those of the first.
+    has_adapters: whether requests may name adapters.
     """
 
     folder: str
@@ -51,6 +52,7 @@ class CheckedModel:
     kv_cache_dtype: str
     block_size: int
     tensor_parallel_size: int
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def with_checked_kernels(
         kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
+        has_adapters=config.adapters is not None,
     )
     note = passed_folder() / _digest(checked, device)
     if note.exists():

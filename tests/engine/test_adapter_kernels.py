@@ -1,0 +1,187 @@
+"""Adapters on GPUs: two launches a layer for the rows of all adapters, within CUDA graphs."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.attention.adapter_rows import AdapterGroup, GroupedRows
+from engine.attention.triton_backend import TritonBackend
+from engine.kernels.adapter_tables import MOST_RANKS
+from engine.kernels.products import low_rank
+from engine.layers import lora_tables
+from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
+from engine.layers.lora import Block, LowRank
+from engine.layers.lora_tables import Linear, LowRankTables
+from engine.layers.parallel import Share, TensorParallel
+from engine.run.forward.model_runner import ModelRunner
+from tests.engine.adapters import make_adapter
+from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
+from tests.engine.graphs import simulate_graphs
+from tests.engine.paged import DEVICE
+
+HIDDEN = 80
+SHARDS = {"q": 48, "k": 16, "v": 16}
+SHAPE = Shape("for_adapter_kernels", num_heads=4, num_kv_heads=2, seed=7)
+PROMPTS = [[5, 9, 300, 41, 8], [7, 7], [31, 12, 90], [200, 4]]
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+def layers_of(dtype: torch.dtype) -> list[Linear]:
+    """A layer of three stacked matrices, and one whose input is split over ranks."""
+    rows = {name: Share(0, length, length) for name, length in SHARDS.items()}
+    return [
+        ColumnParallelLinear(HIDDEN, rows, bias=False, dtype=dtype),
+        RowParallelLinear(96, HIDDEN, TensorParallel(), bias=False, dtype=dtype),
+    ]
+
+
+def low_rank_of(
+    layer: Linear, ranks: list[int], dtype: torch.dtype, generator: torch.Generator
+) -> LowRank:
+    """A random adapter's product for a layer; of several ranks, one for each stacked matrix."""
+    lengths = list(SHARDS.values()) if isinstance(layer, ColumnParallelLinear) else [HIDDEN]
+    blocks = []
+    first_rank = first_row = 0
+    for length, rank in zip(lengths, ranks, strict=False):
+        b = torch.randn(length, rank, generator=generator).to(DEVICE, dtype)
+        rows = slice(first_row, first_row + length)
+        blocks.append(Block(rows, slice(first_rank, first_rank + rank), b, 0.5 + rank / 7))
+        first_rank += rank
+        first_row += length
+    a = torch.randn(first_rank, layer.in_features, generator=generator).to(DEVICE, dtype)
+    return LowRank(a, tuple(blocks))
+
+
+def make_tables(layers: list[Linear], num_adapters: int) -> LowRankTables:
+    kernels = TritonBackend(DEVICE).layer_kernels
+    assert kernels is not None
+    return LowRankTables(layers, num_adapters, kernels, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 37, pytest.param(1200, marks=pytest.mark.long)])
+def test_rows_of_many_adapters_have_what_each_adapter_adds(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    """With ranks that fill no tile, layers that an adapter leaves alone, and rows without an adapter."""
+    generator = torch.Generator().manual_seed(num_rows)
+    layers = layers_of(dtype)
+    tables = make_tables(layers, 4)
+    loaded: dict[int, dict[nn.Module, LowRank]] = {
+        0: {layer: low_rank_of(layer, [3, 5, 8], dtype, generator) for layer in layers},
+        1: {layers[1]: low_rank_of(layers[1], [40], dtype, generator)},
+        3: {layers[0]: low_rank_of(layers[0], [16, 2], dtype, generator)},
+    }
+    for number, products in loaded.items():
+        tables.put(number, products)
+    numbers = np.random.default_rng(1).choice([0, 1, 3, 4], num_rows)
+    rows = tables.sort(torch.from_numpy(numbers).to(DEVICE))
+    groups = [
+        AdapterGroup(products, torch.from_numpy(np.flatnonzero(numbers == number)).to(DEVICE))
+        for number, products in loaded.items()
+    ]
+    for layer in layers:
+        x = torch.randn(num_rows, layer.in_features, generator=generator).to(DEVICE, dtype)
+        y = torch.randn(num_rows, layer.out_features, generator=generator).to(DEVICE, dtype)
+        found, expected = y.clone(), y.clone()
+        rows.add_to(found, layer, x)
+        GroupedRows(tuple(groups)).add_to(expected, layer, x)
+        assert num_rows < 3 or not torch.equal(expected, y)
+        difference = (found.double() - expected.double()).norm(dim=1)
+        allowed = 1e-6 if dtype == torch.float32 else 2**-6
+        assert (difference <= allowed * expected.double().norm(dim=1)).all()
+
+
+def test_an_adapter_of_more_ranks_than_a_table_holds_multiplies_by_itself() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = layers_of(torch.float32)
+    tables = make_tables(layers, 2)
+    tables.put(0, {layers[1]: low_rank_of(layers[1], [4], torch.float32, generator)})
+    wide = low_rank_of(layers[1], [MOST_RANKS + 1], torch.float32, generator)
+    tables.put(1, {layers[1]: wide})
+    assert tables.hold(np.array([0, -1]))
+    assert not tables.hold(np.array([0, 1]))
+    tables.drop(0)
+    assert not tables.hold(np.array([0]))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model and a folder of three adapters for it."""
+    root = tmp_path_factory.mktemp("adapter_kernels")
+    model = make_checkpoint(root / "model", SHAPE)
+    make_adapter(root / "folder" / "all", model, seed=1)
+    make_adapter(root / "folder" / "attention", model, seed=2, rank=3, targets=("q_proj", "o_proj"))
+    make_adapter(root / "folder" / "mlp", model, seed=3, rank=8, targets=("up_proj", "down_proj"))
+    return model, root / "folder"
+
+
+def config(folders: tuple[Path, Path], **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16,
+        "kv_cache_bytes": pool_bytes(SHAPE, 100), "adapters": str(folders[1]), "max_adapters": 2,
+    }  # fmt: skip
+    return EngineConfig(str(folders[0]), **{**values, **changes})
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    """Prompts with three adapters and without one, where two adapters are loaded at a time."""
+    names = ("all", None, "mlp", "attention")
+    params = [replace(GREEDY, adapter=name) for name in names]
+    return [each.token_ids for each in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.long
+def test_decodes_with_adapters_are_replayed_while_adapters_come_and_go(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No decode step runs without graphs, and a layer takes two launches for the rows of all adapters."""
+    for module in (low_rank, lora_tables):
+        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
+    with Engine(config(folders)) as plain:
+        expected = answers(plain)
+        assert len({tuple(each) for each in expected}) == len(expected)
+
+    graphs = simulate_graphs(monkeypatch)
+    eager: list[int] = []
+    to_device = ModelRunner._to_device
+
+    def count_steps(runner: ModelRunner, step: Any, sampling: Any = None) -> Any:
+        if sampling is not None and (step.query_lens == 1).all():
+            eager.append(len(step.slots))
+        return to_device(runner, step, sampling)
+
+    launched: Counter[str] = Counter()
+    for name in ("narrow_kernel", "widen_kernel"):
+        monkeypatch.setattr(low_rank, name, CountedKernel(getattr(low_rank, name), launched, name))
+    with Engine(config(folders, attention_backend="triton")) as engine:
+        num_layers = len(engine._open_runner().model.model.layers)
+        monkeypatch.setattr(ModelRunner, "_to_device", count_steps)
+        launched.clear()
+        graphs.replayed.clear()
+        assert answers(engine) == expected
+        stats = engine.stats()
+    assert eager == []
+    assert graphs.replayed
+    assert launched["narrow_kernel"] == launched["widen_kernel"]
+    assert launched["narrow_kernel"] == 4 * num_layers * stats.adapter_steps
+
+
+class CountedKernel:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any, launched: Counter[str], name: str) -> None:
+        self._kernel, self._launched, self._name = kernel, launched, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched[self._name] += 1
+        return self._kernel[grid]
