@@ -145,7 +145,7 @@ def add_low_rank(y: Tensor, x: Tensor, sorted_rows: SortedRows, table: LayerTabl
         y.stride(0), ADAPTERS=num_adapters, ADAPTERS_PAD=padded, BLOCKS=num_blocks,
         HEAD_FIELDS=HEAD_FIELDS, BLOCK_FIELDS=BLOCK_FIELDS, MOST_RANKS=MOST_RANKS,
         SPLITS=splits, COLUMN_TILES=column_tiles, ROWS=rows, RANKS=RANKS, COLUMNS=COLUMNS,
-        num_warps=4,
+        num_warps=4 if rows == DOT_MIN else 8,
     )  # fmt: skip
 
 
