@@ -100,8 +100,8 @@ class IoLoop:
             self._take_up_abandoned,
             maintenance.do_what_is_due,
         )
-        self.turned_at = parts.clock()
-        self.redis_at: float | None = None
+        self.last_turn_at = parts.clock()
+        self.redis_ok_at: float | None = None
         self.failure: WorkerError | None = None
         """Why the worker leaves by itself. Its jobs are given back, unless this thread has raised."""
 
@@ -187,7 +187,7 @@ class IoLoop:
         self._runner.feed()
 
         moment = self._clock()
-        self.turned_at = moment
+        self.last_turn_at = moment
         self._runner.journals.ask_if_due(moment)
         if self._deadline_timer.due(moment):
             self._check_deadlines()
@@ -308,8 +308,8 @@ class IoLoop:
                 raise refusals[0]  # it is treated like an outage, now that every duty had its turn
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
-            self._outage.passed()
-            self.redis_at = moment
+            self._outage.note_absence()
+            self.redis_ok_at = moment
         except RedisError as error:
             self._ride_out(moment, error)
 
@@ -367,7 +367,7 @@ class IoLoop:
         """Log an error of Redis, and set when to try again. A worker that is overdue leaves instead."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
-        self._outage.met(
+        self._outage.note(
             f"{problem} {type(error).__name__}",
             "%s (%s); trying again until that is over",
             problem,

@@ -256,7 +256,7 @@ class JobRunner:
         if error is not None:
             self._raised(job, error)
         else:
-            self.faults.passed(job.function_name)
+            self.faults.note_success(job.function_name)
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
@@ -268,7 +268,7 @@ class JobRunner:
             self._ends.fail(job, error)
             return
         self._withdraw_all([job])
-        fault = self.faults.met(job.claimed, job.function_name, error)
+        fault = self.faults.note(job.claimed, job.function_name, error)
         self._log.error(
             "job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault
         )

@@ -70,9 +70,9 @@ class Maintenance:
         """Note that a look for adapters is over, and whether it failed."""
         self._looks_for_adapters = False
         if error is None:
-            self._adapter_trouble.passed()
+            self._adapter_trouble.note_absence()
         else:
-            self._adapter_trouble.met(
+            self._adapter_trouble.note(
                 type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
             )
 
@@ -85,9 +85,9 @@ class Maintenance:
     def _report(self, _: Any, error: BaseException | None) -> None:
         """Log a duty's error, or that duties are done again."""
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
-            self._trouble.met(
+            self._trouble.note(
                 type(error).__name__,
                 "could not clean up in Redis (%s); trying again in each period",
                 shown_error(error),

@@ -194,7 +194,7 @@ class PoolCalls:
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
             elif error is not None and is_to_be_repeated:
-                self._delays.met(
+                self._delays.note(
                     type(error).__name__,
                     "job %s: not carried out yet (%s); trying again",
                     job.claimed.job_id,
@@ -220,7 +220,7 @@ class PoolCalls:
         """Start the waiting calls, once their pause is over."""
         self._line.try_again()
         if not self._waiting:
-            self._delays.passed()
+            self._delays.note_absence()
         elif self._clock() >= self._try_again_at:
             due = self._waiting
             self._waiting = []

@@ -90,19 +90,19 @@ class Reporter:
         self._redis_clock.look(self._client)
         self.clock_warning = self._redis_clock.warning
         if self.clock_warning:
-            self._skew.met("skew", "%s", self.clock_warning)
+            self._skew.note("skew", "%s", self.clock_warning)
         else:
-            self._skew.passed()
+            self._skew.note_absence()
 
         slowest_s = self._runner.tally.take_slowest()
         if slowest_s > SLOW_S:
-            self._slowness.met(
+            self._slowness.note(
                 "slow",
                 "Redis took %.1f s to answer: look at its CPU, its disk and `redis-cli SLOWLOG GET`",
                 slowest_s,
             )
         else:
-            self._slowness.passed()
+            self._slowness.note_absence()
 
     def show_stopped(self) -> None:
         """Write the final statistics."""

@@ -90,10 +90,10 @@ class Scheduler(RQScheduler):
         """Note that the turn is over, and whether it failed."""
         self._is_turning = False
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
             self.pid = 0  # its hash may have expired, and is written again in the next turn
-            self._trouble.met(
+            self._trouble.note(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",
                 shown_error(error),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
-from worker.engine_thread.orders import Order, SampledTokens, Tell
+from worker.engine_thread.orders import Order, SampledTokens, ReportTokens
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.logs import LastingTrouble
@@ -50,7 +50,7 @@ class Journals:
         self._due_at = clock() + period_s
         # Until when a leaving worker waits for entries; None while it does not leave.
         self._leave_by: float | None = None
-        # The Tell orders that the engine has not answered yet.
+        # The ReportTokens orders that the engine has not answered yet.
         self._num_unanswered = 0
         # The jobs whose entries are being written, by number; for each the last report that came meanwhile.
         self._writing: dict[int, SampledTokens | None] = {}
@@ -65,14 +65,14 @@ class Journals:
         self._due_at = moment + self._period_s
         if self._streaming():
             self._num_unanswered += 1
-            self._orders.put(Tell())
+            self._orders.put(ReportTokens())
 
     def leave(self, moment: float) -> None:
         """Stop the engine, and have the last entries written."""
         if self.pool is not None and self._leave_by is None and self._streaming():
             self._leave_by = moment + STEP_S
             self._num_unanswered += 1
-            self._orders.put(Tell(stops=True))
+            self._orders.put(ReportTokens(stops=True))
 
     def is_awaited(self, moment: float) -> bool:
         """Whether a leaving worker must wait for entries before its jobs are given back."""
@@ -127,9 +127,9 @@ class Journals:
         """Note that an entry is written, and write the next one if a report came meanwhile."""
         next_report = self._writing.pop(job.number)
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
-            self._trouble.met(
+            self._trouble.note(
                 type(error).__name__,
                 "job %s: its journal could not be written: %s",
                 job.claimed.job_id,
