@@ -1,1 +1,1 @@
-"""One trace for each job, from its enqueueing to its written end. Its spans are made when it has ended."""
+"""Traces of jobs. A trace lasts from a job's enqueueing to its written end, and its spans are made then."""

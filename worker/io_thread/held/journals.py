@@ -6,7 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
-from worker.engine_thread.orders import Order, SampledTokens, ReportTokens
+from worker.engine_thread.orders import Order, ReportTokens, SampledTokens
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.logs import LastingTrouble
