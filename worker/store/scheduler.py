@@ -58,7 +58,7 @@ class Scheduler(RQScheduler):
 
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
-        self._clock.look(self.connection)
+        self._clock.sync(self.connection)
         common = {
             # The time of this machine, as RQ writes it into a job. Only `now_ts` decides what is due.
             "now_iso": utcformat(now()),
