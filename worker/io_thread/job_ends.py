@@ -280,7 +280,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_page() -> int:
-            """Queue one page of dependents, and return the next page. After the last page, close the job and return 0."""
+            """Queue one page of dependents. Returns the next page. After the last one, closes the job and returns 0."""
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)

@@ -51,7 +51,7 @@ class Maintenance:
         """Start the duties that are due at `moment` (monotonic seconds)."""
         names = self._queue_names
         if self._scheduler is not None and self._schedule_timer.due(moment):
-            self._scheduler.turn()
+            self._scheduler.start_round()
         if self._scheduler is not None and self._numbers_timer.due(moment):
             self._pool.submit(partial(read_numbers, self._client, names), self._numbers_read)
         if self._left_jobs_timer.due(moment):
