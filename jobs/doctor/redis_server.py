@@ -54,9 +54,8 @@ def reach(url: str) -> Server:
     timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
     round_trips_s = []
-    for _ in range(
-        5
-    ):  # the fastest round trip counts, because the first one opens the connection too
+    # The fastest round trip counts, because the first one opens the connection too.
+    for _ in range(5):
         sent_at = time.time()
         info: Any = client.info("everything")
         round_trips_s.append(time.time() - sent_at)
@@ -344,8 +343,6 @@ def _refusal(connection: Any) -> str:
         connection.read_response()
     except NoPermissionError as error:
         return str(error)
-    except (
-        ResponseError
-    ):  # the command is permitted, but this version of Redis wants other arguments
+    except ResponseError:  # permitted, but this version of Redis wants other arguments
         return ""
     return ""

@@ -234,9 +234,8 @@ class Intake:
             self._lanes[lane] = _without(self._lanes[lane], dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        self.begun(
-            request_ids
-        )  # requests that are gone make room for further requests with pictures
+        # Requests that are gone make room for further requests with pictures.
+        self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.

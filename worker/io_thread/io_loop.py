@@ -85,13 +85,12 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at = float("-inf")  # when Redis is called again after an error
-        self._drain_by = float(
-            "inf"
-        )  # when draining ends, and the jobs that still run are given back
-        self._leave_by = float(
-            "inf"
-        )  # when jobs are given back even if their ends or parts are being written
+        # When Redis is called again after an error.
+        self._retry_at = float("-inf")
+        # When draining ends, and the jobs that still run are given back.
+        self._drain_by = float("inf")
+        # When jobs are given back even if their ends or parts are being written.
+        self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
         self._renew_timer = Timer(limits.renew_period_s)
         self._progress_timer = Timer(PROGRESS_PERIOD_S)

@@ -59,9 +59,8 @@ class JobRunner:
         self._enders = parts.enders
         self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
-        self._surplus = list[
-            ClaimedJob
-        ]()  # claimed jobs to give back, for which this worker has no thread or adapter
+        # Claimed jobs to give back, because this worker has no thread or no adapter for them.
+        self._surplus = list[ClaimedJob]()
         self.faults = WorkerFaults()
         self.tally = parts.tally
         self._traces = traces
@@ -335,9 +334,8 @@ class JobRunner:
     def _collect(self, job: HeldJob) -> None:
         """Make the job's value, now that every completion is here."""
         assert job.open_task is not None
-        self._beginnings.began(
-            job, self._clock()
-        )  # for a job without requests; otherwise it has begun already
+        # This matters only for a job without requests. Any other job has begun already.
+        self._beginnings.began(job, self._clock())
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)

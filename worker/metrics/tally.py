@@ -67,9 +67,8 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        position = bisect_left(
-            self.bounds, value
-        )  # behind all bounds if the value exceeds them all
+        # This is behind all bounds if the value exceeds them all.
+        position = bisect_left(self.bounds, value)
         self.counts[position] += 1
         self.total += value
 

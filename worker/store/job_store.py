@@ -327,7 +327,7 @@ class JobStore:
         """Queue the dependents of an ended job that wait for no other job. Each call queues one page of them.
 
         cursor: the page; 0 for the first. Returns the cursor of the next page; 0 after the last.
-        A dependent is queued only once, even if two jobs end together for which it waited. RQ would queue it twice.
+        A dependent is queued only once, even if it waited for two jobs that end together. RQ would queue it twice.
         """
         key = job_key(claimed.job_id)
         ended_as: Any = self._client.hget(key, "ended_as")

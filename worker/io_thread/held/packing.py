@@ -227,9 +227,8 @@ class Packer:
 
     def _adapt_reserve(self) -> None:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
-        if not any(
-            self._in_engine
-        ):  # an idle worker begins with a small reserve, and leaves jobs to other workers
+        if not any(self._in_engine):
+            # An idle worker begins with a small reserve, and leaves the next jobs to other workers too.
             self._departures.clear()
             self._num_departed = 0
             self._reserve = self._min_reserve

@@ -145,9 +145,7 @@ class Streams:
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
-        has_failed = (
-            completion.finish_reason == "error"
-        )  # after that, the request gets no further samples
+        has_failed = completion.finish_reason == "error"  # the request gets no further samples
         has_all = len(samples) == job.num_samples[index]
         if has_failed or has_all:
             self._hand_over(job, index, samples)
