@@ -128,8 +128,9 @@ def load_functions(names: Iterable[str]) -> None:
         except Exception as error:
             raise FunctionNotFound(name, _reason(name, error)) from error
         if not callable(function):
-            problem = TypeError(f"it is a {type(function).__name__}, expected a function")
-            raise FunctionNotFound(name, problem)
+            raise FunctionNotFound(
+                name, TypeError(f"it is a {type(function).__name__}, expected a function")
+            )
 
 
 def _reason(name: str, error: Exception) -> Exception:

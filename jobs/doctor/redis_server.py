@@ -291,14 +291,15 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
     key_patterns = [prefixed(pattern) for pattern in KEYS[role].split()]
-    # For each pattern, a command that needs the right to such a key.
-    writes = {("set", pattern.replace("*", "a"), "1"): pattern for pattern in key_patterns}
+    # The key patterns, each by a command that needs the right to such a key.
+    writes: dict[tuple[str, ...], str] = {}
+    for pattern in key_patterns:
+        writes["set", pattern.replace("*", "a"), "1"] = pattern
     missing_rules: dict[str, None] = {}  # a set that keeps its order
     for words, refusal in _refusals(server.client, [*writes, *commands_of(role)]):
         if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
-            pattern = writes.get(tuple(words))
-            if pattern is not None:
-                missing_rules[f"~{pattern}"] = None
+            if tuple(words) in writes:
+                missing_rules[f"~{writes[tuple(words)]}"] = None
         elif " channel" in refusal:
             missing_rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:

@@ -109,7 +109,7 @@ def test_a_wrong_clock_is_two_lines_of_the_log(
     whole: WholeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RedisClock, "look", lambda clock, _: setattr(clock, "ahead_s", SKEW_S + 1))
+        patch.setattr(RedisClock, "sync", lambda clock, _: setattr(clock, "ahead_s", SKEW_S + 1))
         assert all(whole.turn() for _ in range(10))
     assert len(lines(caplog, "this machine's clock is 4 s ahead")) == 1
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))

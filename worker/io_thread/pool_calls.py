@@ -182,16 +182,26 @@ class PoolCalls:
 
     def _start(self, submission: _Submission) -> None:
         """Give the function to the pool."""
+        job = submission.job
         call = submission.call
 
+        def note_returned(value: Any, error: BaseException | None) -> None:
+            """Note that the call has returned, and handle its outcome. Called in the I/O thread."""
+            if job.call is submission.thread_call:  # by now the job may have made another call
+                job.call = None
+            if call.place is not None:
+                self._line.note_over(call.place)
+            with self._guard.around(job):
+                self._handle_outcome(submission, value, error)
+
         def done(value: Any, error: BaseException | None) -> None:
-            """Have the I/O thread handle the outcome. Called in the pool's thread."""
-            self._post(lambda: self._returned(submission, value, error))
+            """Have the I/O thread call `note_returned`. Called in the pool's thread."""
+            self._post(lambda: note_returned(value, error))
 
         submission.thread_call = submission.pool.submit(
             call.function, done, is_interruptible=not call.is_ours, discard=call.discard
         )
-        submission.job.call = submission.thread_call
+        job.call = submission.thread_call
 
     def _start_if_awaited(self, submission: _Submission) -> None:
         """Make a call that had to wait. If its job was withdrawn meanwhile, end the call without making it."""
@@ -200,16 +210,6 @@ class PoolCalls:
                 self._start(submission)
             else:
                 self._handle_outcome(submission, value=None, error=None)
-
-    def _returned(self, submission: _Submission, value: Any, error: BaseException | None) -> None:
-        """Note that a call has returned, and handle its outcome."""
-        job = submission.job
-        if job.call is submission.thread_call:  # by now the job may have made another call
-            job.call = None
-        if submission.call.place is not None:
-            self._line.note_over(submission.call.place)
-        with self._guard.around(job):
-            self._handle_outcome(submission, value, error)
 
     def _handle_outcome(
         self, submission: _Submission, value: Any, error: BaseException | None

@@ -102,7 +102,12 @@ class Journals:
 
     def _jobs_with_journal(self) -> list[HeldJob]:
         """Return the jobs whose state a journal can keep."""
-        return [job for job in self._jobs if _has_journal(job)]
+        jobs = []
+        for job in self._jobs:
+            is_open = job.has_begun and job.open_task is not None
+            if is_open and job.state in _STATES_WITH_JOURNAL:
+                jobs.append(job)
+        return jobs
 
     def _write_entry(self, job: HeldJob, report: SampledTokens) -> None:
         """Have a thread write a job's entry."""
@@ -131,11 +136,5 @@ class Journals:
                 job.claimed.job_id,
                 shown_error(error),
             )
-        if next_report is not None and job in self._jobs and _has_journal(job):
+        if next_report is not None and job in self._jobs_with_journal():
             self._write_entry(job, next_report)
-
-
-def _has_journal(job: HeldJob) -> bool:
-    """Whether a journal can keep the job's state."""
-    is_open = job.has_begun and job.open_task is not None
-    return is_open and job.state in _STATES_WITH_JOURNAL
