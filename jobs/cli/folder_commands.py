@@ -377,7 +377,7 @@ def report(
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
     """Return rows of a run as examples, with their prompts if `has_prompts`.
 
-    If the rows cannot be read, returns None without prompts, and raises RunNotHere with prompts.
+    If the rows cannot be read, returns None, or raises RunNotHere if prompts were asked for.
     """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)

@@ -67,7 +67,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def print_troubles(connection: redis.Redis) -> None:
-    """Print why Redis takes no jobs, or may lose them, if there is such trouble."""
+    """Print what is wrong with Redis, if it takes no jobs or may lose them."""
     for trouble in troubles(connection):
         click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 

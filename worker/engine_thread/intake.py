@@ -334,7 +334,7 @@ class Intake:
         return []
 
     def _refuse(self, request_id: str, error: BaseException) -> list[Completion]:
-        """Return the completion of a refused request. If this worker is at fault, note the fault; the list is empty."""
+        """Return the completion of a refused request; nothing if this worker is at fault, which is noted."""
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []

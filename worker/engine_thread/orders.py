@@ -32,7 +32,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class ReportTokens:
-    """Order: report the tokens that each request has so far. stops: finish the launched step before, then stop."""
+    """Order: report the tokens that each request has so far. stops: finish a launched step before, and take no more."""
 
     stops: bool = False
 

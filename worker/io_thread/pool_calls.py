@@ -71,7 +71,7 @@ class RoomLine:
         """Make a call now. If calls with earlier places wait, make it in its turn.
 
         start: makes the call. is_awaited: whether its job still waits for the call. If the job does not, `try_again`
-        calls `start` at once, which notices that and ends the call.
+        calls `start` at once. Then `start` only ends the call.
         """
         is_behind_retried = self._retried is not None and self._retried < place
         is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)
@@ -133,7 +133,7 @@ class _Submission:
     """A call that a job has submitted. It may be made several times.
 
     key: the call's key in the job, see HeldJob.await_call.
-    thread_call: what the pool made of the call the last time; None before.
+    thread_call: the pool's call of the latest attempt; None before the first attempt.
     """
 
     pool: FunctionPool

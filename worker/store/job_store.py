@@ -175,8 +175,7 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # Redis may not forget what a claim has taken that was sent twice, because the first request may still be on its
-        # way.
+        # If a claim was sent twice, its first request may still be on its way. So Redis must remember what it took.
         self._answered_tokens = sent_once
         *_, latest_epoch = replies[-1]
         self._epoch = latest_epoch.decode()

@@ -1,1 +1,1 @@
-"""Traces of jobs. A trace lasts from a job's enqueueing to its written end, and its spans are made then."""
+"""Traces of jobs, each from the job's enqueueing until its end is written. Only then are its spans made."""

@@ -314,6 +314,6 @@ class PayloadBudget:
             self._add_bytes(job, job.payload_bytes)
 
     def _add_bytes(self, job: HeldJob, num_bytes: int) -> None:
-        """Add to the bytes that a job counts as."""
+        """Count `num_bytes` more for a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

@@ -25,7 +25,7 @@ class Inspections:
     """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
 
     Tasks take turns, so a task with long checks delays another task by one check only.
-    post: queues a call for the I/O thread. checks: `end` closes them, because no task uses them any more then.
+    post: queues a call for the I/O thread. checks: closed by `end`, after which no task uses them.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
