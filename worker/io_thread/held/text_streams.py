@@ -51,7 +51,7 @@ class TextStreams:
                     self._note_sample(job, sample, partial)
 
     def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
-        """Make pieces of what was added to a sample's texts since its last pieces, unless too many pieces wait."""
+        """Make pieces of what was added to a sample's text since its last piece, unless too many pieces wait."""
         if len(self._waiting) >= MAX_WAITING:
             return
         streamed = job.streamed.get(sample, _NO_TEXT)
