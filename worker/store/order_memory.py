@@ -55,9 +55,9 @@ class OrderMemory:
             heads = {}
             for run, (job_id, waited) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(waited))
-            priorities = {
-                str(run): int(priority) for run, priority in fields.get("priorities", {}).items()
-            }
+            priorities = {}
+            for run, priority in fields.get("priorities", {}).items():
+                priorities[str(run)] = int(priority)
             return cls(
                 last=str(fields["last"]),
                 urgent=list(fields["urgent"]),

@@ -84,15 +84,13 @@ class StockJobs:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-            replies = pipe.execute()
+            replies = iter(pipe.execute())  # read below in the order of the commands above
 
-        # There are three replies for each job. The reply to `set` is not needed.
-        execution_counts = replies[::3]
-        first_seen_texts = replies[2::3]
         reasons = {}
-        for job_id, num_executions, first_seen_text in zip(
-            job_ids, execution_counts, first_seen_texts, strict=True
-        ):
+        for job_id in job_ids:
+            num_executions = next(replies)
+            next(replies)  # the reply to `set` is not needed
+            first_seen_text = next(replies)
             age_s = moment - _seconds(first_seen_text, otherwise=moment)
             if not num_executions and age_s > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"

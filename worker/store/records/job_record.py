@@ -132,7 +132,8 @@ def read_record(
             name.decode()  # raises for a name that RQ could not read
         for name, parse in _PARSERS.items():
             text = values.get(name)
-            if text is None or (text == b"" and name not in _NEVER_EMPTY):
+            is_skipped = text == b"" and name not in _NEVER_EMPTY
+            if text is None or is_skipped:
                 continue
             parsed[name] = _parsed(name, text, parse)
         _policy(parsed).check()
