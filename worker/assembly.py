@@ -1,4 +1,4 @@
-"""Builds the parts of a worker. No other module knows all of them."""
+"""Builds the parts of a worker. Only this module knows all of them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ REDIS_TIMEOUT_S = 10.0
 """Seconds that a call to Redis may take."""
 
 WEBHOOK_THREADS = 8
+"""Webhooks that are sent at the same time."""
 
 
 class RqWorker(Protocol):
@@ -73,57 +74,91 @@ def assemble(
     metrics: MetricsServer | None = None,
     traces: Traces | None = None,
 ) -> tuple[EngineLoop, IoLoop]:
-    """Build the engine's loop, for the calling thread, and the I/O thread, which is not started yet.
+    """Build the engine's loop, which the calling thread must run, and the I/O thread, which is not started yet.
 
-    metrics: shows the worker's numbers, if given. traces: traces its jobs, if given.
+    metrics: the server that shows the worker's numbers, if any. traces: traces the worker's jobs, if given.
     """
     shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
-    queue_names = worker.queue_names()
-    log = worker.log
-
     tally = Tally()
     clients = _clients(worker.connection, tally)
-    redis_clock = RedisClock()
     shared_context = settings.job_context(clients.pool, served, meter=lambda: meter)
-    keeping = Keeping(
-        records_failures=not worker.disable_default_exception_handler,
-        result_ttl_s=worker.default_result_ttl,
+    environment = JobEnvironment(shared_context, settings.function_grace_s, traces)
+    parts = _parts(worker, settings, limits, served, clients, environment, tally)
+
+    facts = _facts(worker.name, served, settings.model)
+    record = WorkerRecord(
+        clients.io,
+        worker.name,
+        parts.queue_names,
+        worker.beat,
+        facts,
+        parts.redis_clock,
+        changing_facts=partial(_changing_facts, served, shared_context.adapters),
+    )
+    scheduler = None if limits.burst else worker.scheduler  # in burst mode it has run already
+    maintenance = Maintenance(parts, scheduler, worker.maintenance_interval)
+    io = IoLoop(parts, record, maintenance)
+    loop = EngineLoop(engine, parts.orders, io.post)
+    if metrics is not None:
+        metrics.serve(facts, parts.queue_names, tally, loop, io)
+    return loop, io
+
+
+def _parts(
+    worker: RqWorker,
+    settings: WorkerSettings,
+    limits: Limits,
+    served: ServedModel,
+    clients: Clients,
+    environment: JobEnvironment,
+    tally: Tally,
+) -> Parts:
+    """Build the parts that the duties of the I/O thread share."""
+    queue_names = worker.queue_names()
+    log = worker.log
+    redis_clock = RedisClock()
+    adapters = environment.shared_context.adapters
+    store = JobStore(
+        clients.io,
+        worker.name,
+        limits.lease_s,
+        max_job_bytes=settings.max_job_bytes,
+        models=served.names,
+        keeping=Keeping(
+            records_failures=not worker.disable_default_exception_handler,
+            result_ttl_s=worker.default_result_ttl,
+        ),
+        clock=redis_clock,
+        more_models=lambda: adapters.names,
+    )
+    ends_store = JobStore(
+        clients.pool,
+        worker.name,
+        limits.lease_s,
+        max_job_bytes=settings.max_job_bytes,
+        clock=redis_clock,
     )
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
     webhooks = Webhooks(webhook_pool, settings.allowed_webhook_hosts, log)
-    parts = Parts(
+    packer = Packer(
+        len(queue_names),
+        slots=settings.max_num_seqs,
+        prefetch=settings.prefetch,
+        max_functions=settings.function_threads,
+        max_files=MAX_OPENING,
+    )
+    return Parts(
         queue_names=queue_names,
         limits=limits,
         clients=clients,
-        store=JobStore(
-            clients.io,
-            worker.name,
-            limits.lease_s,
-            max_job_bytes=settings.max_job_bytes,
-            models=served.names,
-            keeping=keeping,
-            clock=redis_clock,
-            more_models=lambda: shared_context.adapters.names,
-        ),
-        ends_store=JobStore(
-            clients.pool,
-            worker.name,
-            limits.lease_s,
-            max_job_bytes=settings.max_job_bytes,
-            clock=redis_clock,
-        ),
-        environment=JobEnvironment(shared_context, settings.function_grace_s, traces),
+        store=store,
+        ends_store=ends_store,
+        environment=environment,
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
-        packer=Packer(
-            len(queue_names),
-            slots=settings.max_num_seqs,
-            prefetch=settings.prefetch,
-            max_functions=settings.function_threads,
-            max_files=MAX_OPENING,
-        ),
+        packer=packer,
         budget=PayloadBudget(len(queue_names), settings.max_held_bytes),
         poll_rates=PollRates(queue_names, limits),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
@@ -135,31 +170,12 @@ def assemble(
         redis_clock=redis_clock,
     )
 
-    facts = _facts(worker.name, served, settings.model)
-    scheduler = None if limits.burst else worker.scheduler  # in burst mode it has run already
-    io = IoLoop(
-        parts,
-        WorkerRecord(
-            clients.io,
-            worker.name,
-            queue_names,
-            worker.beat,
-            facts,
-            redis_clock,
-            changing_facts=partial(_changing_facts, served, shared_context.adapters),
-        ),
-        Maintenance(parts, scheduler, worker.maintenance_interval),
-    )
-    loop = EngineLoop(engine, parts.orders, io.post)
-    if metrics is not None:
-        metrics.serve(facts, queue_names, tally, loop, io)
-    return loop, io
-
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
     """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code.
 
-    Only the last one resends commands, as users' code expects of RQ. Our own code decides that for each command.
+    Only the client for users' code resends commands, as that code expects of RQ. Our own code decides for each command
+    whether to send it again.
     """
     count_ours = partial(tally.sent, "worker")
     count_users = partial(tally.sent, "functions")
@@ -171,7 +187,7 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
 
 
 def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
-    """Return the values of the worker's key that change as adapters come and go; none if it has no adapters."""
+    """Return the values of the worker's key in Redis that change as adapters come and go; empty if none can come."""
     if not adapters.is_live:
         return {}
     return {
@@ -181,7 +197,7 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:
-    """Return the constant values of the worker's key in Redis. Jobs may ask for its model by any name in `models`."""
+    """Return the values of the worker's key in Redis that stay. Jobs may ask for its model by any name in `models`."""
     return {
         "worker": worker_name,
         "model": served.name,

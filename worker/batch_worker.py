@@ -61,9 +61,9 @@ _LISTEN_AGAIN_S = 2.0
 class BatchWorker(BaseWorker):
     """An RQ worker that packs its jobs into one continuous batch.
 
-    The main thread loads and steps the engine, and takes the signals. One I/O thread claims and ends jobs. User
-    functions, callbacks and files run in further threads. The constructor loads nothing, because `rq info` builds
-    workers too. `work()` raises StartupError if the worker cannot serve. Under `rq worker` it prints one line instead,
+    The main thread loads and steps the engine, and handles signals. One I/O thread claims and ends jobs. User
+    functions, callbacks and files have threads of their own. The constructor loads nothing, because `rq info` builds
+    workers too. If the worker cannot serve, `work()` raises StartupError. Under `rq worker` it logs one line instead,
     and exits with 1.
     """
 
@@ -105,8 +105,8 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         """Serve the queues until the worker must stop. The arguments are those of `rq worker`.
 
-        Returns whether any job was brought to an end. Raises StartupError before the first claim; EngineFailed,
-        IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on; and SystemExit on a cold
+        Returns whether any job has ended here. Raises StartupError before the first claim. Raises EngineFailed,
+        IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on, and SystemExit on a cold
         shutdown.
         """
         leave_out_working_directory()
@@ -152,7 +152,7 @@ class BatchWorker(BaseWorker):
                 self._traces.close()
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
-        """Serve metrics if the settings ask for it. Raises MetricsNotServed."""
+        """Start the server of metrics, if the settings ask for one, and return it. Raises MetricsNotServed."""
         if not settings.metrics_port:
             return None
         from worker.metrics.server import MetricsServer
@@ -167,7 +167,7 @@ class BatchWorker(BaseWorker):
         return server
 
     def _load(self, settings: WorkerSettings) -> Engine:
-        """Import the code that jobs run, and load the model, before jobs have threads."""
+        """Import the code that jobs run, and load the model, before any thread runs jobs."""
         from engine import ConfigError
 
         try:
@@ -180,7 +180,7 @@ class BatchWorker(BaseWorker):
             raise
 
     def _log_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
-        """Log what is served. seconds: how long the model took to load."""
+        """Log which model is served. seconds: how long it took to load."""
         served = settings.served_model(
             engine.identity, engine.attention_backend, engine.max_model_len
         )
@@ -194,7 +194,10 @@ class BatchWorker(BaseWorker):
         )
 
     def _log_no_start(self, error: Exception) -> None:
-        """Log a startup error in one line. Under RQ's command, and only there, raises SystemExit."""
+        """Under RQ's command, log a startup error in one line and raise SystemExit.
+
+        Under any other program this does nothing, and the caller raises the error.
+        """
         self._stop_pool(error)
         if called_by_rq_command():
             from worker.settings import with_variables
@@ -203,7 +206,7 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process, because it would repeat the failure."""
+        """Stop the `rq worker-pool` that started this process, if one did. Each of its workers would fail alike."""
         pool = multiprocessing.parent_process()
         if (
             pool is not None
@@ -216,7 +219,7 @@ class BatchWorker(BaseWorker):
             os.kill(pool.pid, signal.SIGTERM)
 
     def _sign_on(self, level: str | None, *formats: str) -> None:
-        """Enter RQ's lists of workers. If the connection is lost meanwhile, try once more."""
+        """Add the worker to RQ's lists. If the connection is lost meanwhile, try once more."""
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
@@ -237,9 +240,9 @@ class BatchWorker(BaseWorker):
                 )
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
-        """Take this worker's name, and return the settings.
+        """Check RQ's options and Redis' version, take this worker's name, and return the settings.
 
-        Raises StartupError if the settings, RQ's options or the name cannot be used.
+        Raises StartupError if one of these cannot be used.
         """
         from worker.settings import WorkerSettings
 
@@ -274,16 +277,16 @@ class BatchWorker(BaseWorker):
         return settings
 
     def _take_name(self) -> None:
-        """Take this worker's name from a killed worker of this machine. RQ would keep the name for eight minutes.
+        """Take this worker's name, also from a killed worker of this machine.
 
-        It ends the killed worker's leases, so that its jobs go on at once. Raises StartupError if a living worker has
-        the name.
+        RQ would keep the killed worker's name for eight minutes. Its leases are ended, so that its jobs go on at once.
+        Raises StartupError if a living worker has the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
         if namesake:
             raise StartupError(
                 f"the name {self.name} belongs to another worker, {namesake}: give each worker its own --name; "
-                "that of a dead one on another machine is free after --worker-ttl and a minute"
+                "the name of a dead worker on another machine is free after --worker-ttl and a minute"
             )
         if self.connection.exists(self.key):
             num_jobs = end_leases_of(self.connection, self.name, self.queue_names())
@@ -303,7 +306,7 @@ class BatchWorker(BaseWorker):
         max_jobs: int | None,
         max_idle_s: int | None,
     ) -> bool:
-        """Run both loops until the worker leaves. Returns whether any job was brought to an end."""
+        """Run the engine's loop and the I/O thread until the worker leaves. Returns whether any job has ended here."""
         from worker.assembly import assemble
 
         if settings.traces != "off":
@@ -338,12 +341,12 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM, and a cold one at a further signal a second later."""
+        """Handle SIGINT and SIGTERM: the first starts a warm shutdown, a later one after a second a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Claim nothing more and finish what runs. While the model loads, leave at once."""
+        """Start a warm shutdown, or a cold one at a second signal. While the model loads, leave at once."""
         if self._io is None:
             # The code that runs in this thread now may swallow this error.
             self._is_stopped_early = True
@@ -353,12 +356,12 @@ class BatchWorker(BaseWorker):
             self._shutdown_requested_date = now()
             self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
-            # A signal within the first second is the same request, which a pool and the terminal both send.
+            # Within the first second, a further signal is the same request: a pool and the terminal may both send it.
             self._is_cold = True
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit again if code that was being imported has swallowed the first one."""
+        """Raise SystemExit if a signal came while the model loaded, and an import has swallowed the first one."""
         if self._is_stopped_early:
             raise SystemExit
 
@@ -381,7 +384,7 @@ class BatchWorker(BaseWorker):
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
     def unsubscribe(self) -> None:
-        """End the thread that listens for commands. RQ's own order of calls would keep it for a minute."""
+        """End the thread that listens for commands. In RQ's own order of calls, the thread would stay for a minute."""
         thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:
             thread.stop()
@@ -391,7 +394,7 @@ class BatchWorker(BaseWorker):
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening after any error. RQ goes on only after a lost connection."""
-        self._deafness.met(
+        self._deafness.note(
             type(exc).__name__,
             "Worker %s: cannot listen for commands (%s); trying again",
             self.name,
@@ -404,13 +407,13 @@ class BatchWorker(BaseWorker):
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
         """Write RQ's worker hash: heartbeat, state, and one of the running jobs.
 
-        Raises NameTaken if the hash is another worker's, which was started later under this name.
+        Raises NameTaken if the hash belongs to another worker that was started later under this name.
         """
         assert self.birth_date is not None  # RQ has set it as the worker signed on
-        other = successor(client, self.name, self.birth_date)
-        if other:
+        new_owner = successor(client, self.name, self.birth_date)
+        if new_owner:
             self._has_lost_name = True
-            raise NameTaken(self.name, other)
+            raise NameTaken(self.name, new_owner)
 
         self.last_heartbeat = now()
         self._state = state
@@ -427,10 +430,10 @@ class BatchWorker(BaseWorker):
                 pipe.hdel(self.key, "current_job")
             else:
                 pipe.hset(self.key, "current_job", job_id)
-            kept_s = self.worker_ttl + 60  # as RQ keeps it
-            pipe.expire(self.key, kept_s)
-            pipe.expire(self.executions_key, kept_s)
-            # The lists are written each time, because others remove this worker from them during a longer outage.
+            ttl_s = self.worker_ttl + 60  # as RQ sets it
+            pipe.expire(self.key, ttl_s)
+            pipe.expire(self.executions_key, ttl_s)
+            # The lists are written each time, because during a longer outage other workers remove this one from them.
             worker_registration.register(self, pipe)
             pipe.execute()
 
@@ -441,7 +444,7 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        """Make the scheduler, which `Maintenance` runs. In burst mode, enqueue the due jobs here, once."""
+        """Make the scheduler, which `Maintenance` runs. In burst mode, enqueue the due jobs once, here."""
         level = logging_level or self.log.level
         scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
         self.scheduler = scheduler

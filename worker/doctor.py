@@ -57,7 +57,7 @@ def _check_model() -> Iterator[Finding]:
 def _check_files() -> Iterator[Finding]:
     """Yield a finding about each data root."""
     roots_text = read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()
-    return check_places(split_roots(roots_text))
+    return check_roots(split_roots(roots_text))
 
 
 #: A run needs at least this many free bytes on a disk.
@@ -67,15 +67,14 @@ MIN_BYTES = 64 << 20
 STORE_TIMEOUT_S = 20.0
 
 
-def check_places(roots: Sequence[str]) -> Iterator[Finding]:
-    """Check for each root whether a run could work there.
+def check_roots(roots: Sequence[str]) -> Iterator[Finding]:
+    """Yield for each root whether a run could write there.
 
-    A root that only holds inputs need not be writable. So a problem in one root is only a warning if another root is
-    fine.
+    A root that only holds inputs need not be writable. So if one root is fine, a problem in another root is a warning.
     """
     paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
     findings = [_try_to_write(path) for path in paths]
-    # A finding that says how to mend something is a problem.
+    # Only the finding about a problem says how to mend it.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:
@@ -85,8 +84,8 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
 
 
 def _try_to_write(root: str) -> Finding:
-    """Try to write below a root, and say how that went."""
-    # This import needs pyarrow. If pyarrow is missing, another finding says so.
+    """Try to write below a root. Returns the finding about that."""
+    # This import needs pyarrow. If pyarrow is missing, the examination of the installation says so.
     from jobs.parquet.files.storage import Storage, writing
 
     if not is_stored(root) and not os.path.isdir(root):
@@ -97,7 +96,7 @@ def _try_to_write(root: str) -> Finding:
         )
     try:
         with writing(root):
-            # For a store, this is the whole test.
+            # For an object store, this call is the whole test.
             Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)
             if not is_stored(root):
                 with tempfile.TemporaryFile(dir=root) as file:

@@ -34,7 +34,7 @@ class JobEnvironment:
     traces: Traces | None = None
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
-        """Return the context of one of our own jobs. connection: used by the threads that work for it."""
+        """Return the context of one of our own jobs. connection: the client that the job's threads use."""
         return replace(
             self.shared_context,
             connection=connection,
@@ -49,13 +49,13 @@ class JobEnvironment:
         )
 
     def _trace(self, claimed: ClaimedJob) -> Mapping[str, str]:
-        """Return the trace context for jobs that the job enqueues; empty if nothing is traced."""
+        """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
         if self.traces is None:
             return {}
         return self.traces.carrier(claimed.execution_id, claimed.record.meta)
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
-        """Return the job's journal. It belongs to the job, its payload and the model."""
+        """Return the job's journal. Its owner names the job, the payload and the model."""
         payload_digest = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
         # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
@@ -74,7 +74,7 @@ class JobEnvironment:
         )
 
     def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """Send a run's end notices if the run has failed with this job. error: why it failed."""
+        """Send the notices that a run has ended, if this job's failure has ended one. error: why the job failed."""
         notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
@@ -86,7 +86,7 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
     def token_ids(request: Request) -> Sequence[int]:
-        """Return the tokens that the engine would read. Raises InvalidJob."""
+        """Return the tokens that the engine would read for a request. Raises InvalidJob."""
         try:
             params: RequestParams
             if request.kind in _TEXT_KINDS:

@@ -1,6 +1,6 @@
-"""Sets the form of a worker's log, and logs a lasting trouble once in place of again and again.
+"""Sets up a worker's log, in RQ's text or with a JSON object in each line.
 
-The log is RQ's text, or a JSON object for each line.
+`LastingTrouble` keeps a trouble from filling the log.
 """
 
 import logging
@@ -21,12 +21,12 @@ from worker.errors import SettingsError
 _LOGGERS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
 
 
-#: Seconds without a trouble after which it counts as over.
+#: A trouble counts as over when it has not occurred for this many seconds.
 OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs each kind of a trouble once while the trouble lasts, and once that it is over. For any thread.
+    """Logs a trouble such as an outage: each kind of it once while it lasts, and then its end. For any thread.
 
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     """
@@ -38,7 +38,7 @@ class LastingTrouble:
         level: int = logging.ERROR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """over: the words of the line at the trouble's end. level: the level of the line at its beginning."""
+        """over: the text of the line at the trouble's end. level: the level of the lines while it lasts."""
         self._log = log
         self._over = over
         self._level = level
@@ -51,11 +51,11 @@ class LastingTrouble:
 
     @property
     def lasts(self) -> bool:
-        """Whether the trouble was met within the last OVER_S seconds."""
+        """Whether the trouble occurred within the last OVER_S seconds."""
         return self._began_at is not None and self._clock() - self._last_at < OVER_S
 
-    def met(self, kind: str, message: str, *args: object) -> None:
-        """Note the trouble. The message is logged if it is the first of its kind since the trouble began."""
+    def note(self, kind: str, message: str, *args: object) -> None:
+        """Note that the trouble occurred. Logs the message if it is the first of its kind since the trouble began."""
         with self._lock:
             self._end_if_over()
             self._last_at = self._clock()
@@ -67,13 +67,13 @@ class LastingTrouble:
         if is_new:
             self._log.log(self._level, message, *args)
 
-    def passed(self) -> None:
-        """Note that all is well at this moment."""
+    def note_absence(self) -> None:
+        """Note that the trouble does not occur at present."""
         with self._lock:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """Log that the trouble is over, if it was not met for OVER_S."""
+        """Log that the trouble is over, if it has not occurred for OVER_S seconds."""
         if self._began_at is None or self._clock() - self._last_at < OVER_S:
             return
         lasted_s = self._last_at - self._began_at
@@ -83,25 +83,27 @@ class LastingTrouble:
         self._kinds_logged.clear()
 
 
-def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:
-    """Begin to write this process' log; return whether it is JSON.
+def start_log(
+    worker_name: str, log_format: str, level: str | int | None, formats: tuple[str, str]
+) -> bool:
+    """Begin to write this process' log. Returns whether it is JSON.
 
-    worker: the worker's name, which is in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: the options
-    of `rq worker` for text. If the program has set up logging itself, nothing is changed. Raises SettingsError if JSON
-    is wanted but not possible.
+    worker_name: stands in each line of JSON. log_format: the value of TOKENMILL_LOG_FORMAT. level, formats: the options
+    of `rq worker` for text. If the program has set up logging itself, the log stays text. Raises SettingsError if JSON
+    is asked for but not possible.
     """
     for name in ("rq.worker", "rq.scheduler"):
         setup_loghandlers(level, *formats, name=name)
         logging.getLogger(name).addFilter(PLAIN)
 
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
-    if wanted == JSON and has_own_text:
+    if log_format == JSON and has_own_text:
         raise SettingsError(
             f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
         )
     writes_json = False
-    if not has_own_text and is_json(wanted, sys.stdout) and not _is_configured():
-        writes_json = _write_json(worker, is_asked_for=wanted == JSON)
+    if not has_own_text and is_json(log_format, sys.stdout) and not _is_configured():
+        writes_json = _write_json(worker_name, is_asked_for=log_format == JSON)
 
     effective_level = logging.getLogger("rq.worker").getEffectiveLevel()
     # RQ adds no handler for the engine, which logs how it computes a model.
@@ -109,8 +111,11 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     return writes_json
 
 
-def _write_json(worker: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on. Without structlog it returns False, or raises SettingsError if JSON was asked for."""
+def _write_json(worker_name: str, is_asked_for: bool) -> bool:
+    """Write JSON from now on. Returns whether that is possible, which needs structlog.
+
+    Raises SettingsError if JSON was asked for and structlog is missing.
+    """
     try:
         from jobs.common.json_log import JsonLine
     except ImportError as error:
@@ -120,12 +125,12 @@ def _write_json(worker: str, is_asked_for: bool) -> bool:
             ) from None
         logging.getLogger("rq.worker").warning("the log is text, as structlog is not installed")
         return False
-    handle_all(JsonLine({"worker": worker}, _run_fields), _LOGGERS)
+    handle_all(JsonLine({"worker": worker_name}, _run_fields), _LOGGERS)
     return True
 
 
 def _is_configured() -> bool:
-    """Return whether anybody but RQ has set handlers."""
+    """Whether a log has handlers that RQ has not added."""
     if logging.getLogger().handlers:
         return True
     for name in _LOGGERS:
@@ -136,7 +141,7 @@ def _is_configured() -> bool:
 
 
 def _run_fields(job_id: str) -> Mapping[str, Any]:
-    """Return the run and the shard of a job, if it has them."""
+    """Return the run and the shard of a job, as fields of its log lines. A job without a run has none."""
     run_shard = run_and_shard(job_id)
     if run_shard is None:
         return {}

@@ -99,8 +99,8 @@ class WorkerSettings(BaseSettings):
     """Hosts that webhooks may call, split at ','. A name must resolve to public or to listed addresses."""
 
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
-    """The most bytes of a job's unpacked payload. A payload may hold one list or object for each 40 of these bytes. A
-    job with more is failed without being read."""
+    """The most bytes of a job's unpacked payload. The payload may hold one list or object for each 40 bytes of this
+    limit. A job with more is failed without being read."""
 
     max_held_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_HELD_BYTES), ge=1 << 10)
     """The most bytes of Redis hashes and unpacked payloads that a lane's open jobs may hold. Further jobs wait."""
@@ -109,7 +109,7 @@ class WorkerSettings(BaseSettings):
     """The most bytes of a job's value as JSON. A job with a larger value fails."""
 
     answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
-    """Memory for answers to greedy rows, so that equal rows of a run are computed once; 0 keeps none."""
+    """Memory for answers to greedy rows, so that equal rows of a run are computed once; 0 keeps no answers."""
 
     max_shard_bytes: ByteSize = Field(default=ByteSize(SHARD_BYTES), ge=1 << 24)
     """The most memory for a shard's prompts, and for the pages that are decoded at a time. A shard that needs more
@@ -120,7 +120,7 @@ class WorkerSettings(BaseSettings):
 
     lease_s: int | None = Field(default=None, ge=2)
     """Seconds without a sign of life after which a worker's jobs are queued again. The default is
-    `--job-monitoring-interval` + 45, so that they are back in the queue within that interval + 60."""
+    `--job-monitoring-interval` + 45. So a dead worker's jobs are back in their queues within the interval + 60."""
 
     prefetch: int = Field(default=32, ge=0)
     """Sequences claimed beyond what the engine can run at once, so that a slot never waits for Redis."""
@@ -134,20 +134,20 @@ class WorkerSettings(BaseSettings):
 
     file_timeout_s: float = Field(default=300, gt=0)
     """Seconds without a sign of progress after which opening a shard, writing a part or planning a run fails its job.
-    After `function_grace_s` more its thread is given up."""
+    Its thread is given up `function_grace_s` later."""
 
     check_timeout_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
     """Seconds that a check of one answer may take. After that the answer counts as not valid."""
 
     drain_s: float | None = Field(default=None, ge=0)
-    """Seconds from the first signal to stop until the jobs that still run are given back; by default they never are."""
+    """Seconds from the first signal to stop until the jobs that still run are given back. By default they finish."""
 
     journal_s: float = Field(default=10, ge=0)
-    """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
-    Entries are also written when the worker must stop. 0 turns journals off."""
+    """Seconds between two entries in the journal of an open shard or a long job. The next worker continues the work
+    from the journal. An entry is also written when the worker must stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
-    """If more threads than this were given up and still run, the worker gives back its jobs and exits."""
+    """The most threads that were given up and still run. With more, the worker gives back its jobs and exits."""
 
     metrics_port: Annotated[range, NoDecode] = range(0)
     """The port of /metrics, /livez and /readyz; 0 turns them off. From a range such as 9464-9471 the first free port is
@@ -163,7 +163,7 @@ class WorkerSettings(BaseSettings):
     """The form of the log: text, json, or auto, which is text on a terminal and JSON elsewhere."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; by default what torch chooses, and fewer while other programs need processors."""
+    """CPU threads of the engine. By default torch chooses, and the engine uses fewer while other programs are busy."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -176,7 +176,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("data_roots", mode="before")
     @classmethod
     def _split_roots(cls, value: Any) -> Any:
-        """Split a text into data roots."""
+        """Split a text into data roots, and return each root's real path or prefix."""
         parts = split_roots(value) if isinstance(value, str) else value
         return tuple(_root(part) for part in parts if part)
 
@@ -221,7 +221,7 @@ class WorkerSettings(BaseSettings):
     @field_validator("allowed_functions")
     @classmethod
     def _functions_of_users(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse names that are no function of a module, or that lie in a package of ours."""
+        """Refuse names without a module, and names in Tokenmill's own packages."""
         for name in names:
             if "." not in name.strip("."):
                 raise ValueError(f"{name!r} names no function in a module: write module.function")
@@ -257,7 +257,7 @@ class WorkerSettings(BaseSettings):
     def served_model(
         self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0
     ) -> ServedModel:
-        """Return the served model as jobs see it. max_model_len: the engine's."""
+        """Return the served model as jobs see it. max_model_len: the engine's limit in tokens; 0 if it is not known."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
@@ -311,22 +311,23 @@ class WorkerSettings(BaseSettings):
             return Adapters()
         folder = AdapterFolder(self.adapters)
 
-        def look() -> tuple[list[str], dict[str, str]]:
+        def read_folder() -> tuple[list[str], dict[str, str]]:
+            """Return the pinned name of each adapter that is there, and the problems of others by name."""
             adapters, problem_of = folder.look()
             return [adapter.pinned for adapter in adapters], problem_of
 
-        return LiveAdapters(look)
+        return LiveAdapters(read_folder)
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
         engine_fields = {field.name for field in fields(EngineConfig)}
-        shared_names = engine_fields & set(WorkerSettings.model_fields)
-        values = {name: getattr(self, name) for name in shared_names}
+        shared_fields = engine_fields & set(WorkerSettings.model_fields)
+        values = {name: getattr(self, name) for name in shared_fields}
         has_fixed_threads = self.torch_threads is not None or "OMP_NUM_THREADS" in os.environ
-        adapts = not has_fixed_threads and not self.deterministic
-        return EngineConfig(**values, adapt_cpu_threads=adapts)
+        adapts_threads = not has_fixed_threads and not self.deterministic
+        return EngineConfig(**values, adapt_cpu_threads=adapts_threads)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:
@@ -349,7 +350,10 @@ def _root(part: str) -> str:
 
 
 def _name_pattern(name: str) -> str:
-    """Return a pattern that finds a setting's name. One word alone may mean something else than the setting."""
+    """Return a pattern that finds a setting's name in a message.
+
+    A name of one word, such as `seed`, may mean something else. So it counts only beside words that make it a setting.
+    """
     if "_" in name:
         return name
     followed = (
@@ -366,7 +370,7 @@ _ENGINE_SETTING = re.compile(rf"(?<!: )\b({_ANY_NAME})\b")
 
 
 def with_variables(text: str) -> str:
-    """Return a message of the engine in which variables stand in place of the settings' names."""
+    """Return a message of the engine with each setting's name replaced by the name of its variable."""
     return _ENGINE_SETTING.sub(lambda match: f"{_PREFIX}{match[0].upper()}", text)
 
 
@@ -378,24 +382,26 @@ def read_variable(name: str) -> str | None:
     try:
         return dotenv_values(_ENV_FILE).get(name)
     except (UnicodeDecodeError, OSError):
-        return None  # `load` says so
+        return None  # `load` reports the error
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError that lists the TOKENMILL_ variables that are not settings. Most are misspelt."""
+    """Raise SettingsError if some TOKENMILL_ variables are not settings. Most are misspelt. The message lists them."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
-    ours = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
+    with_prefix = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
     lines = []
-    for name in sorted(ours - set(known)):
-        near = get_close_matches(name, known, n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else "docs/operator.md lists them; unset it"
+    for name in sorted(with_prefix - set(known)):
+        hint = "docs/operator.md lists them; unset it"
+        similar = get_close_matches(name, known, n=1, cutoff=0.8)
+        if similar:
+            hint = f"did you mean {similar[0]}?"
         lines.append(f"{name} is no setting: {hint}")
     if lines:
         raise SettingsError("; ".join(lines))
 
 
 def _explain(error: ValidationError) -> str:
-    """Say what is wrong with each variable."""
+    """Return a message that says what is wrong with each variable."""
     lines = []
     for problem in error.errors():
         field, *_ = problem["loc"]
@@ -416,7 +422,7 @@ def _explain(error: ValidationError) -> str:
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
     any_store = "|".join(STORES)
-    before_no_slashes = r":(?!//)"
-    behind_no_store = rf"(?<!\b(?:{any_store})):"
-    roots = re.split(f"{before_no_slashes}|{behind_no_store}", text, flags=re.I)
+    colon_without_slashes = r":(?!//)"
+    colon_without_store = rf"(?<!\b(?:{any_store})):"
+    roots = re.split(f"{colon_without_slashes}|{colon_without_store}", text, flags=re.I)
     return [root for root in roots if root]

@@ -15,14 +15,14 @@ from worker.errors import FunctionNotFound, StartupError
 from worker.store.user_code import import_function
 
 _SPIN_COUNT = 10_000
-"""An idle thread looks at a flag this many times before it sleeps. libgomp's manual puts that at 0.1 ms."""
+"""How often an idle thread checks for work before it sleeps. By libgomp's manual this takes 0.1 ms."""
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Have idle OpenMP threads spin for a moment and then sleep. Call it before torch is loaded.
 
-    By default libgomp spins 30 times as long, and a waiting thread holds a processor that others need. Without any
-    spinning, each matrix product wakes its threads again, which costs a quarter of the speed on a free machine. The
+    By default libgomp spins 30 times as long, and a spinning thread holds a processor that other threads need. Without
+    any spinning, each matrix product wakes its threads again, which costs a quarter of the speed on a free machine. The
     operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
     """
     if "OMP_WAIT_POLICY" not in environment:
@@ -39,11 +39,11 @@ def called_by_rq_command() -> bool:
 
 
 class RedisErrorsInOneLine(logging.Filter):
-    """Makes one line of the traceback that RQ's command logs if it cannot use Redis."""
+    """Logs one line in place of the traceback that RQ's command logs if it cannot use Redis."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrite a record about an unusable Redis. Every record passes."""
-        # RQ's command logs the error itself in place of a text.
+        """Rewrite a record about an unusable Redis. Returns True, so that every record is logged."""
+        # RQ's command passes the error object as the message.
         if isinstance(record.msg, NOT_SERVED) and called_by_rq_command():
             url = click.get_current_context().params.get("url") or ""
             finding = not_served(url, record.msg)
@@ -56,15 +56,15 @@ class RedisErrorsInOneLine(logging.Filter):
 def leave_out_working_directory() -> None:
     """Take the working directory off the import path, where RQ's command or `python -m` has put it.
 
-    Paths from `--path`, PYTHONPATH or an installation stay. Under any other program it does nothing.
+    Paths from `--path`, PYTHONPATH or an installation stay. Under any program but RQ's command nothing changes.
     """
     if not called_by_rq_command():
         return
     path_source = click.get_current_context().get_parameter_source("path")
     has_path_option = path_source not in (None, ParameterSource.DEFAULT)
     if "." in sys.path and not has_path_option:
-        places = [place for place, folder in enumerate(sys.path) if folder == "."]
-        del sys.path[places[-1]]  # RQ's command adds it at the end
+        positions = [position for position, folder in enumerate(sys.path) if folder == "."]
+        del sys.path[positions[-1]]  # the last one, because RQ's command adds it at the end
 
     # `python -m` puts the working directory first.
     is_run_as_module = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
@@ -83,15 +83,15 @@ _MAPPED_BYTES = 1 << 18
 def share_freed_memory() -> None:
     """Let every thread use memory that another thread has freed. Call it before threads are started.
 
-    With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: 38 MiB for
-    5 MiB in use after 4,000 shards. glibc has an arena for each thread, so the threads that read cannot use memory that
-    planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within 3,000 shards. An engine on a
-    CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
+    With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: after
+    4,000 shards it held 38 MiB, of which 5 MiB were in use. glibc has an arena for each thread, so the threads that
+    read cannot use memory that planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within
+    3,000 shards. An engine on a CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
 
-    The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
-    without mallopt is left alone. Source: mallopt(3).
+    The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. With a C library
+    that has no mallopt, only pyarrow's allocator is set. Source: mallopt(3).
     """
-    # pyarrow reads this when it is loaded.
+    # pyarrow reads this variable when it is loaded.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -121,7 +121,7 @@ def load_parts() -> None:
 
 
 def load_functions(names: Iterable[str]) -> None:
-    """Import functions and callbacks by their dotted names, as RQ will. Raises FunctionNotFound."""
+    """Import functions and callbacks by their dotted names, as RQ does. Raises FunctionNotFound."""
     for name in names:
         try:
             function = import_function(name)
@@ -134,7 +134,7 @@ def load_functions(names: Iterable[str]) -> None:
 
 
 def _reason(name: str, error: Exception) -> Exception:
-    """Return why a function cannot be imported. `error`, which is RQ's, hides which module is missing."""
+    """Return why a function cannot be imported. RQ's own error, `error`, does not say which module is missing."""
     module_name, _, _ = name.rpartition(".")
     try:
         importlib.import_module(module_name or name)

@@ -55,7 +55,7 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @contextmanager
 def _retried_after_server_faults_only() -> Iterator[None]:
-    """Take the retries from a job that would fail in the same way each time."""
+    """Take the retries from a job if its error would come again in each try."""
     try:
         yield
     except JobsError as error:
@@ -66,17 +66,17 @@ def _retried_after_server_faults_only() -> Iterator[None]:
 
 
 def drive(task: OpenTask, engine: Engine) -> None:
-    """Feed an open task's requests to the engine until all are delivered.
+    """Feed an open task's requests to the engine, and deliver the completions, until no request is left.
 
-    After an error or timeout no request stays in the engine. A `SimpleWorker` gives the next job the same engine, and
-    its requests the same ids.
+    After an error or timeout no request stays in the engine. In a `SimpleWorker` the next job uses the same engine and
+    the same request ids.
     """
     numbers = count()
     requests = task.requests()
     pending: dict[int, _Pending] = {}
     try:
         while True:
-            # Fill the engine, until the stream ends and no delivery has led to further requests.
+            # Fill the engine. When the stream ends, a delivery may have led to a further stream.
             while len(pending) < MAX_PENDING:
                 request = next(requests, None)
                 if request is not None:
@@ -86,7 +86,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 else:
                     break
             if not pending:
-                return  # all are delivered
+                return  # every request is delivered
 
             for completion in engine.step():
                 index = int(completion.request_id)
@@ -96,7 +96,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 samples.append(completion)
                 has_all = len(samples) == pending[index].num_samples
                 if has_all or completion.finish_reason == "error":
-                    # This drops the remaining samples of a request that failed. Else none remain.
+                    # If the request has failed, its other samples still run. Otherwise there is nothing to abort.
                     engine.abort(str(index))
                     del pending[index]
                     _deliver(task, index, samples)
@@ -116,7 +116,7 @@ class _Pending:
 def _add(
     task: OpenTask, engine: Engine, index: int, request: Request, pending: dict[int, _Pending]
 ) -> None:
-    """Give the engine a request. A refused one is delivered at once."""
+    """Give the engine a request. If the engine refuses it, deliver the refusal at once."""
     from engine import Completion as EngineCompletion
     from engine import InvalidRequest
     from worker.engine_thread.intake import prepared_request
@@ -148,7 +148,7 @@ def _current_job() -> Job:
 
 
 def _context(job: Job, attention_backend: str = "") -> JobContext:
-    """Return what a job may use."""
+    """Return the context of a job."""
     shared = _shared_context(job.connection, attention_backend)
     shared.adapters.refresh()
     return replace(
@@ -165,7 +165,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 
 @functools.cache
 def _shared_context(connection: Redis, attention_backend: str) -> JobContext:
-    """Return what all jobs of this process share."""
+    """Return the context that all jobs of this process share."""
     settings = _settings()
     max_model_len = settings.max_model_len or _engine().max_model_len
     served = settings.served_model(_identity(), attention_backend, max_model_len)
@@ -173,7 +173,7 @@ def _shared_context(connection: Redis, attention_backend: str) -> JobContext:
 
 
 def _meter() -> PromptMeter:
-    """Return what counts the tokens of prompts."""
+    """Return the meter that counts the tokens of prompts."""
     from worker.job_environment import prompt_meter
 
     settings = _settings()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: The most reasons that `errors` lists.
 MAX_REASONS = 100
-#: Seconds between two looks of `tail --follow` for new parts.
+#: Seconds between two searches of `tail --follow` for new parts.
 FOLLOW_EVERY_S = 1.0
 
 
@@ -119,9 +119,9 @@ def _check_error_options(
 
 
 def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
-    """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer, too."""
+    """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer too."""
     reader = reader_of(scored)
-    from jobs.parquet.outputs.failed_file import export_failed  # pyarrow is known to be here now
+    from jobs.parquet.outputs.failed_file import export_failed  # needs pyarrow, as the reader does
 
     num_rows = export_failed(reader, file, cut=cut)
     click.echo(f"{num_rows} rows in {file}" if num_rows else "no row has an error")
@@ -179,7 +179,7 @@ def _list_errors(
 def tail(
     connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool
 ) -> None:
-    """Show the last answers of a run. Answers are published shard by shard.
+    """Show the last answers of a run. A shard's answers are published together.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
@@ -199,24 +199,29 @@ def tail(
         """Print all rows of a shard."""
         show(reader.answers(shard, columns))
 
-    shown = set(reader.shards())
+    old_shards = set(reader.shards())
     show(_last_rows(reader, columns, lines))
     if follow:
-        _follow(connection, reader, shown, show_shard)
+        _follow(connection, reader, old_shards, show_shard)
 
 
 def _follow(
-    connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
+    connection: redis.Redis,
+    reader: FolderReader,
+    old_shards: set[int],
+    show_shard: Callable[[int], None],
 ) -> None:
-    """Show each new shard, until the run ends or Ctrl-C is pressed."""
+    """Show each shard that is not an old one, until the run ends or Ctrl-C is pressed."""
+    shown_shards = set(old_shards)
     try:
         while True:
-            is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
+            # This is read before the shards, so that no shard is missed.
+            has_ended = reader.has_ended or _has_ended(connection, reader.plan.run)
             for shard in reader.shards():
-                if shard not in shown:
-                    show(shard)
-                    shown.add(shard)
-            if is_over:  # it was over before the last look for shards
+                if shard not in shown_shards:
+                    show_shard(shard)
+                    shown_shards.add(shard)
+            if has_ended:
                 return
             time.sleep(FOLLOW_EVERY_S)
     except KeyboardInterrupt:
@@ -224,28 +229,28 @@ def _follow(
 
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
-    """Whether Redis says that a run has ended. False if Redis does not know or answer."""
+    """Whether a run has ended, by Redis. False if Redis does not know the run, or does not answer."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return read_planned(connection, run).state in ENDED_STATES
     return False
 
 
 def _last_rows(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield the last `most` rows of a run, taken from its newest parts."""
+    """Yield the last `most` rows of a run, from its newest parts."""
     rows: list[dict[str, Any]] = []
     written_at = reader.parts()  # by shard
     newest_first = sorted(written_at, key=lambda shard: (written_at[shard], shard), reverse=True)
     for shard in newest_first:
-        num_lacking = most - len(rows)
-        if num_lacking <= 0:
+        num_missing = most - len(rows)
+        if num_missing <= 0:
             break
-        last_of_shard = deque(reader.answers(shard, columns), maxlen=num_lacking)
-        rows = [*last_of_shard, *rows]
+        last_rows = deque(reader.answers(shard, columns), maxlen=num_missing)
+        rows = [*last_rows, *rows]
     yield from rows
 
 
 def reader_of(run: client.Run) -> FolderReader:
-    """Return the reader of a run's folder. Raises RunNotHere if the folder is out of reach, or is another run's."""
+    """Return the reader of a run's folder. Raises RunNotHere if the folder cannot be read, or is another run's."""
     try:
         return run.reader("to read parts")
     except RunNotHere:
@@ -272,7 +277,7 @@ def _errors_json(
 def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
-    """Return what `errors` prints for people: a table of reasons, and a table of rows if any are given."""
+    """Return what `errors` prints for people: a table of reasons, and a table of the given rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
@@ -295,17 +300,19 @@ def _errors_text(
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
-    """Return a row as `tail` prints it. prefix: the beginning of the names of the columns that the run has added."""
+    """Return a row as `tail` prints it. prefix: the run's --output-prefix, with which its own columns begin."""
     number = row["row"]
     error = row.get(f"{prefix}error")
     if error is not None:
         return f"row {number}: error: {safe_name(error, MAX_TEXT_CHARS)}"
-    answer = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
+    answer = dict(row)
+    del answer["row"]
+    answer.pop(f"{prefix}error", None)
     finish_reason = answer.pop(f"{prefix}finish_reason", None)
     text = to_json(answer)
     present_values = [value for value in answer.values() if value is not None]
     if len(present_values) == 1 and isinstance(present_values[0], str):
-        text = present_values[0]  # a lone text is shown as it is
+        text = present_values[0]  # if there is only a text, it is shown as it is
     ending = ""
     if finish_reason not in (None, "stop"):
         ending = f" [{finish_reason}]"
@@ -342,7 +349,7 @@ def report(
         )
     scored = client.run(run, connection=connection)
     folder = scored.output
-    # Without --out this only shows whether the page is there. With --out, another page is made of the manifest.
+    # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
         text = _text_of(scored, file_name)
@@ -368,7 +375,10 @@ def report(
 
 
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
-    """Return rows of a run as examples. Without pyarrow, returns None if no prompts were asked for."""
+    """Return rows of a run as examples, with their prompts if `has_prompts`.
+
+    If the rows cannot be read, returns None, or raises RunNotHere if prompts were asked for.
+    """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
     except RunNotHere:
@@ -378,7 +388,7 @@ def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
 
 
 def _text_of(run: client.Run, name: str) -> str:
-    """Return the text of a file in a run's folder. On a disk this needs no pyarrow, which producers may lack."""
+    """Return the text of a file in a run's folder. For a folder on a disk, this works without pyarrow."""
     if is_stored(run.output):
         return reader_of(run).text(name)
     return Path(run.output, name).read_text("utf-8")
@@ -388,7 +398,7 @@ def _text_of(run: client.Run, name: str) -> str:
 DIFFERENT = 1
 NOT_VERIFIED = 2
 
-#: What `verify` prints of its counts.
+#: The counts as `verify` prints them.
 _COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
 equal      {rows_equal:,}
 different  {rows_different:,}
@@ -396,7 +406,7 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 
 
 class _FinishedRun(NamedTuple):
-    """What `verify` needs of a run. folder: its output as workers name it. model: None if it is not known."""
+    """What `verify` needs to know of a run. folder: its output, as workers name it. model: None if it is not known."""
 
     id: str
     queue: str
@@ -405,9 +415,9 @@ class _FinishedRun(NamedTuple):
 
 
 def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
-    """Look up a finished run. Raises InvalidJob or UnknownRun.
+    """Look up a finished run. Raises InvalidJob if the run cannot be verified, and UnknownRun.
 
-    If Redis has forgotten the run, it is read from its folder, and the queue is the default.
+    If Redis has forgotten the run, its folder is read, and the queue is the default.
     """
     run_id, output = named_run(connection, run)
     try:
@@ -419,7 +429,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(planned.run, planned.state)
-    # Without any worker, `verify` waits for one and then says so. So only a worker that lacks something is told here.
+    # If there is no worker at all, `verify` waits for one, and then says so. These errors are about existing workers.
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
             f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
@@ -435,7 +445,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
 
 
 def _check_finished(run: str, state: str) -> None:
-    """Raise InvalidJob if a run has not finished. An expired run is finished, but its deadline has left rows out."""
+    """Raise InvalidJob if a run has not finished. An expired run has finished, without the rows after its deadline."""
     if state not in ("finished", "expired"):
         raise InvalidJob(f"run {run} cannot be verified: it is not finished, but {state}")
 
@@ -465,9 +475,9 @@ def verify(
     """Compute rows of a finished run again, and compare.
 
     RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
-    a sample of the rows once more. It compares texts, reasons and counts of tokens with the run's parts, and writes
-    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may come from
-    rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
+    a sample of the rows once more. The worker compares texts, reasons and counts of tokens with the run's parts, and
+    writes nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may
+    come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:
         with errors_printed():

@@ -67,7 +67,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # The workers' own numbers may be old, as a full Redis takes no new ones. But a producer's user may read only these.
+    # What the workers have written. It may be old if Redis is full, but a producer's user may read nothing else.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -79,9 +79,9 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         if queue.name not in known_names and not any(queue.counts.values()):
             missing.append(queue.name)
             continue
-        counts = [f"{count} {place}" for place, count in queue.counts.items()]
+        counts = [f"{count} {state}" for state, count in queue.counts.items()]
         num_claimed = claimed.get(queue.name, 0)
-        counts.insert(1, f"{num_claimed} claimed")  # behind those that wait
+        counts.insert(1, f"{num_claimed} claimed")  # behind the waiting jobs
         click.echo(f"queue {safe_name(queue.name)}: {', '.join(counts)}")
     for worker in workers:
         if worker.registered:
@@ -93,8 +93,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     if is_suspended:
         click.secho(SUSPENDED_TEXT, fg="red")
     if missing:
-        existing = f": there are {_names(known_names)}" if known_names else ": there is none"
-        raise click.ClickException(f"no queue is named {_names(missing)}{existing}")
+        existing = f"there are {_names(known_names)}" if known_names else "there is none"
+        raise click.ClickException(f"no queue is named {_names(missing)}: {existing}")
 
 
 def _worker_line(worker: Worker, is_suspended: bool) -> str:
@@ -115,30 +115,50 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
 @click.argument("queue")
 @click.option(
     "--stop",
-    "who",
+    "producer",
     help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
 )
 @click.pass_obj
-def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
-    """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
+def flood(connection: redis.Redis, /, queue: str, producer: str | None) -> None:
+    """Say whose jobs wait in QUEUE, or cancel the jobs of one producer.
 
-    A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
+    A producer is a run, or the name under "producer" in a job's meta. The API server writes the project's name there.
     In a long queue, 10,000 jobs are read, spread over its length. --stop needs the workers' Redis user.
     """
-    if who is not None:
-        if who.startswith(RUN):
-            raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
-        try:
-            num_cancelled = cancel_waiting(connection, queue, who)
-        except NoPermissionError as error:
-            raise click.ClickException(
-                f"--stop needs the workers' Redis user: {safe_name(str(error))}"
-            ) from error
-        if not num_cancelled and who != UNNAMED:
-            _check_producer(connection, queue, who)
-        click.echo(f"cancelled {num_cancelled} waiting jobs")
-        return
+    if producer is None:
+        _print_producers(connection, queue)
+    else:
+        _stop_producer(connection, queue, producer)
 
+
+def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
+    """Cancel the waiting jobs of a producer that is no run."""
+    if producer.startswith(RUN):
+        run = producer.removeprefix(RUN)
+        raise click.UsageError(f"a run is cancelled by `tokenmill cancel {run}`")
+    try:
+        num_cancelled = cancel_waiting(connection, queue, producer)
+    except NoPermissionError as error:
+        raise click.ClickException(
+            f"--stop needs the workers' Redis user: {safe_name(str(error))}"
+        ) from error
+    if not num_cancelled and producer != UNNAMED:
+        _check_producer(connection, queue, producer)
+    click.echo(f"cancelled {num_cancelled} waiting jobs")
+
+
+def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
+    """Raise ClickException if no job of this producer waits on a queue. The error lists the producers whose jobs do."""
+    waiting = list(read_producers(connection, queue).num_jobs)
+    if producer not in waiting:
+        others = f"there are {_names(waiting)}" if waiting else "none waits there"
+        raise click.ClickException(
+            f"no job of {safe_name(producer)} waits on queue {safe_name(queue)}: {others}"
+        )
+
+
+def _print_producers(connection: redis.Redis, queue: str) -> None:
+    """Print how many jobs of each producer wait on a queue, and the command that stops them."""
     producers = read_producers(connection, queue)
     ages_s = head_ages(connection, [queue], time.time())
     age_s = ages_s.get(queue)
@@ -148,14 +168,11 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
     click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
-        stop_command = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
-        if name.startswith(RUN):
-            stop_command = f"tokenmill cancel {name[len(RUN) :]}"
-        producer = "no producer named" if name == UNNAMED else name
         num_jobs = str(producers.estimate(name))
         if producers.is_sample:
             num_jobs = f"about {num_jobs}"
-        rows.append((num_jobs, producer, safe_name(stop_command)))
+        shown_name = "no producer named" if name == UNNAMED else name
+        rows.append((num_jobs, shown_name, safe_name(_stop_command(queue, name))))
     if producers.is_sample:
         click.echo(
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
@@ -167,14 +184,11 @@ def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
         click.echo(f"and {num_more} producers with fewer jobs")
 
 
-def _check_producer(connection: redis.Redis, queue: str, who: str) -> None:
-    """Raise ClickException if no job of the producer `who` waits on a queue. It names the producers whose jobs wait."""
-    producers = list(read_producers(connection, queue).num_jobs)
-    if who not in producers:
-        others = f"there are {_names(producers)}" if producers else "none waits there"
-        raise click.ClickException(
-            f"no job of {safe_name(who)} waits on queue {safe_name(queue)}: {others}"
-        )
+def _stop_command(queue: str, producer: str) -> str:
+    """Return the command that cancels a producer's waiting jobs."""
+    if producer.startswith(RUN):
+        return f"tokenmill cancel {producer.removeprefix(RUN)}"
+    return f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(producer)}"
 
 
 @click.command("restore-check")
@@ -276,14 +290,14 @@ def requeue_command(
 
 
 def _names(names: list[str]) -> str:
-    """Return the first MAX_SHOWN names or ids as a list for people, and say how many more there are."""
+    """Return names or ids as a list for people: the first MAX_SHOWN of them, and how many more there are."""
     shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
     if len(names) > MAX_SHOWN:
         return f"{shown} and {len(names) - MAX_SHOWN} more"
     return shown
 
 
-#: The modules with a role's own checks. They are imported when they are used, because their packages import this one.
+#: The modules with the checks of one role. They are imported late, because their packages import this package.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 #: Roles with rules of their own in Redis.
@@ -309,16 +323,13 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     """
     url = context.find_root().params["url"]
     if role is None:
-        is_worker = find_spec("torch") and find_spec("pydantic_settings")
-        role = "worker" if is_worker else "producer"
+        has_worker = find_spec("torch") is not None and find_spec("pydantic_settings") is not None
+        role = "worker" if has_worker else "producer"
     findings = []
     for finding in examine(_examinations(url, role)):
         findings.append(finding)
         if not as_json:
-            level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
-            click.echo(f"{level} {finding.subject:13} {finding.text}")
-            if finding.mend:
-                click.echo(f"{'':22} -> {finding.mend}")
+            _print_finding(finding)
     levels = Counter(finding.level for finding in findings)
     if as_json:
         content = {
@@ -336,8 +347,16 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     context.exit(1 if levels[Level.FAULT] else 0)
 
 
+def _print_finding(finding: Finding) -> None:
+    """Print a finding, and in a line of its own how to mend it."""
+    level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
+    click.echo(f"{level} {finding.subject:13} {finding.text}")
+    if finding.mend:
+        click.echo(f"{'':22} -> {finding.mend}")
+
+
 def _examinations(url: str, role: str) -> Iterator[Examination]:
-    """Yield all that `doctor` looks at for a role. url: the URL of Redis."""
+    """Yield the examinations that `doctor` makes for a role. url: the URL of Redis."""
     yield Examination("redis", lambda: _check_redis(url, role))
     yield Examination("installation", check_installation)
     if role not in CHECKS:
@@ -351,7 +370,7 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
-    """Yield what is wrong with Redis, and with the rights of its user."""
+    """Yield the findings about Redis, and about the rights of its user."""
     try:
         server = reach(url)
     except RedisError as error:

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from jobs.runs.plans.option_checks import LOGPROB_TYPES, PROBABILITIES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return the callback of an option whose text is JSON of this kind, `list` or `dict`."""
+    """Return a click callback for an option whose text is JSON. kind: the type of its value, `list` or `dict`."""
 
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         """Return the option's value, or None if it was not given."""
@@ -35,10 +35,10 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     return parse
 
 
-#: A template's file with one of these suffixes is written in Jinja.
+#: A template file with one of these suffixes is written in Jinja.
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
-#: Each of these options says what to ask. A run has at most one of them.
+#: The options that say what to ask. A run may have only one of them.
 PROMPT_OPTIONS = (
     "prompt_column",
     "messages_column",
@@ -53,7 +53,7 @@ PROMPT_OPTIONS = (
 def assignments(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str] | None:
-    """Return the texts of a repeatable option NAME=TEXT, by their names; None if it was not given."""
+    """Return the texts of a repeatable option NAME=TEXT, by name; None if the option was not given."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals_sign, value = text.partition("=")
@@ -68,7 +68,7 @@ def assignments(
 def column_list(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | None:
-    """Return the columns of a repeatable option whose values are separated by commas; None if it was not given."""
+    """Return the columns of a repeatable option that separates them by commas; None if the option was not given."""
     if not texts:
         return None
     try:
@@ -83,7 +83,7 @@ def column_list(
 def label_list(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> list[Any] | None:
-    """Return the labels in a JSON list, or in a text that separates them by commas; None if it was not given."""
+    """Return labels from a JSON list, or from a text with commas between them; None if the option was not given."""
     if text is None:
         return None
     if text.lstrip().startswith("["):
@@ -95,13 +95,7 @@ def label_list(
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit_run`. Raises UsageError for options that contradict each other."""
-    prompt_flags = [
-        f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None
-    ]
-    if len(prompt_flags) > 1:
-        raise click.UsageError(
-            f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
-        )
+    _check_prompt_options(options)
 
     # An option that was not given is None, or () if it may be repeated. An empty list is a value that was given.
     arguments: dict[str, Any] = {}
@@ -124,12 +118,22 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         arguments["template"] = template.removesuffix("\n").removesuffix("\r")
         if template_path.endswith(JINJA_SUFFIXES):
             arguments.setdefault("template_format", "jinja")
-    prompts = arguments.pop("prompt", None)
-    if prompts is not None:
+    templates = arguments.pop("prompt", None)
+    if templates is not None:
         arguments["prompts"] = [
-            {"name": name, "template": template} for name, template in prompts.items()
+            {"name": name, "template": template} for name, template in templates.items()
         ]
     return client.run_arguments(arguments)
+
+
+def _check_prompt_options(options: Mapping[str, Any]) -> None:
+    """Raise UsageError if several options say what to ask."""
+    flags = []
+    for name in PROMPT_OPTIONS:
+        if options[name] is not None:
+            flags.append(f"--{name.replace('_', '-')}")
+    if len(flags) > 1:
+        raise click.UsageError(f"{' and '.join(flags)} each say what to ask: give one of them")
 
 
 def _read(option: str, path: str) -> str:
@@ -143,31 +147,31 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return a JSON schema. The option has the schema, or the name of its file."""
+    """Return a JSON schema. text: the schema, or the name of its file."""
     if text is not None and not text.lstrip().startswith("{"):
         text = _read(parameter.opts[0], text)
     return json_value(dict)(context, parameter, text)
 
 
 def response_format(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return OpenAI's response_format. The option has the whole format, or only its schema."""
+    """Return OpenAI's response_format. text: the whole format, only its schema, or the name of a file with one."""
     value = schema(context, parameter, text)
     if value is None or value.get("type") in ("text", "json_object", "json_schema"):
         return value
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
 
 
-#: Adds an option or an argument to a command.
+#: A function that adds an option or an argument to a command.
 Decorator = Callable[[Any], Any]
 
 
 def _option(flag: str, help: str, **settings: Any) -> Decorator:
-    """Return an option of a command. settings: those of click.option."""
+    """Return a decorator that adds an option. settings: further arguments of click.option."""
     return click.option(flag, help=help, **settings)
 
 
 def _switch(name: str, help: str) -> Decorator:
-    """Return an option that is given as --name or --no-name. Its value is None if neither is given."""
+    """Return a decorator that adds an option --name/--no-name. Its value is None if neither is given."""
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
@@ -526,7 +530,7 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
     """Return a decorator that adds all these options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options):  # click shows options in the opposite order
+        for option in reversed(options):  # click shows the option first that was added last
             command = option(command)
         return command
 

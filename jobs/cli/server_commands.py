@@ -1,4 +1,4 @@
-"""The commands that serve HTTP, `tokenmill dashboard` and `tokenmill serve`, and `tokenmill keys`."""
+"""`tokenmill dashboard` and `tokenmill serve`, which serve HTTP, and `tokenmill keys`."""
 
 import importlib
 import time
@@ -20,7 +20,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name, or name:port, of a proxy before it.",
+    help="A name, or name:port, of a proxy before the dashboard.",
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
 @click.option(
@@ -34,7 +34,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
 def dashboard(context: click.Context, /, **options: Any) -> None:
     """Show what waits, runs and fails in a browser.
 
-    If it listens on another address than 127.0.0.1, browsers must log in with the token in TOKENMILL_DASHBOARD_TOKEN.
+    On another address than 127.0.0.1, browsers must log in with the token in TOKENMILL_DASHBOARD_TOKEN.
     """
     _run_server("tokenmill.dashboard.serve", "dashboard", context, options)
 
@@ -56,7 +56,7 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     "--folder",
     metavar="DIR",
     help="Where files and batches lie: below the workers' data roots, on a disk or such as s3://bucket/prefix. "
-    "Without it there are none.",
+    "Without it there are no files and batches.",
 )
 @click.option(
     "--timeout",
@@ -76,19 +76,21 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
 def serve(context: click.Context, /, **options: Any) -> None:
     """Serve OpenAI's HTTP API. Calls go to the queue of prompts, batches to the queue of runs.
 
-    If it listens on another address than 127.0.0.1, clients need a key that `tokenmill keys add` has made.
+    On another address than 127.0.0.1, clients need a key that `tokenmill keys add` has made.
     """
     _run_server("tokenmill.server.serve", "server", context, options)
 
 
-def _run_server(name: str, extra: str, context: click.Context, options: Mapping[str, Any]) -> None:
+def _run_server(
+    module_name: str, extra: str, context: click.Context, options: Mapping[str, Any]
+) -> None:
     """Run a server until it is stopped.
 
-    name: the server's module. It is imported here because its package imports this one. extra: the extra of Tokenmill
-    that installs what the server needs.
+    module_name: the server's module, which is imported here because its package imports this one.
+    extra: the extra of Tokenmill that installs what the server needs.
     """
     try:
-        module: Any = importlib.import_module(name)
+        module: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"{error.name} is not installed: pip install 'tokenmill[{extra}]'"
@@ -144,12 +146,15 @@ def limit_command(
     """
     has_limits = any(limit is not None for limit in limits.values())
     if has_limits and is_unlimited:
-        raise click.UsageError("--none lifts all limits: leave it out, or the others")
+        raise click.UsageError("--none lifts all limits: leave out --none, or the other options")
     if has_limits or is_unlimited:
         set_limits(connection, project, ProjectLimits(**limits))
     project_limits = asdict(known_keys(connection).limits_of(project))
-    shown = [f"{name} {limit}" for name, limit in project_limits.items() if limit is not None]
-    click.echo(f"{project}: {', '.join(shown) or 'no limits'}")
+    shown_limits = []
+    for name, limit in project_limits.items():
+        if limit is not None:
+            shown_limits.append(f"{name} {limit}")
+    click.echo(f"{project}: {', '.join(shown_limits) or 'no limits'}")
 
 
 @keys.command("revoke")

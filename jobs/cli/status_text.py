@@ -21,7 +21,7 @@ from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
-#: What a user reads who has no worker at all.
+#: Printed if there is no worker at all.
 NO_WORKER_TEXT = (
     "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
 )
@@ -29,7 +29,7 @@ NO_WORKER_TEXT = (
 
 @contextmanager
 def errors_printed() -> Iterator[None]:
-    """Print an error that a user can act on as one line, safe for a terminal, and exit with status 1."""
+    """Turn an error that a user can act on into one line, safe for a terminal, and exit status 1."""
     cause: Exception
     try:
         yield
@@ -53,7 +53,7 @@ def errors_printed() -> Iterator[None]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
+    """Return a table as lines of text. numbers: the heads of the columns that are aligned to the right."""
     columns = []
     for column in zip(heads, *rows, strict=True):
         head = column[0]
@@ -67,7 +67,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def print_troubles(connection: redis.Redis) -> None:
-    """Print why Redis takes no jobs or may lose them."""
+    """Print what is wrong with Redis, if it takes no jobs or may lose them."""
     for trouble in troubles(connection):
         click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 
@@ -76,7 +76,9 @@ def rate(value: float | None) -> str:
     """Return a rate as a table shows it; "-" if there is none."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}"
 
 
 #: Seconds between two lines of progress, if the state stays the same.
@@ -116,7 +118,7 @@ class Lines:
 
 
 def _has_columns(file: TextIO) -> bool:
-    """Whether a file is a terminal of known width, where a bar can be drawn."""
+    """Whether a file is a terminal of known width, on which a bar can be drawn."""
     with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     return False
@@ -187,24 +189,27 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
 
 
 def _not_begun_text(snapshot: RunSnapshot) -> str:
-    """Say what became of the shards that are not done and not begun."""
+    """Say how many shards are neither done nor begun, and why."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        # Nobody goes on with any of them.
+        # No worker will run any of these shards.
         num_left = snapshot.queued + num_failed + snapshot.gone
         return f"{num_left} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {num_failed} failed{gone}"
 
 
-#: How long `submit` waits for planning to accept the run.
+#: Seconds that `submit` waits for planning to accept the run.
 PLAN_WAIT_S = 10.0
-#: The pause between two looks at the planning.
+#: Seconds between two checks of the planning's state.
 PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
+    """Print a run's id once planning has accepted the run, or takes long.
+
+    Exits with 1 if planning refuses the run, and with 130 on Ctrl-C.
+    """
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
     with _ctrl_c_leaves_run_going(run, watch):
@@ -226,7 +231,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Say that the submit had nothing to do, if the run was finished before it."""
+    """Say so if the run was finished already, and this submit had nothing to do."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)
@@ -234,7 +239,7 @@ def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -
 
 @contextmanager
 def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
-    """Turn Ctrl-C into exit status 130, and say that the run goes on or what the run waits for."""
+    """On Ctrl-C, say that the run goes on, or what it waits for, and exit with 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -250,7 +255,7 @@ def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, 130 on Ctrl-C."""
+    """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, and with 130 on Ctrl-C."""
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))

@@ -1,4 +1,4 @@
-"""Runs `tokenmill preview` and `tokenmill submit --dry-run`. Each enqueues a job, awaits its result, and removes it."""
+"""`tokenmill preview` and `tokenmill submit --dry-run`. Each enqueues a job, awaits its result, and removes the job."""
 
 import json
 import sys
@@ -24,21 +24,21 @@ from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 #: The most characters of one prompt or answer that are shown.
 MAX_SHOWN_CHARS = 20_000
-#: Seconds between two looks at the job.
+#: Seconds between two checks of the job's status.
 POLL_S = 0.05
-#: Seconds between two looks for workers.
+#: Seconds between two checks whether a worker listens.
 WORKERS_EVERY_S = 2.0
-#: Seconds until the command says that no worker listens.
+#: Seconds without a worker after which the command fails.
 PATIENCE_S = 3.0
-#: Tokenizing a large file takes a while; RQ's default is 3 minutes.
+#: The job's timeout in seconds. RQ's default of 3 minutes is too short for tokenizing a large file.
 TIMEOUT_S = 3600
 
-#: The most rows that a dry run looks at. The worker holds the requests of all of them in memory.
+#: The most rows that a dry run reads. The worker holds the requests of all these rows in memory.
 MAX_ROWS_READ = 1_000_000
 
-#: A run's time lies between these multiples of the time that its tried rows suggest. So it was in 22 of 23 runs of the
-#: demo's model, of each kind and mostly of 5 to 30 s, on two cores that other work kept busy. Alone on a machine, a
-#: run's time varies less.
+#: A run's time usually lies between these multiples of the time that its tried rows suggest. It did so in 22 of 23 runs
+#: of the demo's model, on two cores with other work. These runs were of each kind, and most took 5 to 30 s. Without
+#: other work, a run's time varies less.
 RANGE = (0.7, 2.4)
 
 
@@ -55,7 +55,7 @@ def preview(
 ) -> None:
     """Show prompts and answers of a run's first rows.
 
-    A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
+    A worker of the queue renders the prompts, counts their tokens and answers them. Nothing is written.
     """
     result = survey(
         connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers
@@ -69,6 +69,11 @@ def preview(
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
     """Return what a dry run has found, in lines. price_per_hour: the price of a worker's machine, in any currency."""
+    return [*_lines_of_all_rows(result), *_lines_of_tried_rows(result, price_per_hour)]
+
+
+def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
+    """Return what a dry run has found without computing answers: rows that would fail, and tokens of prompts."""
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -85,16 +90,21 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save about "
         f"{result['cached_tokens']:,.0f}",
     ]
+    return lines
+
+
+def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
+    """Return what the rows suggest that a dry run has answered: the tokens of answers, the run's time and its cost."""
     tried = result["num_tried"]
     failed = result["num_failed"]
-    commonest = result.get("commonest_failure")  # a worker of an earlier commit does not say it
+    commonest = result.get("commonest_failure")  # missing if the worker's version is older
     why = f": {safe_name(commonest)}" if commonest else ""
     if failed and failed == tried:
-        lines.append(
+        return [
             f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
-        )
-        return lines
+        ]
 
+    lines = []
     seconds = result["seconds"]
     # Embeddings and scores have no tokens of answers.
     if result["completion_tokens"]:
@@ -122,15 +132,17 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 def duration_range(seconds: float) -> str:
     """Return the likely range of a run's time. seconds: the time that its tried rows suggest."""
     low, high = [duration_text(seconds * factor) for factor in RANGE]
-    return f"about {low}" if low == high else f"{low} to {high}"
+    if low == high:
+        return f"about {low}"
+    return f"{low} to {high}"
 
 
 def survey(
     connection: redis.Redis, queue: str, options: dict[str, Any], **extent: Any
 ) -> dict[str, Any]:
-    """Have a worker look at a run; return the result of jobs.survey_parquet.
+    """Have a worker survey a run. Returns the result of jobs.survey_parquet.
 
-    options: the run's options. extent: those arguments of jobs.survey_parquet that say how much to look at.
+    options: the run's options. extent: the arguments of jobs.survey_parquet that say how many rows to read and answer.
     """
     # A run must name an output, and a survey writes none.
     all_arguments = run_arguments({"output": "/dev/null", **options})
@@ -151,7 +163,7 @@ def try_job(
     arguments: Mapping[str, Any],
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Enqueue a job and return its result. Raises TrialFailed, also if no worker listens on its queue."""
+    """Enqueue a job and return its result. Raises TrialFailed if the job fails, or if no worker listens."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
@@ -182,22 +194,22 @@ def try_job(
 
 
 def _await_end(connection: redis.Redis, queue: str, job_id: str) -> JobStatus | None:
-    """Wait until a job has ended; return its status. Raises TrialFailed if no worker listens on the queue."""
-    last_heard_at = time.monotonic()
-    next_look_at = last_heard_at
+    """Wait until a job has ended. Returns its status. Raises TrialFailed if no worker listens on the queue."""
+    last_served_at = time.monotonic()
+    next_check_at = last_served_at
     while True:
         status = job_status(connection.hget(job_key(job_id), "status"))
         if status not in WAITING:
             return status
         moment = time.monotonic()
-        if moment >= next_look_at:
-            next_look_at = moment + WORKERS_EVERY_S
+        if moment >= next_check_at:
+            next_check_at = moment + WORKERS_EVERY_S
             served_queues: set[str] = set()
             for worker in read_workers(connection):
                 served_queues.update(worker.queues)
             if queue in served_queues:
-                last_heard_at = moment
-            elif moment - last_heard_at > PATIENCE_S:
+                last_served_at = moment
+            elif moment - last_served_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, sorted(served_queues)))
         time.sleep(POLL_S)
 
@@ -228,7 +240,7 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a text, or JSON of any other value, safe for a terminal and cut if it is long. Its lines are indented."""
+    """Return a text, or any other value as JSON, for a terminal: without control characters, indented, cut if long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     shown_text = text[:MAX_SHOWN_CHARS]
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in shown_text.split("\n")]
@@ -241,10 +253,10 @@ def _reasons(result: dict[str, Any]) -> list[str]:
     """Return a line for each reason for which rows would fail."""
     lines = []
     for reason in result["reasons"]:
-        first = f"row {reason['examples'][0]}"
+        first_row = f"row {reason['examples'][0]}"
         num_rows = reason["rows"]
-        failing = f"{first} would fail"
+        failing = f"{first_row} would fail"
         if num_rows > 1:
-            failing = f"{num_rows:,} rows read would fail, {first} the first"
+            failing = f"{num_rows:,} rows read would fail, {first_row} the first"
         lines.append(f"{failing}: {safe_name(reason['text'])}")
     return lines

@@ -30,15 +30,17 @@ from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 WATCH_EVERY_S = 2.0
 #: The most ended runs that `status` without a run shows.
 MAX_ENDED = 10
-#: Of a longer path, a table shows only the end.
+#: Tables show only the end of a longer path.
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option(
     "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
-#: Columns of the tables that are aligned to the right. _WORKER_ACTIVITY: those that a silent worker leaves empty.
+#: The columns of runs with numbers, which are aligned to the right.
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
+#: The columns that say what a worker's engine does.
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
+#: The columns of workers with numbers, which are aligned to the right.
 _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 
 
@@ -56,7 +58,7 @@ _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    Only runs that Redis knows are listed. It keeps a run's keys for 30 days after the last part. The run's folder
+    Only runs that Redis knows are listed. Redis keeps a run's keys for 30 days after the last part. The run's folder
     stays.
     """
     print_troubles(connection)
@@ -78,16 +80,16 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """
 
     def show() -> str:
-        """Return the table, or the JSON, as it is now."""
+        """Return the present table, or the JSON."""
         print_troubles(connection)
-        workers_known = read_workers(connection)
-        samples = [worker.sample for worker in workers_known if worker.sample is not None]
+        known_workers = read_workers(connection)
+        samples = [worker.sample for worker in known_workers if worker.sample is not None]
         if not as_json:
             return workers_table(samples)
         objects = []
         for sample in samples:
-            state = {"silent": sample.is_silent, "draining": sample.state == "draining"}
-            objects.append({**sample.to_object(), **state})
+            flags = {"silent": sample.is_silent, "draining": sample.state == "draining"}
+            objects.append({**sample.to_object(), **flags})
         return json.dumps(objects)
 
     show_or_watch(show, watch)
@@ -101,8 +103,8 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print the state of a run, or of all runs.
 
-    RUN is a run's id or its output folder. A folder works also after Redis has lost the run. Without RUN, all open runs
-    and the last ones that ended are shown.
+    RUN is a run's id or its output folder. A folder works even if Redis has lost the run. Without RUN, all open runs
+    are shown, and the runs that ended last.
     """
     if run is None:
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
@@ -136,7 +138,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what is known about a run from its output folder, without Redis."""
+    """Return as JSON what a run's output folder says about it, without Redis."""
     plan = output.plan
     return json.dumps(
         {
@@ -153,7 +155,7 @@ def output_json(output: RunOutput) -> str:
 
 
 def _output_text(output: RunOutput) -> str:
-    """Return in lines what is known about a run from its output folder, without Redis."""
+    """Return in lines what a run's output folder says about it, without Redis."""
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
         f"run {output.plan.run}: {output.state}",
@@ -168,25 +170,25 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    """Return a table of the open runs and the last ended ones, or JSON of all that are listed."""
+    """Return a table of the open runs and the runs that ended last. As JSON, return all runs of the list."""
     print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
-    shown = []
+    in_table = []
     num_ended = 0
     for run in snapshots:
         if not run.is_active:
             num_ended += 1
         if run.is_active or num_ended <= MAX_ENDED:
-            shown.append(run)
-    return runs_table(shown, time.time())
+            in_table.append(run)
+    return runs_table(in_table, time.time())
 
 
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: print it again and again, on a terminal in the same place."""
+    """Print the text that `show` returns. watch: print it again and again, on a terminal always at the top."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -254,29 +256,33 @@ _WORKER_HEADS = (
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     """Return a worker's cells of the table. An empty cell is "-"."""
-    up = duration_text(worker.up_s)
-    memory = bytes_text(worker.memory_bytes) if worker.memory_bytes else ""
-    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
-    activity: tuple[str, ...] = (
-        f"{worker.num_requests_running}/{worker.max_num_seqs}",
-        str(worker.num_requests_waiting),
-        f"{worker.kv_cache_usage:.0%}",
-    )
-    if worker.is_silent:
-        # The worker's last sample is outdated. Other workers have its jobs, or will have them.
-        up = ""
-        memory = ""
-        held_jobs = ""
-        activity = ("", "", "")
+    # The last sample of a silent worker is outdated. Other workers have its jobs, or will have them.
+    state = "silent"
+    up = ""
+    memory = ""
+    held_jobs = ""
+    activity: tuple[str, ...] = ("", "", "")
+    if not worker.is_silent:
+        state = worker.state
+        up = duration_text(worker.up_s)
+        held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
+        activity = (
+            f"{worker.num_requests_running}/{worker.max_num_seqs}",
+            str(worker.num_requests_waiting),
+            f"{worker.kv_cache_usage:.0%}",
+        )
+        if worker.memory_bytes:
+            memory = bytes_text(worker.memory_bytes)
 
+    pid = str(worker.pid) if worker.pid else ""
     cells = (
         safe_name(worker.name),
-        "silent" if worker.is_silent else worker.state,
+        state,
         worker.model,
         worker.fingerprint[:8],
         release_text(worker.version, worker.commit),
         worker.host,
-        str(worker.pid) if worker.pid else "",
+        pid,
         up,
         memory,
         " ".join(worker.queues),
@@ -289,7 +295,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
 
 
 def _cut_path(path: str) -> str:
-    """Return a path, or its end if it is long."""
+    """Return a path; of a long path, only the end."""
     if len(path) <= MAX_PATH_CHARS:
         return path
     num_kept = MAX_PATH_CHARS - len("...")

@@ -1,1 +1,1 @@
-"""The checks of `tokenmill doctor` that need neither worker nor engine. They leave no trace."""
+"""The checks of `tokenmill doctor` that need neither worker nor engine. They change nothing."""

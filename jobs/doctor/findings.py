@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Level(StrEnum):
-    """A finding's weight. fault: work fails, or is lost."""
+    """How serious a finding is. FAULT: work fails, or is lost."""
 
     OK = "ok"
     WARNING = "warning"
@@ -19,7 +19,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check reports. subject: what was looked at. text: how it is. mend: what to do about it."""
+    """What a check reports. subject: what was checked. text: what was found. mend: what to do about it, if anything."""
 
     level: Level
     subject: str
@@ -33,7 +33,7 @@ fault = partial(Finding, Level.FAULT)
 
 
 def fault_of(subject: str, error: str) -> Finding:
-    """Turn one of our errors into a fault. Its text is such as "problem (why): remedy" or "problem; remedy"."""
+    """Return a fault for the text of an error of ours, such as "problem (why): remedy" or "problem; remedy"."""
     separator = re.search(r"(?<=\)): |; ", error)
     if separator is None:
         return fault(subject, error, "")
@@ -41,7 +41,7 @@ def fault_of(subject: str, error: str) -> Finding:
 
 
 class Examination(NamedTuple):
-    """Some checks. check: makes the checks, and yields findings. limit_s: the seconds that this may take."""
+    """Some checks of a subject. check: makes them and yields findings. limit_s: the most seconds that they may take."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -49,10 +49,10 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry out examinations in turn. An examination that takes too long, or raises, is reported as a fault."""
+    """Carry out examinations in turn, and yield their findings. One that takes too long, or raises, becomes a fault."""
     for examination in examinations:
         findings: list[Finding] = []
-        # A system call that hangs, for example on a network mount, cannot be ended. Its thread is left behind.
+        # A thread whose system call hangs, for example on a network mount, cannot be ended. It is left behind.
         thread = threading.Thread(target=_examine, args=(examination, findings), daemon=True)
         thread.start()
         thread.join(examination.limit_s)
@@ -65,7 +65,7 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
 
 
 def _examine(examination: Examination, findings: list[Finding]) -> None:
-    """Carry out an examination. Its findings are added one by one. If it hangs, the findings so far are not lost."""
+    """Carry out an examination. Add its findings one by one, so that they are not lost if the examination hangs."""
     try:
         for finding in examination.check():
             findings.append(finding)
@@ -75,7 +75,7 @@ def _examine(examination: Examination, findings: list[Finding]) -> None:
         findings.append(fault(examination.subject, problem, remedy))
 
 
-#: The classes that may be named in RQ's variables.
+#: The names that RQ's variables for classes may have.
 CLASSES = {
     "RQ_JOB_CLASS": ("rq.job.Job",),
     "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),
@@ -83,7 +83,7 @@ CLASSES = {
 
 
 def check_installation() -> Iterator[Finding]:
-    """Check RQ's settings, and name the versions that are installed."""
+    """Yield findings about RQ's settings, and about the installed versions."""
     for name, expected in CLASSES.items():
         value = os.environ.get(name)
         if value is not None and value not in expected:
@@ -114,7 +114,10 @@ def missing(extra: str) -> Iterator[Finding]:
         try:
             version(name)  # raises for a package that is not installed
         except PackageNotFoundError:
-            new_finding = warning if name in OPTIONAL else fault
-            yield new_finding(
-                "installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'"
+            level = Level.WARNING if name in OPTIONAL else Level.FAULT
+            yield Finding(
+                level,
+                "installation",
+                f"{name} is not installed",
+                f"pip install 'tokenmill[{extra}]'",
             )

@@ -25,15 +25,20 @@ from jobs.common.keys import RQ, prefixed
 from jobs.common.redis_info import redis_health
 from jobs.doctor.findings import Finding, fault, ok, warning
 
+#: Seconds that a connection, or a reply, may take.
 TIMEOUT_S = 3.0
-#: Errors that mean that a client is not served at all.
+#: Errors of a server that does not answer.
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError)
+#: Errors of a server that does not serve a client at all.
 NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: the settings that this user may read. ahead_s: its clock's lead over ours."""
+    """A server that answers.
+
+    config: the settings that this user may read. ahead_s: the seconds by which the server's clock is ahead of ours.
+    """
 
     client: Redis
     user: str
@@ -45,19 +50,20 @@ class Server:
 
 
 def reach(url: str) -> Server:
-    """Return the server of a URL. Raises RedisError."""
+    """Connect to the server of a URL, and return what it says of itself. Raises RedisError."""
     timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts)
-    took_s = []
-    for _ in range(5):  # the fastest one counts: the first one opens the connection too
+    round_trips_s = []
+    # The fastest round trip counts, because the first one opens the connection too.
+    for _ in range(5):
         sent_at = time.time()
         info: Any = client.info("everything")
-        took_s.append(time.time() - sent_at)
+        round_trips_s.append(time.time() - sent_at)
     config: dict[str, str] = {}
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    # From the last look. A server that does not tell its time counts as exact.
+    # From the last round trip. If the server does not say its time, its clock counts as exact.
     server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
     user, address = _user_and_address(url)
     return Server(
@@ -65,7 +71,7 @@ def reach(url: str) -> Server:
         user=user,
         address=address,
         info=info,
-        latency_s=min(took_s),
+        latency_s=min(round_trips_s),
         ahead_s=server_time - sent_at,
         config=config,
     )
@@ -74,7 +80,7 @@ def reach(url: str) -> Server:
 def not_served(url: str, error: RedisError) -> Finding:
     """Return the fault for a server that does not serve us."""
     user, address = _user_and_address(url)
-    # What is found unless one of the cases below says more.
+    # This holds unless one of the cases below fits better.
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
@@ -118,18 +124,18 @@ def _user_and_address(url: str) -> tuple[str, str]:
     return user, f"{parts.scheme}://{host}{parts.path}"
 
 
-#: A round trip that takes longer is slow. A worker's claims wait for round trips.
+#: A round trip that takes more seconds is slow. Each claim of a worker waits for a round trip.
 SLOW_S = 0.01
-#: Seconds by which two clocks may differ.
+#: The most seconds by which two clocks may differ.
 MAX_SKEW_S = 1.0
-#: Above this share, memory counts as nearly full.
+#: If a larger share of the memory is in use, it counts as nearly full.
 FULL = 0.9
 
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
 
 
 def check_server(server: Server) -> Iterator[Finding]:
-    """Check a server's version, speed, durability, memory and clock."""
+    """Yield findings about a server's version, speed, durability, memory and clock."""
     version = server.info["redis_version"]
     answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
     version_numbers = [int(digits) for digits in re.findall(r"\d+", version)]
@@ -149,16 +155,16 @@ def check_server(server: Server) -> Iterator[Finding]:
 
 
 def troubles(connection: Redis) -> list[str]:
-    """Say why a server that answers takes no jobs or loses them, and what to mend. Raises RedisError."""
+    """Return why a server that answers takes no jobs or may lose them, and what to mend. Raises RedisError."""
     try:
         info: Any = connection.info()
-    except ResponseError:  # this user may not ask
+    except ResponseError:  # this user may not send INFO
         return []
     return [f"{finding.text}: {finding.mend}" for finding in _faults(info)]
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say what is wrong with a server, as INFO shows it."""
+    """Yield what is wrong with a server. info: the server's reply to INFO."""
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -195,13 +201,14 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _durability(server: Server) -> Iterator[Finding]:
-    """Say what a crash or restart of the server would lose."""
+    """Yield findings about what a crash or restart of the server would lose."""
     save = server.config.get("save")
     fsync = server.config.get("appendfsync")
-    if not server.info.get("aof_enabled") and save == "":
+    has_file = bool(server.info.get("aof_enabled"))
+    if not has_file and save == "":
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
         yield fault("durability", problem, _set("appendonly", "yes"))
-    elif not server.info.get("aof_enabled"):
+    elif not has_file:
         problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
         yield warning("durability", problem, _set("appendonly", "yes"))
     elif fsync == "no":
@@ -213,21 +220,24 @@ def _durability(server: Server) -> Iterator[Finding]:
             f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
         )
 
-    # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
-    client: Any = server.client
+    if has_file and not _can_be_replayed(server.client):
+        problem = "the default user has no rights: a restart drops every transaction of the file"
+        mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+        yield fault("durability", problem, mend)
+
+
+def _can_be_replayed(client: Any) -> bool:
+    """Whether a restarted server would carry out the writes in its append-only file; True if that is not known.
+
+    Redis 7 and 8 carry them out as the default user, even if nobody can log in as that user.
+    """
     writes = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
-    with suppress(ResponseError):
-        # This user may not ask, or this is Redis 6.2, which replays without a user.
+    try:
         replies = [client.execute_command("ACL", "DRYRUN", "default", *write) for write in writes]
-        are_allowed = all(reply in (b"OK", "OK") for reply in replies)
-        if server.info.get("aof_enabled") and not are_allowed:
-            problem = (
-                "the default user has no rights: a restart drops every transaction of the file"
-            )
-            mend = (
-                "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
-            )
-            yield fault("durability", problem, mend)
+    except ResponseError:
+        # This user may not send ACL. Or this is Redis 6.2, which needs no user for the writes of its file.
+        return True
+    return all(reply in (b"OK", "OK") for reply in replies)
 
 
 def _set(name: str, value: object) -> str:
@@ -237,7 +247,7 @@ def _set(name: str, value: object) -> str:
 
 Role = Literal["worker", "producer", "dashboard"]
 
-#: Keys, as rules name them, that each role uses.
+#: The keys that each role uses, as rules of Redis users name them.
 _PRODUCERS_KEYS = """
     rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
     rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
@@ -249,7 +259,7 @@ KEYS: Mapping[Role, str] = {
     "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
-#: Commands that a role needs, with arguments; K stands for a key, C for a channel.
+#: The commands that each role needs, with arguments. K stands for a key, C for a channel, SHA for a script's hash.
 _PRODUCERS = """
     del K; exists K; expire K 1; pexpire K 1; persist K; ttl K; pttl K; type K; get K; set K 1; hset K a 1
     hget K a; hgetall K; hmget K a; hdel K a; hexists K a; hkeys K; hlen K; hstrlen K a; lpush K a; rpush K a
@@ -279,28 +289,28 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
-    """Name the rules that a role needs and this user lacks."""
-    commands = commands_of(role)
-    key_patterns = list(map(prefixed, KEYS[role].split()))
-    # For each pattern, a command that needs the right to such a key.
-    writes = {pattern: ("set", pattern.replace("*", "a"), "1") for pattern in key_patterns}
-    rules: dict[str, None] = {}  # in the order in which they were found to be missing
-    for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
-        if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
-            for pattern, write in writes.items():
-                if write == words:
-                    rules[f"~{pattern}"] = None
+    """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
+    key_patterns = [prefixed(pattern) for pattern in KEYS[role].split()]
+    # The key patterns, each by a command that needs the right to such a key.
+    writes: dict[tuple[str, ...], str] = {}
+    for pattern in key_patterns:
+        writes["set", pattern.replace("*", "a"), "1"] = pattern
+    missing_rules: dict[str, None] = {}  # a set that keeps its order
+    for words, refusal in _refusals(server.client, [*writes, *commands_of(role)]):
+        if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
+            if tuple(words) in writes:
+                missing_rules[f"~{writes[tuple(words)]}"] = None
         elif " channel" in refusal:
-            rules[f"&{RQ}:pubsub:*"] = None
+            missing_rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
             command, *arguments = words
             if command in ("script", "memory"):
                 command = f"{command}|{arguments[0]}"  # a rule names the subcommand too
-            rules[f"+{command}"] = None
-    if not rules:
+            missing_rules[f"+{command}"] = None
+    if not missing_rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
-    lacks = " ".join(rules)
+    lacks = " ".join(missing_rules)
     mend = f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all)"
     yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
 
@@ -308,7 +318,10 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield each command, and why the server refuses it to this user; "" if it does not. No command is carried out."""
+    """Yield each command, with the text by which the server refuses it to this user; "" if it is permitted.
+
+    No command is carried out.
+    """
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")
@@ -326,11 +339,11 @@ def _refusals(
 
 
 def _refusal(connection: Any) -> str:
-    """Return why a command is not permitted; "" if it is."""
+    """Read the reply to a command. Returns why the command is not permitted; "" if it is permitted."""
     try:
         connection.read_response()
     except NoPermissionError as error:
         return str(error)
-    except ResponseError:  # it is permitted, but this version of Redis wants other arguments
+    except ResponseError:  # permitted, but this version of Redis wants other arguments
         return ""
     return ""

@@ -17,7 +17,7 @@ from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from tests.doctor.test_redis_faults import bad
 from tests.rq_workers import ROOT
 from worker import doctor
-from worker.doctor import check_places
+from worker.doctor import check_roots
 
 MODEL = ROOT / "ops" / "demo" / "model"
 
@@ -121,10 +121,10 @@ def test_a_configuration_that_does_not_fit_is_found(
 
 
 def test_a_root_that_takes_no_part_is_found_and_a_good_one_left_as_it_was(tmp_path: Path) -> None:
-    (told,) = bad(check_places([str(tmp_path / "gone")]))
+    (told,) = bad(check_roots([str(tmp_path / "gone")]))
     assert f"mkdir -p {tmp_path}/gone" in told.mend
-    assert "cannot be written to" in bad(check_places(["/proc/self"]))[-1].text  # not even as root
-    assert {each.level for each in check_places([str(tmp_path)])} == {Level.OK}
+    assert "cannot be written to" in bad(check_roots(["/proc/self"]))[-1].text  # not even as root
+    assert {each.level for each in check_roots([str(tmp_path)])} == {Level.OK}
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,7 +83,7 @@ def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> No
     hand = ByHand(bulk.connection, slots=64)
     claimer = Claimer(hand.parts, hand.runner)
     enqueue(bulk, 6)
-    hand.parts.poll_rates.hear({"bulk": 3}, num_started=0)
+    hand.parts.poll_rates.note_load({"bulk": 3}, num_started=0)
     held = []
     for _ in range(4):
         claimer.claim(hand.moment)
@@ -96,16 +96,16 @@ def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> No
 def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     poll_rates = PollRates(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (POLL_S, 2.0)
-    poll_rates.hear({"bulk": 300, "other": 3}, num_started=6000)
+    poll_rates.note_load({"bulk": 300, "other": 3}, num_started=6000)
     assert (poll_rates.poll_s(0), poll_rates.poll_s(1)) == (1.5, POLL_S)
     assert poll_rates.poll_s(1, num_passed=1_000_000) == pytest.approx(0.15), (
         "the server reads a thousand each time"
     )
     assert poll_rates.renew_s == 6.0
-    poll_rates.hear({"bulk": 5000}, num_started=10**6)
+    poll_rates.note_load({"bulk": 5000}, num_started=10**6)
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
     short = PollRates(["bulk"], replace(LIMITS, lease_s=2))
-    short.hear({"bulk": 300}, num_started=10**6)
+    short.note_load({"bulk": 300}, num_started=10**6)
     assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
 
 

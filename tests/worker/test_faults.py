@@ -97,15 +97,15 @@ def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_again
 ):
     faults = WorkerFaults()
     shard, function = ClaimedJob("shard", "e", "bulk", "w"), "jobs.score_shard"
-    assert faults.met(shard, function, MemoryError()).counts
-    assert not faults.met(shard, function, MemoryError()).counts, (
+    assert faults.note(shard, function, MemoryError()).counts_against_job
+    assert not faults.note(shard, function, MemoryError()).counts_against_job, (
         "twice in a row: that may be this worker"
     )
-    faults.passed("jobs.complete")
-    assert faults.in_a_row == 2, "a prompt needs none of what a shard lacks"
-    faults.passed(function)
-    assert faults.in_a_row == 0
-    assert faults.met(shard, function, MemoryError()).counts, "others end well here"
+    faults.note_success("jobs.complete")
+    assert faults.num_in_a_row == 2, "a prompt needs none of what a shard lacks"
+    faults.note_success(function)
+    assert faults.num_in_a_row == 0
+    assert faults.note(shard, function, MemoryError()).counts_against_job, "others end well here"
     assert [fault.claimed for fault in faults.waiting] == [shard] * 3
 
 

@@ -55,14 +55,14 @@ def test_a_trouble_of_each_kind_is_logged_once_while_it_lasts_and_once_at_its_en
 ) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(211):
-        trouble.met("full", "Redis is full: %d", 1)
-        trouble.met("away", "Redis is away")
+        trouble.note("full", "Redis is full: %d", 1)
+        trouble.note("away", "Redis is away")
         clock.moment += 1
-        trouble.passed()
+        trouble.note_absence()
     assert caplog.messages == ["Redis is full: 1", "Redis is away"]
     clock.moment += OVER_S
-    trouble.passed()
-    trouble.passed()
+    trouble.note_absence()
+    trouble.note_absence()
     assert caplog.messages[2:] == ["all is well again (seen 422 times in 210 s)"]
 
 
@@ -70,9 +70,9 @@ def test_a_trouble_that_nobody_saw_pass_is_logged_anew_when_it_comes_back_late(
     trouble: LastingTrouble, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    trouble.met("deaf", "cannot listen")
+    trouble.note("deaf", "cannot listen")
     clock.moment += OVER_S
-    trouble.met("deaf", "cannot listen")
+    trouble.note("deaf", "cannot listen")
     assert caplog.messages == [
         "cannot listen",
         "all is well again (seen 1 times in 0 s)",
@@ -109,7 +109,7 @@ def test_a_wrong_clock_is_two_lines_of_the_log(
     whole: WholeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RedisClock, "look", lambda clock, _: setattr(clock, "ahead_s", SKEW_S + 1))
+        patch.setattr(RedisClock, "sync", lambda clock, _: setattr(clock, "ahead_s", SKEW_S + 1))
         assert all(whole.turn() for _ in range(10))
     assert len(lines(caplog, "this machine's clock is 4 s ahead")) == 1
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))

@@ -132,7 +132,7 @@ def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> 
 
 
 class Turns:
-    turned_at, redis_at, why_not_claiming = 0.0, None, None
+    last_turn_at, redis_ok_at, why_not_claiming = 0.0, None, None
     warning = ""
 
 
@@ -142,21 +142,21 @@ def test_a_worker_lives_while_both_its_threads_turn_and_is_ready_while_it_claims
     assert (health.why_dead(), bool(health.why_not_ready())) == ("", True), (
         "its model is being loaded"
     )
-    engine.turned_at = io.turned_at = moment
+    engine.last_turn_at = io.last_turn_at = moment
     health.serve(engine, io)
     assert "Redis" in health.why_not_ready()
-    io.redis_at = moment - REACHED_S
+    io.redis_ok_at = moment - REACHED_S
     assert (health.why_dead(), health.why_not_ready()) == ("", "")
-    io.redis_at = moment - REACHED_S - 1
+    io.redis_ok_at = moment - REACHED_S - 1
     assert (health.why_dead(), "Redis" in health.why_not_ready()) == ("", True), (
         "an outage kills no worker"
     )
-    io.redis_at = moment
+    io.redis_ok_at = moment
     io.why_not_claiming = "draining"
     assert health.why_not_ready() == "draining"
-    io.turned_at -= LIVE_S + 1
+    io.last_turn_at -= LIVE_S + 1
     assert "I/O thread" in health.why_dead()
-    engine.turned_at -= LIVE_S + 1
+    engine.last_turn_at -= LIVE_S + 1
     assert "engine thread" in health.why_dead()
 
 

@@ -48,7 +48,7 @@ def test_a_clock_that_is_off_by_more_than_a_few_seconds_is_told(
     seconds, microseconds = redis.time()
     clock = RedisClock(lambda: seconds + microseconds / 1e6 + ahead_s)
     assert clock.warning == ""
-    clock.look(redis)
+    clock.sync(redis)
     assert clock() == pytest.approx(seconds + microseconds / 1e6, abs=0.9)
     assert words in clock.warning
     assert bool(clock.warning) == bool(words)
@@ -59,7 +59,7 @@ def test_workers_count_each_other_though_their_clocks_differ(redis: Redis) -> No
     records = []
     for name, ahead_s in (("right", 0), ("ahead", 600), ("behind", -600)):
         clock = RedisClock(lambda ahead_s=ahead_s: seconds + ahead_s)  # type: ignore[misc]
-        clock.look(redis)
+        clock.sync(redis)
         records.append(WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}, clock))
     for record in records:
         record.show("idle", None, {}, Point(at=0.0))

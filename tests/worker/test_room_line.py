@@ -37,9 +37,9 @@ def test_shards_that_hold_what_the_other_waits_for_are_opened_one_after_the_othe
     line.begin(THIRD)
     assert line.pass_time() == [FIRST]
     assert line.pass_time() == [], "while it is tried no other is"
-    line.line.came_back(FIRST)
+    line.line.note_over(FIRST)
     assert line.pass_time() == [SECOND]
-    line.line.came_back(SECOND)
+    line.line.note_over(SECOND)
     assert line.pass_time() == [THIRD]
 
 

@@ -16,12 +16,12 @@ from worker.engine_thread.orders import (
     Add,
     EngineDied,
     Halt,
-    Look,
     Order,
+    ReportTokens,
     SampledTokens,
     Stepped,
-    Tell,
     Texts,
+    Wake,
 )
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ FOLLOW_PERIOD_S = 0.05
 """Seconds between two reports of growing texts."""
 
 MAX_FOLLOW_SHARE = 0.05
-"""The largest share of the engine thread's time for growing texts. Texts that need more are reported less often."""
+"""The largest share of the engine thread's time for growing texts. If they need more, they are reported less often."""
 
 SWITCH_INTERVAL_S = 0.0002
 """Seconds for which another thread's Python code may hold up the engine's thread after a step. CPython's default of 5
 ms is longer than a step on a GPU."""
 
 NEW_OBJECTS = 10_000
-"""New objects after which Python's cycle collector runs. With CPython's default of 700, the held jobs make it run
-several times for each claim. These runs took a fifth of the processor time of a job that computes nothing."""
+"""New objects after which Python's cycle collector runs. With CPython's default of 700, the held jobs made it run
+several times for each claim. These runs took a fifth of the processor time of jobs that compute nothing."""
 
 WAKE_PERIOD_S = 0.5
 """Seconds after which an idle main thread wakes up to see signals. A signal that was sent while the process was stopped
@@ -63,19 +63,22 @@ class EngineLoop:
         self._orders = orders
         self._report = report
         self._clock = clock
-        self._intake = Intake(engine, lambda: orders.put(Look()))
-        self._refused: list[Completion] = []  # ends that are not reported yet
+        self._intake = Intake(engine, lambda: orders.put(Wake()))
+        self._refused: list[
+            Completion
+        ] = []  # the completions of refused requests that are not reported yet
         self._is_stopped = False
         # The requests whose growing texts are reported, by their ids.
         self._followed: set[str] = set()
-        # The requests with a completion since the last look at growing texts.
+        # The requests with a completion since growing texts were last reported.
         self._ended: set[str] = set()
-        # When growing texts are looked at next.
+        # When growing texts are reported next.
         self._follow_at = 0.0
         moment = clock()
         self._reported_at = moment  # the last report
         self._progress_at = moment  # the last report with progress
-        self.turned_at = moment
+        self.last_turn_at = moment
+        """Monotonic seconds when the last turn began."""
 
     def run(self) -> None:
         """Work until a Halt order. If the engine raises, report the error once, then wait for Halt."""
@@ -96,7 +99,7 @@ class EngineLoop:
         if not self._take_orders():
             return False
         began_at = self._clock()
-        self.turned_at = began_at
+        self.last_turn_at = began_at
         if self._engine.has_unfinished and not self._is_stopped:
             finished = self._engine.step()
             self._hand_out(finished, self._engine.started, began_at)
@@ -109,10 +112,10 @@ class EngineLoop:
     def _take_orders(self) -> bool:
         """Take all waiting orders, then admit requests for one turn. Returns False after a Halt.
 
-        The loop waits for an order if it has nothing else to do.
+        If there is nothing else to do, wait for an order.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
-        # Only the first order is waited for. After it, the loop takes the orders that are there, until Empty.
+        # Only the first order is waited for. Then the orders that are there are taken, until Empty.
         may_wait = self._is_stopped or not has_work
         while True:
             try:
@@ -126,8 +129,8 @@ class EngineLoop:
         self._refused += self._intake.admit()
         return True
 
-    def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
-        """Do what the I/O thread has ordered. A Look had only to begin a turn, as each turn looks at the intake."""
+    def _carry_out(self, order: Add | Abort | Wake | ReportTokens) -> None:
+        """Carry out an order. A Wake needs nothing more, because every turn takes prepared requests from the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)
@@ -137,25 +140,25 @@ class EngineLoop:
             self._intake.drop(order.request_ids)
             for request_id in order.request_ids:
                 self._engine.abort(request_id)
-        elif isinstance(order, Tell):
+        elif isinstance(order, ReportTokens):
             if order.stops and not self._is_stopped:
                 self._is_stopped = True
                 self._reported_at = float("-inf")  # so that the last statistics are reported
-                # What has been launched is finished, and nothing further is launched.
+                # Finish the step that was launched, and launch no further step.
                 finished = self._engine.step(launches=False)
                 self._hand_out(finished, self._engine.started, self._clock())
             self._report(SampledTokens(self._engine.samples_so_far()))
 
     def _report_texts(self, finished: list[Completion]) -> None:
-        """Report the growing texts, if a period is over."""
+        """Report the growing texts of followed requests, if it is time."""
         self._ended.update(completion.request_id for completion in finished)
         began_at = self._clock()
         if began_at < self._follow_at:
             return
         texts = self._engine.texts_so_far(self._followed)
-        # A request of several samples is followed until the last of them ends. Until then it has a growing text.
-        ended_wholly = self._ended - texts.keys()
-        self._followed -= ended_wholly
+        # A request with several samples is followed until its last sample ends. Until then it has a growing text.
+        all_samples_ended = self._ended - texts.keys()
+        self._followed -= all_samples_ended
         self._ended.clear()
         if texts:
             self._report(Texts(texts))
@@ -166,7 +169,7 @@ class EngineLoop:
     def _hand_out(
         self, finished: list[Completion], started: Sequence[str], began_at: float
     ) -> None:
-        """Report a step that began at `began_at`, if it has news or the last report is old."""
+        """Report a step, if it has news or the last report is old. began_at: when the step began."""
         faults = self._intake.take_faults()
         has_news = finished or started or self._refused or faults
         if not has_news and began_at - self._reported_at < STATS_PERIOD_S:

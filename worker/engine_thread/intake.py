@@ -32,7 +32,7 @@ LONG = 65_536
 them."""
 
 TURN = 65_536
-"""The most characters of short prompts that one turn tokenizes, which takes about 50 ms. A step has room for fewer."""
+"""The most characters of short prompts that one turn tokenizes, about 50 ms of work. One engine step reads fewer."""
 
 OVERHEAD = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
@@ -41,16 +41,17 @@ PICTURE = 8_192
 """The work for decoding a picture, counted in characters."""
 
 PICTURES_AHEAD = 8
-"""The most requests of a lane that wait with decoded pictures. Each may hold some hundred megabytes. Further requests
+"""The most requests of a lane that wait with decoded pictures. Each may take some hundred megabytes. Further requests
 hold only the bytes of their picture files, and do not delay the prompts behind them."""
 
 THREADS = 2
+"""Threads that prepare requests which are not long. Long requests have one more thread."""
 
 URGENT_TURNS = 20
-"""While a less urgent lane waits, it gets one turn of tokenizing in 20. The engine's scheduler shares steps alike."""
+"""A less urgent lane gets one turn of tokenizing in 20 while it waits. The engine's scheduler shares steps likewise."""
 
 LEAVE_S = 1.0
-"""Seconds that a leaving worker waits for threads that prepare a prompt."""
+"""Seconds that a leaving worker waits for the threads that prepare requests."""
 
 
 class _Waiting:
@@ -72,14 +73,14 @@ class _Waiting:
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
-        # A grammar is compiled, and the files of an adapter are read the first time. Both may take long.
+        # Compiling a grammar may take long. So may reading the files of an adapter, which happens the first time.
         self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
         self.error: BaseException | None = None
 
     def prepare(self) -> None:
-        """Prepare the request in a thread. This is all work that grows with the length of the prompt."""
+        """Do all work that grows with the length of the prompt. Called in a thread."""
         if self.is_dropped:
             return
         try:
@@ -115,21 +116,21 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    The requests of a lane stand URGENT_TURNS times as far apart as those of the next more urgent lane. This is
-    start-time fair queueing (Goyal et al. 1996).
+    A request's order is its virtual start time. In each lane, the orders of successive requests differ URGENT_TURNS
+    times as much as in the next more urgent lane. This is start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
-        # The order of the request that was begun last. A thread takes the request with the smallest order.
+        # The largest order of a request that has begun. A thread takes the request with the smallest order.
         self._virtual_time = 0
-        # By lane: the smallest order that its next request may get.
+        # By lane: the smallest order that the lane's next request may get.
         self._next_order = dict[int, int]()
 
     def submit_request(self, waiting: _Waiting) -> None:
-        """Prepare a request when its turn has come."""
-        # A lane that has paused does not get the turns that it has missed.
+        """Queue a request, to be prepared in a thread."""
+        # A lane does not get the turns that it missed while it had no request.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
@@ -150,13 +151,13 @@ class Intake:
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
-        # Requests whose grammars are being compiled; they are in no lane.
+        # Requests whose grammars are being compiled. They are in no lane.
         self._compiling: set[_Waiting] = set()
-        # Requests whose grammars are ready; other threads append.
+        # Requests whose grammars are ready. Other threads append to this queue.
         self._compiled: deque[_Waiting] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
-        # The lane of each request with decoded pictures that does not run yet.
+        # By request id: the lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
         # The other requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_Waiting]] = {}
@@ -193,7 +194,7 @@ class Intake:
             self._prepare(waiting)
 
     def _prepare(self, waiting: _Waiting) -> None:
-        """Have a thread prepare a request, unless the engine's thread will."""
+        """Have a thread prepare a request. A short request is left to the engine's thread."""
         if not waiting.awaits_thread:
             return
         preparers = self._long_preparers if waiting.size > LONG else self._preparers
@@ -213,7 +214,7 @@ class Intake:
                 num_ahead[lane] += 1
                 waiting = queue.popleft()
                 self._ahead[waiting.request_id] = lane
-                # Requests that came later may be in the lane already.
+                # The lane may hold requests that came later.
                 self._put_back(waiting)
                 self._prepare(waiting)
 
@@ -228,19 +229,16 @@ class Intake:
 
         lanes = {waiting.lane for waiting in dropped}
         for lane in lanes & self._pictured.keys():
-            self._pictured[lane] = deque(
-                waiting for waiting in self._pictured[lane] if waiting not in dropped
-            )
+            self._pictured[lane] = _without(self._pictured[lane], dropped)
         for lane in lanes & self._lanes.keys():
-            self._lanes[lane] = deque(
-                waiting for waiting in self._lanes[lane] if waiting not in dropped
-            )
+            self._lanes[lane] = _without(self._lanes[lane], dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        self.begun(request_ids)  # they make room for further requests with pictures
+        # Requests that are gone make room for further requests with pictures.
+        self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
-        """Give the engine the requests that are ready, up to one turn's work. Returns the refused requests.
+        """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.
 
         Requests enter the engine in the order in which they came, also across lanes. The engine's scheduler needs this
         order to give each lane its share.
@@ -267,7 +265,7 @@ class Intake:
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
-        """Yield the first requests of a lane. Stop at a request that a thread still prepares."""
+        """Take and yield the first requests of a lane, up to a request that a thread still prepares."""
         while queue and not queue[0].awaits_thread:
             waiting = queue.popleft()
             if waiting.is_ready:
@@ -296,11 +294,10 @@ class Intake:
                 self._put_back(waiting)
 
     def _put_back(self, waiting: _Waiting) -> None:
-        """Put a request into its lane, at its place in the order of arrival."""
-        queue = self._lanes.get(waiting.lane, ())
-        self._lanes[waiting.lane] = deque(
-            sorted([waiting, *queue], key=lambda request: request.number)
-        )
+        """Put a request into its lane, which is kept in the order of arrival."""
+        requests = [waiting, *self._lanes.get(waiting.lane, ())]
+        requests.sort(key=lambda request: request.number)
+        self._lanes[waiting.lane] = deque(requests)
 
     def close(self) -> None:
         """Drop the waiting requests, and wait briefly for the threads."""
@@ -310,12 +307,12 @@ class Intake:
             pool.close(max(0.0, until - time.monotonic()))
 
     def _forget_if_empty(self, lane: int) -> None:
-        """Forget a lane in which nothing waits any more."""
+        """Forget a lane if nothing waits in it any more."""
         if not self._lanes[lane]:
             del self._lanes[lane]
 
     def _add(self, waiting: _Waiting) -> list[Completion]:
-        """Give the engine a request. Returns the request's end if the engine refuses it, else nothing."""
+        """Give the engine a request. Returns the completion of a refused request; otherwise the list is empty."""
         request_id = waiting.request_id
         request = waiting.request
         if waiting.error is not None:
@@ -337,21 +334,29 @@ class Intake:
         return []
 
     def _refuse(self, request_id: str, error: BaseException) -> list[Completion]:
-        """Return the end of a refused request, or nothing if this worker is at fault."""
+        """Return the completion of a refused request; nothing if this worker is at fault, which is noted."""
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
         return [_refusal(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return the requests that this worker lately could not prepare for lack of memory, descriptors or disk."""
+        """Return the requests that this worker could not prepare for lack of memory, descriptors or disk.
+
+        Each comes once, as its id and the error.
+        """
         faults = self._faults
         self._faults = []
         return faults
 
 
+def _without(queue: deque[_Waiting], dropped: Collection[_Waiting]) -> deque[_Waiting]:
+    """Return the requests of a queue that are not dropped."""
+    return deque(waiting for waiting in queue if waiting not in dropped)
+
+
 def _refusal(request_id: str, error: BaseException) -> Completion:
-    """Return the end of a refused request. Raises `error` if the engine is at fault."""
+    """Return the completion of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)
     if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -362,8 +367,7 @@ def _refusal(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    Sampling values and a chat's options count, because they may be long. The tokens of an answer to be continued count
-    too.
+    Sampling values, a chat's options and the tokens of an answer to be continued count too, because they may be long.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():

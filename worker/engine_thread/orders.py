@@ -1,4 +1,4 @@
-"""The orders to the main thread's loop, and its reports. They are plain data in two queues."""
+"""Orders to the main thread's loop, and its reports. Both are plain data, each in a queue of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jobs.tasks import Request
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run a job's request on a lane. is_followed: somebody reads its text as it grows."""
+    """Order: run a job's request on a lane. is_followed: a client reads the text as it grows."""
 
     request_id: str
     request: Request
@@ -26,13 +26,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Order: look at the intake, because a thread has prepared a prompt."""
+class Wake:
+    """Order: begin a turn, because a thread has prepared a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Order: report the tokens that each request has so far. stops: take no further step after the report."""
+class ReportTokens:
+    """Order: report the tokens that each request has so far. stops: finish a launched step before, and take no more."""
 
     stops: bool = False
 
@@ -46,10 +46,10 @@ class Halt:
 class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
-    started: the ids of requests whose first sequence was scheduled.
+    started: the ids of the requests that were scheduled for the first time.
     at: monotonic seconds when the last step began.
-    progress: how far the requests in the batch are; None if that is not reported this time.
-    faults: the ids of requests that this worker could not prepare, with the errors.
+    progress: how far the requests in the batch are; None if this report does not say.
+    faults: the ids of requests that this worker could not prepare, each with its error.
     """
 
     completions: Sequence[Completion]
@@ -62,23 +62,23 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Report: the token ids that all requests in the engine have, by request id and sample index."""
+    """Report: the token ids of all requests in the engine so far, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Report: the texts of followed requests as far as they have grown, by request id and sample index."""
+    """Report: the texts of followed requests so far, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, PartialText]]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """Report: the engine raised. No request in it will be completed."""
+    """Report: the engine raised this error. None of its requests will be completed."""
 
     error: BaseException
 
 
-Order = Add | Abort | Look | Tell | Halt
+Order = Add | Abort | Wake | ReportTokens | Halt

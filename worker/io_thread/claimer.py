@@ -13,34 +13,35 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""Seconds without a look in vain after which all workers of the queue count again. See FairShare."""
+"""Seconds without an untouched job after which a worker counts all workers of the queue again. See FairShare."""
 
 
 class FairShare:
     """Decides how many jobs of one lane this worker leaves to others. Used by the I/O thread only.
 
-    Claims divide a queue evenly among its workers (see claim.lua). But other workers may be full or gone, or serve
-    another model. Then the first job that was left is still there at the next look. That is a look in vain. After the
-    first look in vain this worker rounds its share up. Each further one halves the number of workers that it divides
-    the queue by. After FORGET_S seconds without a look in vain it divides by all workers again.
+    Claims divide a queue evenly among its workers (see claim.lua). But the other workers may be full or gone, or serve
+    another model. Then the first job that was left to them is still there at the next poll: it is untouched. After the
+    first untouched job, this worker rounds its share up. Each further untouched job halves the number of workers by
+    which this worker divides the queue. After FORGET_S seconds without an untouched job, it divides by all workers
+    again.
     """
 
     def __init__(self) -> None:
-        self._num_vain_looks = 0
+        self._num_untouched = 0
         self._first_left = ""
-        self._left_at = float("-inf")
-        self._last_vain_at = float("-inf")
+        self._left_at = float("-inf")  # since when `_first_left` is watched
+        self._last_untouched_at = float("-inf")
 
     def divisor(self, num_workers: int, moment: float) -> tuple[int, bool]:
         """Return the number of workers to divide the queue by, and whether this worker rounds its share up.
 
         num_workers: the workers that serve the queue. moment: monotonic seconds.
         """
-        if moment - self._last_vain_at > FORGET_S:
-            self._num_vain_looks = 0
-        num_halvings = max(0, self._num_vain_looks - 1)
+        if moment - self._last_untouched_at > FORGET_S:
+            self._num_untouched = 0
+        num_halvings = max(0, self._num_untouched - 1)
         num_takers = max(1, num_workers >> num_halvings)
-        rounds_up = self._num_vain_looks > 0
+        rounds_up = self._num_untouched > 0
         return num_takers, rounds_up
 
     def note_left(
@@ -48,29 +49,29 @@ class FairShare:
     ) -> None:
         """Note which job a claim left to other workers.
 
-        first_left: the id of the first job that was left, "" for none. poll_s: seconds between two looks of a worker.
+        first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
         claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has taken it.
         """
         left_before = self._first_left
         was_untouched = left_before == first_left or left_before in claimed_ids
         if left_before == "" or not was_untouched:
-            self._left_at = moment  # from now on `first_left` is watched
+            self._left_at = moment
         elif first_left and moment - self._left_at >= poll_s:
-            # The other workers have had the time of a look, and did not take the job.
-            self._num_vain_looks += 1
-            self._last_vain_at = moment
+            # Each other worker has polled since, and none took the job.
+            self._num_untouched += 1
+            self._last_untouched_at = moment
             self._left_at = moment
         self._first_left = first_left
 
 
 _NO_LIMIT = 1_000_000
-"""Stands for the limit of a worker without --max-jobs. No claim takes as many jobs."""
+"""Stands for the limit of a worker without --max-jobs. It is more than any claim takes."""
 
 ISOLATION_S = 10.0
-"""Seconds for which a suspect runs alone. A job that kills its worker does so soon, and other jobs wait meanwhile."""
+"""Seconds for which a suspect runs alone. Other jobs wait meanwhile. A job that kills its worker does so soon."""
 
-LOOK_S = 0.2
-"""Seconds between looks for prompts among the files in a queue, for a lane that can open no further file."""
+PROMPT_POLL_S = 0.2
+"""Seconds between two polls of a lane that can open no further file. Such a poll looks for prompts behind files."""
 
 
 class Claimer:
@@ -95,42 +96,44 @@ class Claimer:
 
         # By lane: the token of a claim whose reply has not come yet.
         self._tokens: dict[int, str] = {}
-        # By lane: the number of jobs held after a claim that left others in the queue; 0 after a claim that left none.
-        # The lane claims again as soon as half of them have ended.
+        # By lane: the number of jobs held after a claim that left jobs to other workers; 0 after any other claim. The
+        # lane claims again as soon as half of the held jobs have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         # By lane: the number of jobs that the last claim left to workers with another model or version.
         self._num_foreign = [0] * len(parts.queue_names)
-        self._warned_lanes = set[int]()  # lanes that have warned of newer jobs
+        self._warned_lanes = set[int]()  # lanes for which a warning of newer jobs was logged
         self._num_claimed = 0  # jobs that count against --max-jobs
-        self._turn = 0  # counts the calls of claim.lua, so that lanes take turns
+        self._num_calls = 0  # calls of claim.lua
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
-        self._look_timers = [Timer(LOOK_S) for _ in parts.queue_names]
+        self._prompt_poll_timers = [Timer(PROMPT_POLL_S) for _ in parts.queue_names]
         self.hold: Hold = ""
-        """Why no worker may claim, as the last claim found; "" if workers may."""
+        """Why no worker may claim, as the last claim found; "" if workers may claim."""
         self.idle_since = parts.clock()
-        """When the last jobs came, or when the last held one ended."""
+        """When jobs were last claimed or held; at first, when the worker began."""
 
     def claim(self, moment: float) -> None:
         """Claim for every lane that has room. While jobs come, the next turn claims again."""
         if not self._jobs_left():
             return
 
-        with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
+        lanes_with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
         # A lane without room does not touch its timer. So it claims in the first turn in which it has room.
-        due = [lane for lane in with_room if self._is_due(lane, moment)]
-        if not due or self._has_suspect(moment):
+        due_lanes = [lane for lane in lanes_with_room if self._is_due(lane, moment)]
+        if not due_lanes or self._has_suspect(moment):
             return
-        # Lanes that are not due share the round trip. Those that may claim no file keep to their slower timer.
-        lanes = [
-            lane for lane in with_room if lane in due or self._packer.claimable_files(lane) > 0
-        ]
+        # Other lanes with room share the round trip, except lanes that may claim no file: these have a slower timer.
+        lanes = []
+        for lane in lanes_with_room:
+            may_claim_files = self._packer.claimable_files(lane) > 0
+            if lane in due_lanes or may_claim_files:
+                lanes.append(lane)
 
         if self._limits.max_jobs is None:
             num_jobs = self._claim_for(lanes)  # in one round trip
         else:
-            # One lane after the other: what a lane may claim depends on what the lanes before it have claimed.
+            # One lane after the other, because each lane may claim only what the lanes before it have left.
             num_jobs = 0
             for lane in lanes:
                 num_jobs += self._claim_for([lane])
@@ -138,11 +141,11 @@ class Claimer:
             self.idle_since = moment
             self._runner.feed()
 
-    def take_up_unanswered(self) -> None:
-        """Ask again for the jobs of claims whose replies were lost. Nobody renews these jobs' leases yet."""
+    def repeat_unanswered(self) -> None:
+        """Repeat the claims whose replies were lost, to learn of their jobs. Nobody renews these jobs' leases yet."""
         lanes = list(self._tokens)
         if lanes:
-            # With room for 0 further jobs, a claim only returns what its token has claimed before.
+            # With room for 0 jobs, a claim only returns the jobs that its token has claimed before.
             self._take_up(lanes, rooms=[0] * len(lanes))
 
     def stop_counting(self, num_jobs: int) -> None:
@@ -155,29 +158,29 @@ class Claimer:
             timer.postpone(until)
 
     @property
-    def has_all_it_may(self) -> bool:
+    def has_reached_max_jobs(self) -> bool:
         """Whether --max-jobs allows no further job."""
         return self._limits.max_jobs is not None and self._num_claimed >= self._limits.max_jobs
 
-    def has_taken_all(self) -> bool:
-        """Whether the queues hold nothing, or only jobs for workers with another model."""
+    def has_emptied_queues(self) -> bool:
+        """Whether the queues hold nothing, or only jobs for workers with another model or version."""
         return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
 
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. If so, its next period begins.
 
-        A lane that may claim no file looks less often.
+        A lane that may claim no file polls less often.
         """
         may_claim_files = self._packer.claimable_files(lane) > 0
-        timer = self._poll_timers[lane] if may_claim_files else self._look_timers[lane]
+        timer = self._poll_timers[lane] if may_claim_files else self._prompt_poll_timers[lane]
         have_half_ended = 2 * self._runner.jobs.num_of(lane) < self._num_held_at_claim[lane]
         if have_half_ended:
-            self._num_held_at_claim[lane] = 0  # so that the timer is ended once for each claim
+            self._num_held_at_claim[lane] = 0  # so that this happens once for each claim
             timer.end_now()
         return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
-        """Claim jobs for lanes that have room; return how many were claimed."""
+        """Claim jobs for lanes that have room. Returns how many of the jobs this worker keeps."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
 
@@ -208,9 +211,9 @@ class Claimer:
         return moment < self._isolated_until
 
     def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
-        """Claim for lanes and begin the jobs. Returns how many of them this worker keeps.
+        """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
 
-        rooms: for each lane, the most sequences' worth of jobs to claim.
+        rooms: for each of these lanes, the most sequences' worth of jobs to claim.
         """
         moment = self._clock()
         claims = self._call_claim(lanes, rooms, moment)
@@ -221,7 +224,7 @@ class Claimer:
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
-        surplus = self._runner.take_surplus()  # no thread is free for them
+        surplus = self._runner.take_surplus()  # the jobs for which no thread is free
         if self._runner.num_held > 1:  # a suspect may have come with jobs of another lane
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)
@@ -233,10 +236,10 @@ class Claimer:
         """Claim for lanes in one round trip. The claims' tokens stay until `_take_claim`, in case the reply is lost."""
         wanted = []
         is_idle = self._runner.num_held == 0
-        self._turn += 1
+        self._num_calls += 1
         # Only one lane of a call takes suspects. The lanes take turns.
-        suspects_place = self._turn % len(lanes)
-        for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
+        suspects_lane = lanes[self._num_calls % len(lanes)]
+        for lane, room in zip(lanes, rooms, strict=True):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             num_workers = self._poll_rates.num_workers(lane)
@@ -246,7 +249,7 @@ class Claimer:
                     self._queue_names[lane],
                     room,
                     token,
-                    takes_suspects=is_idle and place == suspects_place,
+                    takes_suspects=is_idle and lane == suspects_lane,
                     max_functions=self._packer.free_functions,
                     max_files=self._packer.claimable_files(lane),
                     num_takers=num_takers,
@@ -259,7 +262,7 @@ class Claimer:
     def _take_claim(self, lane: int, claim: Claim, room: int, moment: float) -> None:
         """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
-        if room:  # a claim without room does not look for a hold
+        if room:  # a claim without room does not say whether claims are held
             self._note_hold(claim.hold)
         self._num_foreign[lane] = claim.num_foreign
         self._note_newer(lane, claim.num_newer)
@@ -271,9 +274,9 @@ class Claimer:
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
         has_left_jobs = claim.first_left != ""
         if claim.jobs and not has_left_jobs:
-            # Jobs come, and none was left to others. So look again at once, or soon if the lane may claim no file.
+            # Jobs come, and none was left to others. So poll again at once, or soon if the lane may claim no file.
             self._poll_timers[lane].end_now()
-            self._look_timers[lane].postpone(self._clock() + POLL_S)
+            self._prompt_poll_timers[lane].postpone(self._clock() + POLL_S)
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
@@ -283,7 +286,7 @@ class Claimer:
             self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
-        """Warn if jobs are left to a newer version. The next warning comes only after a look without such jobs."""
+        """Warn if jobs are left to a newer version. The next warning comes only after a claim without such jobs."""
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "
@@ -299,7 +302,7 @@ class Claimer:
             self._warned_lanes.discard(lane)
 
     def _note_hold(self, hold: Hold) -> None:
-        """Note why no worker may claim, and log a change."""
+        """Note why no worker may claim, and log it if that has changed."""
         if hold == self.hold:
             return
         self.hold = hold

@@ -9,14 +9,14 @@ from sandbox.exhausted import is_exhausted
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
-"""Faults with jobs of one function after which the worker leaves, if no such job ended well in between."""
+"""The worker leaves after this many faults with jobs of one function, if none of these jobs ended well in between."""
 
 PAUSE_S = 1.0
-"""Seconds for which a worker claims nothing after a fault, so that another one takes the job it gave back."""
+"""Seconds for which a worker claims nothing after a fault, so that another worker takes the job."""
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Whether our own code raised this error because it lacks a module, memory, file descriptors or local disk."""
+    """Whether this error of our own code means that the worker lacks a module, memory, descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
         # Perhaps this process could not open a socket. redis-py wraps that error.
         return is_fault(error.__cause__ or error.__context__)
@@ -25,11 +25,11 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A fault that this worker met with a job. counts: whether the fault counts against the job too."""
+    """A fault that this worker met with a job. counts_against_job: whether it counts like a death of the worker."""
 
     claimed: ClaimedJob
     error: BaseException
-    counts: bool
+    counts_against_job: bool
 
     def __str__(self) -> str:
         return shown_error(self.error)
@@ -42,27 +42,28 @@ class WorkerFaults:
     """
 
     def __init__(self) -> None:
-        # By function: the job of each fault since a job of this function ended well. None: its name was not read yet.
+        # By function: the jobs of its faults since one of its jobs ended well. The function is None if a fault came
+        # before its name was read.
         self._job_ids: dict[str | None, list[str]] = {}
         self.waiting: list[WorkerFault] = []
         """The faults whose jobs are still to be given back."""
 
     @property
-    def in_a_row(self) -> int:
+    def num_in_a_row(self) -> int:
         """The most faults that one function's jobs have met since one of them ended well."""
         return max(map(len, self._job_ids.values()), default=0)
 
-    def met(
+    def note(
         self, claimed: ClaimedJob, function_name: str | None, error: BaseException
     ) -> WorkerFault:
-        """Note a fault that this worker met with a job."""
+        """Note a fault that this worker met with a job, add it to `waiting`, and return it."""
         job_ids = self._job_ids.setdefault(function_name, [])
         is_first_of_job = claimed.job_id not in job_ids
-        fault = WorkerFault(claimed, error, counts=is_first_of_job)
+        fault = WorkerFault(claimed, error, counts_against_job=is_first_of_job)
         job_ids.append(claimed.job_id)
         self.waiting.append(fault)
         return fault
 
-    def passed(self, function_name: str | None) -> None:
+    def note_success(self, function_name: str | None) -> None:
         """Note that a job of this function ended well."""
         self._job_ids.pop(function_name, None)

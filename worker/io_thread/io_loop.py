@@ -36,19 +36,22 @@ from worker.store.stock_jobs import StockJobs
 from worker.store.worker_record import WorkerRecord
 
 PROGRESS_PERIOD_S = 0.5
+"""Seconds between two writings of the jobs' progress."""
+
 DEADLINE_PERIOD_S = 0.25
+"""Seconds between two checks of the jobs' time limits."""
 
 FIRST_BACKOFF_S = 0.1
-"""Seconds before the first new try in an outage of Redis. Each further pause is twice as long."""
+"""Seconds before the first new attempt in an outage of Redis. Each further pause is twice as long."""
 
 LAST_BACKOFF_S = 5.0
-"""Seconds of the longest pause between two tries."""
+"""Seconds of the longest pause between two attempts."""
 
 LEAVING_S = 1.0
-"""When a worker gives back its jobs, it waits this many seconds for the ends and parts that are being written."""
+"""Seconds that a worker waits for ends and parts that are being written, before it gives back their jobs too."""
 
 CLOSING_S = 0.5
-"""Before a worker exits, it waits this many seconds for threads that close files or were interrupted."""
+"""Seconds that a worker waits before it exits for threads that close files or were interrupted."""
 
 
 class Phase(enum.Enum):
@@ -61,7 +64,7 @@ class Phase(enum.Enum):
 
 
 class IoLoop:
-    """The one thread that moves jobs between Redis and the engine. `post` may be called by any thread or signal."""
+    """The one thread that moves jobs between Redis and the engine. Any thread or signal handler may call `post`."""
 
     def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
         self._queue_names = parts.queue_names
@@ -82,8 +85,11 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
-        self._retry_at = float("-inf")  # after an error of Redis, when it is called again
+        # When Redis is called again after an error.
+        self._retry_at = float("-inf")
+        # When draining ends, and the jobs that still run are given back.
         self._drain_by = float("inf")
+        # When jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
         self._renew_timer = Timer(limits.renew_period_s)
@@ -93,20 +99,22 @@ class IoLoop:
         self._duties = (
             self._settle,
             self._runner.texts.write,
-            self._show_record,  # this must come before the first claim, because it counts the other workers
+            self._show_record,  # must come before the first claim, because it counts the other workers
             self._claim_or_give_back,
             self._keep_leases,
             self._show_progress,
             self._take_up_abandoned,
             maintenance.do_what_is_due,
         )
-        self.turned_at = parts.clock()
-        self.redis_at: float | None = None
+        self.last_turn_at = parts.clock()
+        """Monotonic seconds when the last turn began."""
+        self.redis_ok_at: float | None = None
+        """Monotonic seconds when all duties in Redis last succeeded; None if they never have."""
         self.failure: WorkerError | None = None
         """Why the worker leaves by itself. Its jobs are given back, unless this thread has raised."""
 
     def post(self, event: Any) -> None:
-        """Post an event to the thread: Stepped, SampledTokens, EngineDied, or a call to make."""
+        """Post an event to the thread: a report of the engine's thread, or a call to make."""
         self._events.put(event)
 
     def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
@@ -116,14 +124,14 @@ class IoLoop:
         """
 
         def stop() -> None:
-            """Stop it in the I/O thread."""
+            """Stop the job. Called in the I/O thread."""
             if not self._runner.stop(job_id, execution_id):
                 self._log.info("not working on job %s, stop command ignored", job_id)
 
         self.post(stop)
 
     def shut_down(self, cold: bool = False) -> None:
-        """Finish what runs, then leave. With `cold`, give back what runs. For any thread or signal."""
+        """Leave once the jobs that run are finished. With `cold`, give them back instead. For any thread or signal."""
         if cold:
             self.post(partial(self._hand_back, "told to stop again"))
         else:
@@ -139,7 +147,7 @@ class IoLoop:
 
     @property
     def jobs_ended(self) -> int:
-        """The number of jobs this worker brought to an end."""
+        """The number of jobs that have ended on this worker."""
         return self._runner.tally.num_finished + self._runner.tally.num_failed
 
     @property
@@ -163,7 +171,7 @@ class IoLoop:
     # The loop
 
     def _guarded_run(self) -> None:
-        """Run the loop. In the end stop the threads and the engine, whatever happened."""
+        """Run the loop. Stop the threads and the engine after it, even after an error."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
@@ -177,17 +185,17 @@ class IoLoop:
         """Repeat turns until it is time to leave."""
         while self.turn():
             pass
-        self._say_goodbye()
+        self._show_stopped()
 
     def turn(self) -> bool:
-        """Do everything that is due, once. Returns False when it is time to leave. The thread only repeats this."""
+        """Do everything that is due, once. Returns False when it is time to leave. The thread repeats this."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()
         self._runner.feed()
 
         moment = self._clock()
-        self.turned_at = moment
+        self.last_turn_at = moment
         self._runner.journals.ask_if_due(moment)
         if self._deadline_timer.due(moment):
             self._check_deadlines()
@@ -199,7 +207,7 @@ class IoLoop:
         return self._phase is not Phase.GONE
 
     def _take_events(self) -> None:
-        """Handle all events that wait. If there is no event, wait for one, at most for a poll period."""
+        """Handle all waiting events. If there is none, and no job to open, wait up to POLL_S seconds for an event."""
         wait_s = 0 if self._can_open else POLL_S
         try:
             event = self._events.get(timeout=wait_s)
@@ -223,21 +231,21 @@ class IoLoop:
             self._leave_because_of(TooManyStuckThreads(num_stuck, max_stuck))
 
     def _leave_because_of(self, failure: WorkerError) -> None:
-        """Give back what runs, then leave. failure: what the main thread raises."""
+        """Give back what runs, then leave. failure: the error that the main thread raises."""
         if self._phase is not Phase.LEAVING:
             self.failure = failure
             self._log.error("%s", failure)
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
-        """Pass an event on to the parts of the worker that it concerns."""
+        """Handle an event: a report of the engine's thread, or a call to make."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
             self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:
-                self._runner.jobs.progressed(event.progress)
+                self._runner.jobs.note_progress(event.progress)
         elif isinstance(event, SampledTokens):
             self._runner.journals.write(event)
         elif isinstance(event, Texts):
@@ -260,7 +268,7 @@ class IoLoop:
         self._start_leaving()
 
     def _start_draining(self) -> None:
-        """Claim nothing more, give back the jobs that have not begun, and finish the others."""
+        """Claim nothing more, give back the jobs that have not begun, and finish the jobs that have."""
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
@@ -293,7 +301,7 @@ class IoLoop:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
-            if self._release_mode != "engine_died":  # a dead engine tells no tokens for journals
+            if self._release_mode != "engine_died":  # a dead engine reports no tokens for journals
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -301,26 +309,26 @@ class IoLoop:
         try:
             refusals = []
             for duty in self._duties:
-                refusal = self._refusal_of(duty, moment)
+                refusal = self._carry_out(duty, moment)
                 if refusal is not None:
                     refusals.append(refusal)
             if refusals:
-                raise refusals[0]  # it is treated like an outage, now that every duty had its turn
+                raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
-            self._outage.passed()
-            self.redis_at = moment
+            self._outage.note_absence()
+            self.redis_ok_at = moment
         except RedisError as error:
-            self._ride_out(moment, error)
+            self._back_off(moment, error)
 
-    def _refusal_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
-        """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised.
+    def _carry_out(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
+        """Carry out a duty. If Redis refuses one of its commands, return that error. Raises the error of an outage.
 
-        A full Redis refuses some commands and takes others, so the duties after this one have their turn.
+        A full Redis refuses some commands and takes others. So after a refusal the next duties are carried out too.
         """
         try:
             duty(moment)
-        except OUTAGES as error:  # some are of ResponseError's class too
+        except OUTAGES as error:  # comes first, because some of these are ResponseErrors
             if is_full(error):
                 return error
             raise
@@ -329,7 +337,7 @@ class IoLoop:
         return None
 
     def _claim_or_give_back(self, moment: float) -> None:
-        """Claim jobs while the worker serves. Else give back the jobs that this worker will not finish."""
+        """Claim jobs while the worker serves. After that, give back the jobs that it will not finish."""
         if self._phase is Phase.SERVING:
             self._claimer.claim(moment)
         elif self._phase is Phase.DRAINING:
@@ -340,11 +348,11 @@ class IoLoop:
             self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
-        """Complete the work of earlier turns: write ends, repeat claims without a reply, give jobs back."""
+        """Complete earlier work: write ends, show begun jobs, repeat claims without a reply, give jobs back."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
-        self._claimer.take_up_unanswered()
+        self._claimer.repeat_unanswered()
         surplus = self._runner.take_surplus()
         self._claimer.stop_counting(len(surplus))
         self._runner.releases.give_back(surplus, "given_back")
@@ -360,14 +368,14 @@ class IoLoop:
             del faults.waiting[0]
             self._claimer.stop_counting(1)
             self._claimer.pause(self._clock() + PAUSE_S)
-            if faults.in_a_row >= MAX_IN_A_ROW:
-                self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
+            if faults.num_in_a_row >= MAX_IN_A_ROW:
+                self._leave_because_of(FaultySurroundings(faults.num_in_a_row, str(fault)))
 
-    def _ride_out(self, moment: float, error: RedisError) -> None:
-        """Log an error of Redis, and set when to try again. A worker that is overdue leaves instead."""
+    def _back_off(self, moment: float, error: RedisError) -> None:
+        """Log an error of Redis, and set when to call it again. A worker that is overdue leaves instead."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
-        self._outage.met(
+        self._outage.note(
             f"{problem} {type(error).__name__}",
             "%s (%s); trying again until that is over",
             problem,
@@ -376,7 +384,7 @@ class IoLoop:
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        # Leases of living workers ran out during the outage too. These workers get the time to renew their leases.
+        # The leases of living workers may have run out during the outage. Leave these workers the time to renew them.
         self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
@@ -398,7 +406,7 @@ class IoLoop:
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's own numbers to Redis. Begin to drain if its name belongs to another worker by now."""
+        """Write the worker's record to Redis. Begin to drain if another worker has the name by now."""
         try:
             self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
         except NameTaken as error:
@@ -407,7 +415,7 @@ class IoLoop:
                 self._start_draining()
 
     def _take_up_abandoned(self, moment: float) -> None:
-        """Give back, or fail, the jobs that dead workers held."""
+        """Give back, or fail, the jobs of dead workers."""
         if self._phase is not Phase.SERVING or not self._sweep_timer.due(moment):
             return
         names = self._queue_names
@@ -420,7 +428,7 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether this worker gives back its jobs now, even those whose ends or parts are being written."""
+        """Whether this worker gives back all jobs now, even jobs whose ends or parts are being written."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
@@ -432,13 +440,13 @@ class IoLoop:
             self._claimer.idle_since = moment
         elif self._phase is Phase.DRAINING:
             self._leave("stopping on request")
-        elif self._claimer.has_all_it_may:
+        elif self._claimer.has_reached_max_jobs:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
         elif self._limits.burst and self._claimer.hold:
             self._leave(
                 f"{self._claimer.hold} in burst mode, quitting; there may be unfinished jobs on the queue"
             )
-        elif self._limits.burst and self._claimer.has_taken_all():
+        elif self._limits.burst and self._claimer.has_emptied_queues():
             self._leave("done, quitting")
         elif self._is_idle_for_too_long(moment):
             self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
@@ -453,7 +461,7 @@ class IoLoop:
         self._log.info(why)
         self._phase = Phase.GONE
 
-    def _say_goodbye(self) -> None:
+    def _show_stopped(self) -> None:
         """Write the final statistics."""
         try:
             self.reporter.show_stopped()

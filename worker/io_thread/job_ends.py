@@ -32,21 +32,23 @@ MAX_REASON_CHARS = 400
 """The most characters of an error's message in the log."""
 
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
-"""Errors whose messages never quote a prompt."""
+"""Errors whose messages never quote a prompt. Their messages are logged."""
 
 _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 """Errors that say whose fault they are, even if a user's function raises them."""
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Return whose fault a failure is. None for a user's function, which RQ's own rules retry."""
-    if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
+    """Return whose fault a failure is; None for an error of a user's function, which RQ's own rules retry."""
+    if isinstance(error, _FAULT_KNOWN):
         return error.fault
-    return "server" if job.is_ours else None
+    if not job.is_ours:
+        return None
+    return error.fault if isinstance(error, JobsError) else "server"
 
 
 def log_text(job: HeldJob, error: BaseException) -> str:
-    """Say in one line why a job failed. A foreign error shows its name only, as its message may quote a prompt."""
+    """Return in one line why a job failed. If the error's message may quote a prompt, this is only the error's name."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         message = error.log_text
@@ -61,8 +63,8 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 class Ended(Protocol):
     """Called once nothing is left to do for a job.
 
-    outcome: None if another worker has counted the job's end. is_written: whether Redis has taken the end. It does not
-    if the job was cancelled or taken over.
+    outcome: None if another worker has counted the job's end.
+    is_written: whether Redis has taken the end; False if the job was cancelled or taken over.
     """
 
     def __call__(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
@@ -89,9 +91,9 @@ class JobEnds:
         self._end(job, "finished", value)
 
     def fail(self, job: HeldJob, error: BaseException, text: str | None = None) -> None:
-        """End a job with its error. It is not retried if another try would fail in the same way.
+        """End a job with its error. The job is not retried if another try would fail in the same way.
 
-        text: the traceback that user code left; by default that of `error`.
+        text: the traceback, if a thread of user code has made it; by default it is made here.
         """
         fault = fault_of(job, error)
         job.reason = type(error).__name__
@@ -101,7 +103,7 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
-        # Errors of ours bear the note already, as JobsError adds it.
+        # A JobsError has this note already.
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
             if text is not None:
@@ -127,7 +129,7 @@ class JobEnds:
         error: BaseException | None = None,
         retries: bool = False,
     ) -> None:
-        """End a job. Notices of its run's failure come first, then callbacks. Then the end is written."""
+        """End a job. First send the notices of its run's failure, then call callbacks, then write the end."""
         job.state = JobState.ENDING
         working_s = 0.0
         if job.started_at is not None:
@@ -155,7 +157,7 @@ class JobEnds:
         """
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
-            """Go on, also if no notice could be sent."""
+            """Go on with the end, even if no notice could be sent."""
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
@@ -170,11 +172,11 @@ class JobEnds:
         self._calls.submit(self._pool, job, PoolCall(notify, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        """Call the job's callback if it has one, pack its value, and have its end written."""
+        """Call the job's callback if there is one, pack the value, and have the end written."""
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        has_no_value = outcome.status != "finished"  # but a traceback, which is not packed
+        has_no_value = outcome.status != "finished"  # it has a traceback, which is not packed
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))
@@ -218,7 +220,7 @@ class JobEnds:
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
-            """Have the end written, as the callback has left it."""
+            """Have the end written, with what the callback has changed."""
             if failure is not None:
                 self._callback_raised(job, outcome, failure)
             elif isinstance(reply, Raised):
@@ -228,7 +230,7 @@ class JobEnds:
             else:
                 self._write(job, reply)
 
-        # Only our own call of `begin` raises errors of Redis. They are no reason to fail the job.
+        # Only our own call of `begin` raises errors of Redis here. They do not fail the job: the call is made again.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(
@@ -236,13 +238,14 @@ class JobEnds:
     ) -> None:
         """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text.
 
-        text: the callback's traceback; by default that of `failure`.
+        text: the callback's traceback; by default it is made of `failure`.
         """
         if outcome.status == "finished":
             self.fail(job, failure, text)
-        else:
-            text = printable(failure) if text is None else text
-            self._write(job, replace(outcome, value=text))
+            return
+        if text is None:
+            text = printable(failure)
+        self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
         """Have the end written, with the changes that the user's code made to its copy of the job."""
@@ -259,7 +262,7 @@ class JobEnds:
         self.writer.add(job, outcome)
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
-        """Go on after the server's reply to an end."""
+        """Go on with a job whose end the server has taken or refused."""
         if reply == "refused":
             self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
         if reply in ("lost", "refused"):
@@ -267,7 +270,7 @@ class JobEnds:
         elif reply == "dependents":
             self.queue_dependents(job, outcome)
         else:
-            self._announce(job, outcome)
+            self._send_webhooks(job, outcome)
 
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
         """Queue the dependents of a job whose end is written, a page at a time; then close the job.
@@ -277,7 +280,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_page() -> int:
-            """Queue one page of dependents. After the last page, close the job. Returns the next page, or 0."""
+            """Queue one page of dependents. Returns the next page. After the last one, closes the job and returns 0."""
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
@@ -295,20 +298,20 @@ class JobEnds:
             return next_cursor
 
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
-            """Queue the next page, or let the job go."""
+            """Queue the next page. After the last page, send webhooks and let the job go."""
             if failure is not None:
                 raise failure  # nobody foresaw it, so the guard ends the job
             if next_cursor:
                 self.queue_dependents(job, outcome, next_cursor)
             else:
-                self._announce(job, outcome)
+                self._send_webhooks(job, outcome)
 
         self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=RedisError))
 
-    def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
-        """Queue the webhooks of a job whose end is written, then let the job go."""
+    def _send_webhooks(self, job: HeldJob, outcome: Outcome | None) -> None:
+        """Queue the webhooks of a job whose end is written, then let the job go. outcome: see `Ended`."""
         webhooks = job.claimed.record.webhooks
-        if job.user_job is not None:  # its code may have changed them
+        if job.user_job is not None:  # the user's code may have changed them
             webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
             self._ended(job, outcome, is_written=True)
@@ -317,7 +320,7 @@ class JobEnds:
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
-            """Let the job go, also if its webhooks could not be queued."""
+            """Let the job go, even if its webhooks could not be queued."""
             self._ended(job, outcome, is_written=True)
 
         self._calls.submit(self._pool, job, PoolCall(send, then))

@@ -1,4 +1,4 @@
-"""The life of claimed jobs: the runner admits, opens, streams, ends and gives back each one."""
+"""JobRunner: leads claimed jobs from state to state. It admits, opens, streams, ends and gives back each job."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
 
 MAX_POSTS = 64
-"""The most notices of ended runs that may wait on this worker. Other workers send further notices."""
+"""The most notices of ended runs that may wait on this worker. Further notices are left to other workers."""
 
 
 class JobRunner:
@@ -59,7 +59,8 @@ class JobRunner:
         self._enders = parts.enders
         self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
         self.jobs = HeldJobs(traces)
-        self._surplus = list[ClaimedJob]()  # claimed, but without a place here
+        # Claimed jobs to give back, because this worker has no thread or no adapter for them.
+        self._surplus = list[ClaimedJob]()
         self.faults = WorkerFaults()
         self.tally = parts.tally
         self._traces = traces
@@ -115,7 +116,7 @@ class JobRunner:
             self.jobs.begin_trace(job)
 
     def open_claimed(self) -> None:
-        """Open the jobs whose turn it is."""
+        """Open the claimed jobs for which there is room."""
         for job in self._budget.take():
             with self.guard.around(job):
                 self._budget.opening(job)
@@ -141,7 +142,7 @@ class JobRunner:
                 self._open(job, task)
 
     def _admitted(self, job: HeldJob) -> FunctionCall:
-        """Return the job's call, if it may run here. Raises JobRefused."""
+        """Return the job's call. Raises JobRefused if it may not run here."""
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)
@@ -149,19 +150,19 @@ class JobRunner:
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
         """Run a job's function in a thread, once Redis shows that the job has begun."""
-        is_post = job.function_name == POSTING  # sends the notice of a run's end
-        if is_post:
+        sends_notice = job.function_name == POSTING  # the notice of a run's end
+        if sends_notice:
             pool = self._posts
-            has_place = self._posts.num_waiting < MAX_POSTS
+            has_room = self._posts.num_waiting < MAX_POSTS
         else:
             pool = self._functions
-            has_place = self._packer.free_functions > 0
-        if not has_place:
+            has_room = self._packer.free_functions > 0
+        if not has_room:
             self._leave_unopened(job, FUNCTION)
             return
 
         job.run_function()
-        if not is_post:
+        if not sends_notice:
             self._packer.function_started(job)
 
         def hand_over() -> None:
@@ -171,7 +172,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=function,
                     then=self._our_code_returned,
-                    came_back=self._function_ended,
+                    on_return=self._function_ended,
                     is_ours=True,
                 )
             else:
@@ -179,11 +180,11 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=partial(perform, user_job),
                     then=self._user_function_returned,
-                    came_back=self._function_ended,
+                    on_return=self._function_ended,
                 )
             self._calls.submit(pool, job, pool_call)
 
-        self._beginnings.run(job, hand_over)
+        self._beginnings.run_once_shown(job, hand_over)
 
     def _bound_function(self, job: HeldJob, call: FunctionCall) -> Callable[[], Any]:
         """Return one of our own functions with its context and arguments."""
@@ -193,7 +194,7 @@ class JobRunner:
         return partial(function, context, *call.args, **call.kwargs)
 
     def _function_ended(self, job: HeldJob, _: Any = None) -> None:
-        """Free the function's place."""
+        """Stop counting a job's function. Notices are not counted, because they have threads of their own."""
         if job.function_name != POSTING:
             self._packer.function_ended(job)
 
@@ -205,7 +206,7 @@ class JobRunner:
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None and job.claimed.record.is_followed:
-            # The pieces of its text bear this digest, so that a later execution knows whose tokens they are.
+            # The pieces of the job's text bear this digest, so that a later execution knows whose tokens they are.
             job.owner_digest = context.journal.owner_digest
         if job.is_file:
             self._files.open(job, task, context, self._opened)
@@ -213,21 +214,21 @@ class JobRunner:
             self._call_now(lambda: task.open(context), job, self._opened)
 
     def _leave_unopened(self, job: HeldJob, kind: str) -> None:
-        """Let go of a job for which this worker has no thread. `take_surplus` returns it.
+        """Let go of a job for which this worker has no thread. `take_surplus` returns the job.
 
-        kind: FUNCTION or FILE. The next claims pass over jobs of that kind until there is a thread.
+        kind: FUNCTION or FILE. The next claims pass over jobs of this kind until a thread is free.
         """
         self._let_go(job)
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Return the jobs that were left unopened since the last call. The caller gives them back."""
+        """Return the jobs that this worker has claimed but cannot run now. The caller gives them back."""
         surplus = self._surplus
         self._surplus = []
         return surplus
 
     def _opened(self, job: HeldJob, opened: OpenTask, error: BaseException | None) -> None:
-        """Stream the requests of a task that is open now, or fail its job."""
+        """Stream the requests of a task that was opened. If opening it raised, end the job or give it back."""
         if error is not None:
             self._raised(job, error)
             return
@@ -237,7 +238,7 @@ class JobRunner:
             self._drop_payload(job)
 
     def show_begun(self, store: JobStore) -> None:
-        """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError call it again."""
+        """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError, call it again."""
         self.drop(self._beginnings.show(store))
 
     def _user_function_returned(
@@ -256,11 +257,11 @@ class JobRunner:
         if error is not None:
             self._raised(job, error)
         else:
-            self.faults.passed(job.function_name)
+            self.faults.note_success(job.function_name)
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
-        """Fail a job in which our code raised, or give it back if the fault is this worker's, or an adapter's."""
+        """Fail a job in which our code raised. If this worker is at fault, or lacks the adapter, give the job back."""
         if isinstance(error, AdapterAwaited):
             self._give_back_without_adapter(job, error)
             return
@@ -268,21 +269,22 @@ class JobRunner:
             self._ends.fail(job, error)
             return
         self._withdraw_all([job])
-        fault = self.faults.met(job.claimed, job.function_name, error)
+        fault = self.faults.note(job.claimed, job.function_name, error)
         self._log.error(
             "job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault
         )
 
     def _give_back_without_adapter(self, job: HeldJob, error: AdapterAwaited) -> None:
-        """Give back a job whose adapter has other files now, once this worker has seen which.
+        """Give back a job whose adapter has other files here than the job needs.
 
-        From then on no worker with these files claims a shard. A prompt that named no files takes those that are there.
+        Before that, this worker reads the folder of adapters again. After that it claims only jobs whose adapters it
+        has. A prompt that names no files of its adapter runs with the present files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
-            """Let go of the job, also if the folder could not be read."""
+            """Let go of the job, even if the folder could not be read."""
             self._surplus += self._withdraw_all([job])
 
         refresh = self._environment.shared_context.adapters.refresh
@@ -307,7 +309,7 @@ class JobRunner:
     # Stream and deliver
 
     def feed(self) -> None:
-        """Fill the engine's free room with requests, and end the jobs whose last completion is here."""
+        """Send requests to the engine as far as it has room, and go on with the jobs that have changed."""
         self.guard.for_each(self.streams.feed(), self._advance)
 
     def _advance(self, job: HeldJob) -> None:
@@ -322,17 +324,18 @@ class JobRunner:
             self._collect(job)
 
     def _drop_payload(self, job: HeldJob) -> None:
-        """Free the memory of a job's payload, as the job may run for long. Payloads that callbacks may see are kept."""
+        """Free the memory of a job's payload, as the job may run for long. A payload that callbacks may see is kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:  # otherwise a copy without the payload would save nothing
                 job.hold(record.without_payload())
-            self._budget.keep(job, job.claimed.record.hash_bytes)
+            self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
-        """Ask the task for the job's value, now that every completion is here."""
+        """Make the job's value, now that every completion is here."""
         assert job.open_task is not None
-        self._beginnings.began(job, self._clock())  # changes nothing if a request has begun the job
+        # This matters only for a job without requests. Any other job has begun already.
+        self._beginnings.began(job, self._clock())
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)
@@ -342,15 +345,15 @@ class JobRunner:
     # End
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait, in batches. After a RedisError call it again."""
+        """Repeat delayed calls of threads, and write the waiting ends. After a RedisError, call it again."""
         self._calls.try_again()
         self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
         """Forget a job and count its end.
 
-        outcome: None if another worker has counted it. is_written: whether Redis has taken the end. It does not if this
-        worker has lost the job.
+        outcome: None if another worker has counted the end.
+        is_written: whether Redis has taken the end; False if this worker has lost the job.
         """
         if job not in self.jobs:
             return
@@ -395,7 +398,7 @@ class JobRunner:
         self.drop(lost)
 
     def show_progress(self, store: JobStore) -> None:
-        """Write the progress of those tasks whose progress has changed since the last call."""
+        """Write the progress of jobs to Redis, if it has changed since the last call."""
         changed: list[tuple[HeldJob, dict[str, Any]]] = []
         for job in self.jobs:
             with self.guard.around(job):
@@ -417,7 +420,7 @@ class JobRunner:
     # Interrupt
 
     def _let_go(self, job: HeldJob) -> None:
-        """Hold a job no longer."""
+        """Stop holding a job."""
         self.jobs.remove(job)
         self._budget.forget(job)
 
@@ -449,10 +452,10 @@ class JobRunner:
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))
 
     def _check_deadline(self, job: HeldJob, moment: float) -> None:
-        """Interrupt or fail a job that has run for longer than its limit."""
+        """Interrupt or fail a job that has run for longer than its limit. moment: monotonic seconds now."""
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:  # it plans a run, or sends a notice
+        if job.is_ours and job.is_function:  # such as one that plans a run
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
@@ -541,13 +544,13 @@ class JobRunner:
         return self._withdraw_all(suspects)
 
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
-        """Let go of every job whose end is not being written yet. The caller gives them back.
+        """Let go of every job whose end is not being computed or written at this moment. The caller gives them back.
 
-        parts_too: let go of jobs whose part is being written too. A store may refuse a part for a long time.
+        parts_too: whether to let go of jobs whose part is being written, too. A store may refuse a part for long.
         """
 
         def may_go(job: HeldJob) -> bool:
-            """Whether a job's end has not begun, or waits to be written."""
+            """Whether nothing works on the job's end now, or only on a part that need not be awaited."""
             if not job.is_ending or self._ends.writer.is_waiting(job):
                 return True
             return parts_too and job.state is JobState.COLLECTING
@@ -555,14 +558,14 @@ class JobRunner:
         return self._withdraw_all([job for job in self.jobs if may_go(job)])
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
-        """Let go of jobs and of all work for them. Returns them for the caller to give back."""
+        """Let go of jobs, and take back all work for them. Returns them for the caller to give back."""
         withdrawn = []
         for job in jobs:
             with self.guard.around(job):
                 self._withdraw(job, JobStopped)
                 self._ends.writer.forget(job)
                 self._let_go(job)
-                if job.call is None:  # otherwise the task is closed when the call comes back
+                if job.call is None:  # otherwise the task is closed when the call returns
                     self._close(job)
                 withdrawn.append(job.claimed)
         return withdrawn

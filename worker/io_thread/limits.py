@@ -1,16 +1,16 @@
-"""When a worker leaves by itself, and how often it does its duties. With many workers, each does them less often."""
+"""When a worker leaves by itself, and how often it carries out its duties: less often if there are many workers."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""Seconds added to --job-monitoring-interval. They and the sweep's period together stay within the promised 60 s."""
+"""Seconds added to --job-monitoring-interval for a lease. With the sweep's period, that is within the promised 60 s."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """One worker's limits; times in seconds."""
+    """One worker's limits. Times are in seconds. None means no limit."""
 
     burst: bool
     max_jobs: int | None
@@ -23,24 +23,24 @@ class Limits:
 
     @property
     def suspect_deaths(self) -> float:
-        """The number of dead workers after which a job runs alone; infinite if it is failed after the first."""
+        """The worker deaths after which a job runs alone; infinite if the job is failed after the first death."""
         if self.max_worker_deaths <= 1:
             return float("inf")
         return self.max_worker_deaths - 1
 
     @property
     def renew_period_s(self) -> float:
-        """Seconds between renewals. A lease survives two failed ones, and a cancelled job is noticed soon."""
+        """Seconds between renewals. A lease outlasts two that fail. A renewal also notices a cancelled job."""
         return min(self.lease_s / 4, 2.0)
 
     @property
     def sweep_period_s(self) -> float:
-        """Seconds between looks for abandoned jobs. An abandoned job waits for the next look before it runs again."""
+        """Seconds between sweeps for abandoned jobs. An abandoned job waits for the next sweep before it runs again."""
         return min(self.lease_s / 4, 10.0)
 
 
 class Timer:
-    """Says when a period has passed. The first period is over at the first look."""
+    """Says when a period is over. `due` is true when it is first called."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
@@ -51,11 +51,11 @@ class Timer:
         self._next = moment
 
     def end_now(self) -> None:
-        """Let the period be over at the next look."""
+        """Let the period be over when `due` is called next."""
         self._next = float("-inf")
 
     def due(self, moment: float) -> bool:
-        """Whether the period is over at `moment` (monotonic seconds). If so, the next one begins."""
+        """Whether the period is over at `moment` (monotonic seconds). If so, the next period begins."""
         if moment < self._next:
             return False
         self._next = moment + self.period_s
@@ -63,26 +63,26 @@ class Timer:
 
 
 POLL_S = 0.05
-"""Seconds between a lane's looks for jobs while its queue has few workers."""
+"""Seconds between a lane's polls for jobs while its queue has few workers."""
 
 LONGEST_POLL_S = 2.0
-"""Seconds between a lane's looks for jobs while its queue has very many workers."""
+"""Seconds between a lane's polls for jobs while its queue has very many workers."""
 
-LOOKS_PER_S = 200.0
-"""Looks a second at a queue, by all its workers together. With many workers each one looks less often."""
+POLLS_PER_S = 200.0
+"""Polls of a queue in a second, by all its workers together. With many workers, each one polls less often."""
 
 PASSED_PER_S = 20_000.0
-"""Jobs a second that all looks at a queue together may pass over, because other workers must run them."""
+"""Jobs in a second that all polls of a queue together may pass over, because other workers must run these jobs."""
 
 MOST_PASSED = 1000
-"""The most jobs that one look passes over, see claim.lua."""
+"""The most jobs that one poll passes over, see claim.lua."""
 
 RENEWALS_PER_S = 1000.0
-"""Renewals of leases a second, by all workers of these queues together. Short leases are renewed more often."""
+"""Renewals of leases in a second, by all workers of these queues together. With short leases there are more."""
 
 
 class PollRates:
-    """Sets the periods of looks and renewals. The more workers or begun jobs, the longer the periods.
+    """Sets the periods of polls and renewals. The more workers or begun jobs there are, the longer the periods.
 
     Used by the I/O thread only.
     """
@@ -90,7 +90,7 @@ class PollRates:
     def __init__(
         self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None
     ) -> None:
-        """jitter: returns a factor around 1, so that workers do not act in step. `hear` draws a new factor."""
+        """jitter: returns a factor around 1, so that workers do not act in step. `note_load` draws a new factor."""
         self._queue_names = queue_names
         self._limits = limits
         self._jitter = jitter or (lambda: random.uniform(0.9, 1.1))
@@ -98,29 +98,30 @@ class PollRates:
         self._num_started = 0
         self._factor = 1.0
 
-    def hear(self, num_workers: Mapping[str, int], num_started: int) -> None:
+    def note_load(self, num_workers: Mapping[str, int], num_started: int) -> None:
         """Note how many workers each queue has, and how many jobs of all the queues have begun."""
         self._num_workers = [max(1, num_workers.get(name, 1)) for name in self._queue_names]
         self._num_started = num_started
         self._factor = self._jitter()
 
     def num_workers(self, lane: int) -> int:
-        """Return the number of workers that serve the lane's queue, this one among them."""
+        """Return the number of workers that serve the lane's queue, including this one."""
         return self._num_workers[lane]
 
     def poll_s(self, lane: int, num_passed: int = 0) -> float:
-        """Return the seconds between looks for jobs of a lane with room, after a look that found none.
+        """Return the seconds between two polls for jobs, for a lane that has room and has just found none.
 
-        num_passed: jobs that the look passed over because other workers must run them. Redis reads them at each look.
+        num_passed: jobs that the last poll passed over because other workers must run them. Redis reads them in each
+        poll.
         """
         passing_s = min(num_passed, MOST_PASSED) / PASSED_PER_S
-        # Seconds between two looks at the queue, by whichever of its workers.
-        queue_period_s = max(1 / LOOKS_PER_S, passing_s)
-        wished_s = self._num_workers[lane] * queue_period_s * self._factor
-        return min(max(POLL_S, wished_s), LONGEST_POLL_S)
+        # Seconds between two polls of the queue by all its workers together.
+        queue_period_s = max(1 / POLLS_PER_S, passing_s)
+        wanted_s = self._num_workers[lane] * queue_period_s * self._factor
+        return min(max(POLL_S, wanted_s), LONGEST_POLL_S)
 
     @property
     def renew_s(self) -> float:
         """The seconds between renewals of the held leases. With very many leases, a cancelled job is noticed later."""
-        wished_s = self._num_started / RENEWALS_PER_S * self._factor
-        return min(max(self._limits.renew_period_s, wished_s), self._limits.lease_s / 4)
+        wanted_s = self._num_started / RENEWALS_PER_S * self._factor
+        return min(max(self._limits.renew_period_s, wanted_s), self._limits.lease_s / 4)

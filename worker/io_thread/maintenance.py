@@ -12,16 +12,18 @@ from worker.store.queue_order import PERIOD_S, QueueOrder
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
 
+# Seconds between two rounds of each duty.
 _SCHEDULER_PERIOD_S = 1.0
-_LEFT_PERIOD_S = 10.0
+_LEFT_JOBS_PERIOD_S = 10.0
 _NUMBERS_PERIOD_S = 15.0
 _ADAPTERS_PERIOD_S = 2.0
 
 
 class Maintenance:
-    """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
+    """Cleans RQ's registries, queues jobs that were left behind, keeps queues in a fair order, and finds new adapters.
 
-    It also looks for new adapters. With a scheduler, it also runs that, and reads the numbers for the queues' metrics.
+    period_s: seconds between two cleanings. scheduler: if given, it is run here, and the numbers for the queues'
+    metrics are read.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
@@ -33,8 +35,8 @@ class Maintenance:
         self._scheduler = scheduler
         self._schedule_timer = Timer(_SCHEDULER_PERIOD_S)
         self._clean_timer = Timer(period_s)
-        self._left_timer = Timer(_LEFT_PERIOD_S)
-        self._count_timer = Timer(_NUMBERS_PERIOD_S)
+        self._left_jobs_timer = Timer(_LEFT_JOBS_PERIOD_S)
+        self._numbers_timer = Timer(_NUMBERS_PERIOD_S)
         self._client = parts.clients.pool
         self._tally = parts.tally
         self._order_timer = Timer(PERIOD_S)
@@ -43,51 +45,48 @@ class Maintenance:
         self._adapter_trouble = LastingTrouble(
             parts.log, "the folder of adapters can be read again"
         )
-        self._looks_for_adapters = False
+        self._is_refreshing_adapters = False
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
         names = self._queue_names
         if self._scheduler is not None and self._schedule_timer.due(moment):
-            self._scheduler.turn()
-        if self._scheduler is not None and self._count_timer.due(moment):
-            self._pool.submit(partial(read_numbers, self._client, names), self._counted)
-        if self._left_timer.due(moment):
+            self._scheduler.start_round()
+        if self._scheduler is not None and self._numbers_timer.due(moment):
+            self._pool.submit(partial(read_numbers, self._client, names), self._numbers_read)
+        if self._left_jobs_timer.due(moment):
             self._pool.submit(partial(self._registries.queue_left, names), self._report)
         if self._order_timer.due(moment):
             self._pool.submit(partial(self._queue_order.put_in_order, names), self._report)
-        if (
-            self._adapters.is_live
-            and not self._looks_for_adapters
-            and self._adapter_timer.due(moment)
-        ):
-            self._looks_for_adapters = True
-            self._pool.submit(self._adapters.refresh, self._looked)
+        may_refresh = self._adapters.is_live and not self._is_refreshing_adapters
+        if may_refresh and self._adapter_timer.due(moment):
+            self._is_refreshing_adapters = True
+            self._pool.submit(self._adapters.refresh, self._adapters_refreshed)
         if self._clean_timer.due(moment):
             self._pool.submit(partial(self._registries.clean, names), self._report)
 
-    def _looked(self, _: Any, error: BaseException | None) -> None:
-        """Note that a look for adapters is over, and whether it failed."""
-        self._looks_for_adapters = False
+    def _adapters_refreshed(self, _: Any, error: BaseException | None) -> None:
+        """Note that the search for adapters is over, and whether it failed."""
+        self._is_refreshing_adapters = False
         if error is None:
-            self._adapter_trouble.passed()
+            self._adapter_trouble.note_absence()
         else:
-            self._adapter_trouble.met(
+            self._adapter_trouble.note(
                 type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
             )
 
-    def _counted(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
-        """Show the numbers of the queues to the metrics."""
-        # Old numbers would look like new ones, so there are no numbers after an error.
+    def _numbers_read(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+        """Note the numbers of the queues for the metrics."""
+        # After an error there are no numbers, because old numbers would pass for new ones.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
-        """Log a duty's error, or that duties are done again."""
+        """Log a duty's error, or note that there was none."""
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
-            self._trouble.met(
+            self._trouble.note(
                 type(error).__name__,
                 "could not clean up in Redis (%s); trying again in each period",
                 shown_error(error),

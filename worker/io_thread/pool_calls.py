@@ -1,4 +1,7 @@
-"""Makes the blocking calls of jobs in thread pools: with time limits, in line for memory, and again after an outage."""
+"""Makes the blocking calls of jobs in thread pools.
+
+Calls have time limits. A call that needs memory waits in line for it. A call that met an outage is made again.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,15 @@ from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import Call, as_class
 
 TRY_AGAIN_S = 0.5
-"""Seconds until a call is made again after it found no memory or was cut off by an outage."""
+"""Seconds until a call is made again, after it found no memory or met an outage."""
 
 
 class Place(NamedTuple):
-    """A call's place in line.
+    """A call's place in line. The smallest place comes first.
 
-    Writing a part frees memory, so it comes before opening a file. Within each kind, the oldest job comes first.
+    opens: whether the call opens a file; False if it writes a part. Writing a part frees memory, so it comes before
+    opening a file.
+    job_number: of each kind of call, the oldest job's comes first.
     """
 
     opens: bool
@@ -40,61 +45,61 @@ class Place(NamedTuple):
 
 
 class WaitingCall(NamedTuple):
-    """A call that waits in line. start: makes it. is_awaited: whether its job still waits for it."""
+    """A call that waits in line. start: makes the call. is_awaited: whether its job still waits for the call."""
 
     start: Callable[[], None]
     is_awaited: Callable[[], bool]
 
 
 class RoomLine:
-    """The line of calls that take memory. Once memory is short, only the first call is tried until it succeeds.
+    """The line of calls that take memory. Used by the I/O thread only.
 
-    Otherwise calls that run at the same time could wait for ever, each for memory that another one holds. Used by the
-    I/O thread only.
+    Once memory is short, only the first call in line is made, again and again until it succeeds. Otherwise calls that
+    run at the same time could wait for ever, each for memory that another one holds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._again_at = clock()
         self._waiting: dict[Place, WaitingCall] = {}
-        # The call that is made again at present, while the calls behind it wait.
-        self._tried: Place | None = None
+        # The place of the call that is made again at present. The calls behind it wait.
+        self._retried: Place | None = None
 
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now. If earlier calls wait, make it in its turn.
+        """Make a call now. If calls with earlier places wait, make it in its turn.
 
-        start: makes the call. is_awaited: whether its job still waits for it. If its job has been stopped, the next
-        `try_again` makes the call at once, so that it sees this and ends.
+        start: makes the call. is_awaited: whether its job still waits for the call. If the job does not, `try_again`
+        calls `start` at once. Then `start` only ends the call.
         """
-        is_behind_a_try = self._tried is not None and self._tried < place
-        is_behind_others = any(earlier_place < place for earlier_place in self._waiting)
-        if is_behind_a_try or is_behind_others:
+        is_behind_retried = self._retried is not None and self._retried < place
+        is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)
+        if is_behind_retried or is_behind_waiting:
             self._waiting[place] = WaitingCall(start, is_awaited)
         else:
             start()
 
     def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call again, in its turn, after it found no room. Arguments: see `begin`."""
-        self.came_back(place)
+        """Make a call again, in its turn, after it found no memory. Arguments: see `begin`."""
+        self.note_over(place)
         self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S
 
-    def came_back(self, place: Place) -> None:
-        """Note that the call at this place is over, so that the next one may be tried."""
-        if self._tried == place:
-            self._tried = None
+    def note_over(self, place: Place) -> None:
+        """Note that the call at this place is over, so that the next call may be made."""
+        if self._retried == place:
+            self._retried = None
 
     def try_again(self) -> None:
-        """Make the calls that nobody awaits any more. If the pause is over, make the first other call too."""
+        """Start the calls whose jobs do not wait for them any more. If the pause is over, make the first other call."""
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
                 call.start()
-        if self._waiting and self._tried is None and self._clock() >= self._again_at:
-            self._tried = min(self._waiting)
-            call = self._waiting.pop(self._tried)
+        if self._waiting and self._retried is None and self._clock() >= self._again_at:
+            self._retried = min(self._waiting)
+            call = self._waiting.pop(self._retried)
             call.start()
 
 
@@ -107,125 +112,151 @@ class PoolCall:
     """A function for a pool, and what the I/O thread does when it has returned or raised.
 
     then: called unless the job was withdrawn meanwhile.
-    came_back: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
-    is_ours: our own function. It asks whether it is interrupted. It may be run again, so an outage only delays it.
+    on_return: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
+    is_ours: the function is our own. It checks for interrupts itself. It may be run again, so an outage only delays it.
     again_on: further errors after which the function is run again.
     discard: see FunctionPool.submit.
-    place: its place in the RoomLine, if it takes memory.
+    place: the call's place in the RoomLine, if it takes memory.
     """
 
     function: Callable[[], Any]
     then: Then
-    came_back: Callable[[HeldJob, Any], None] = lambda job, value: None
+    on_return: Callable[[HeldJob, Any], None] = lambda job, value: None
     is_ours: bool = False
     again_on: type[Exception] | tuple[()] = ()
     discard: Callable[[Any], None] | None = None
     place: Place | None = None
 
 
+@dataclass(eq=False)
+class _Submission:
+    """A call that a job has submitted. It may be made several times.
+
+    key: the call's key in the job, see HeldJob.await_call.
+    thread_call: the pool's call of the latest attempt; None before the first attempt.
+    """
+
+    pool: FunctionPool
+    job: HeldJob
+    call: PoolCall
+    key: object
+    thread_call: Call | None = None
+
+    def is_awaited(self) -> bool:
+        """Whether the job still waits for this call."""
+        return self.job.awaits(self.key)
+
+
 class PoolCalls:
     """Runs the blocking calls of jobs in pools, for the I/O thread.
 
-    unawaited: called with a job that was withdrawn before its call came back.
+    on_unawaited: called with a job that was withdrawn before its call returned.
     """
 
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
-        unawaited: Callable[[HeldJob], None],
+        on_unawaited: Callable[[HeldJob], None],
         guard: JobGuard,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._post = post
-        self._unawaited = unawaited
+        self._on_unawaited = on_unawaited
         self._guard = guard
         self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
-        # Starts the calls that an outage has cut off, once `_try_again_at` has come.
-        self._waiting: list[Callable[[], None]] = []
+        # The calls that met an outage. They are made again at `_try_again_at`.
+        self._delayed: list[_Submission] = []
         self._try_again_at = clock()
         self._line = RoomLine(clock)
 
     def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
-        """Run a function in a pool. Its `came_back` and `then` are called in the I/O thread."""
-        place = call.place
-        is_ours = call.is_ours
-        # What `start` has given to the pool. The job may make another call by the time this one comes back.
-        started: list[Call] = []
-        call_key = job.await_call()
-
-        def post(value: Any, error: BaseException | None) -> None:
-            """Pass the outcome on to the I/O thread. Called in the pool's thread."""
-            self._post(lambda: report(value, error))
-
-        def start() -> None:
-            """Give the function to the pool."""
-            job.call = pool.submit(
-                call.function, post, is_interruptible=not is_ours, discard=call.discard
-            )
-            started.append(job.call)
-
-        def start_again() -> None:
-            """Start the call that was delayed, unless its job was let go meanwhile."""
-            with self._guard.around(job):
-                if job.awaits(call_key):
-                    start()
-                else:  # it ends without having been made
-                    look_at(value=None, error=None)
-
-        def report(value: Any, error: BaseException | None) -> None:
-            """Free the call's place, then look at its outcome."""
-            if job.call in started:
-                job.call = None
-            if place is not None:
-                self._line.came_back(place)
-            with self._guard.around(job):
-                look_at(value, error)
-
-        def look_at(value: Any, error: BaseException | None) -> None:
-            """Hand the outcome to `then`, or let the call wait for another try."""
-            if not job.awaits(call_key):
-                call.came_back(job, value)
-                self._unawaited(job)
-                return
-            is_outage = is_ours and isinstance(error, OUTAGES) and not is_fault(error)
-            is_to_be_repeated = is_outage or isinstance(error, call.again_on)
-            if place is not None and isinstance(error, NoRoomYet):
-                self._line.wait(place, start_again, is_awaited)
-            elif error is not None and is_to_be_repeated:
-                self._delays.met(
-                    type(error).__name__,
-                    "job %s: not carried out yet (%s); trying again",
-                    job.claimed.job_id,
-                    shown_error(error),
-                )
-                if not self._waiting:
-                    self._try_again_at = self._clock() + TRY_AGAIN_S
-                self._waiting.append(start_again)
-            else:
-                call.came_back(job, value)
-                call.then(job, value, error)
-
-        def is_awaited() -> bool:
-            """Whether the job still waits for this call."""
-            return job.awaits(call_key)
-
-        if place is None:
-            start()
+        """Run a call's function in a pool. Its `on_return` and `then` are called in the I/O thread."""
+        submission = _Submission(pool, job, call, key=job.await_call())
+        if call.place is None:
+            self._start(submission)
         else:
-            self._line.begin(place, start_again, is_awaited)
+            start = partial(self._start_if_awaited, submission)
+            self._line.begin(call.place, start, submission.is_awaited)
+
+    def _start(self, submission: _Submission) -> None:
+        """Give the function to the pool."""
+        job = submission.job
+        call = submission.call
+
+        def note_returned(value: Any, error: BaseException | None) -> None:
+            """Note that the call has returned, and handle its outcome. Called in the I/O thread."""
+            if job.call is submission.thread_call:  # by now the job may have made another call
+                job.call = None
+            if call.place is not None:
+                self._line.note_over(call.place)
+            with self._guard.around(job):
+                self._handle_outcome(submission, value, error)
+
+        def done(value: Any, error: BaseException | None) -> None:
+            """Have the I/O thread call `note_returned`. Called in the pool's thread."""
+            self._post(lambda: note_returned(value, error))
+
+        submission.thread_call = submission.pool.submit(
+            call.function, done, is_interruptible=not call.is_ours, discard=call.discard
+        )
+        job.call = submission.thread_call
+
+    def _start_if_awaited(self, submission: _Submission) -> None:
+        """Make a call that had to wait. If its job was withdrawn meanwhile, end the call without making it."""
+        with self._guard.around(submission.job):
+            if submission.is_awaited():
+                self._start(submission)
+            else:
+                self._handle_outcome(submission, value=None, error=None)
+
+    def _handle_outcome(
+        self, submission: _Submission, value: Any, error: BaseException | None
+    ) -> None:
+        """Hand an outcome to the call's functions, or have the call made again later."""
+        job = submission.job
+        call = submission.call
+        if not submission.is_awaited():
+            call.on_return(job, value)
+            self._on_unawaited(job)
+        elif call.place is not None and isinstance(error, NoRoomYet):
+            start = partial(self._start_if_awaited, submission)
+            self._line.wait(call.place, start, submission.is_awaited)
+        elif error is not None and _is_repeated_after(error, call):
+            self._delay(submission, error)
+        else:
+            call.on_return(job, value)
+            call.then(job, value, error)
+
+    def _delay(self, submission: _Submission, error: BaseException) -> None:
+        """Have a call made again after a pause. error: why it was not carried out."""
+        self._delays.note(
+            type(error).__name__,
+            "job %s: not carried out yet (%s); trying again",
+            submission.job.claimed.job_id,
+            shown_error(error),
+        )
+        if not self._delayed:
+            self._try_again_at = self._clock() + TRY_AGAIN_S
+        self._delayed.append(submission)
 
     def try_again(self) -> None:
-        """Start the waiting calls, once their pause is over."""
+        """Start the calls that wait, once their pause is over."""
         self._line.try_again()
-        if not self._waiting:
-            self._delays.passed()
+        if not self._delayed:
+            self._delays.note_absence()
         elif self._clock() >= self._try_again_at:
-            due = self._waiting
-            self._waiting = []
-            for start in due:
-                start()
+            due = self._delayed
+            self._delayed = []
+            for submission in due:
+                self._start_if_awaited(submission)
+
+
+def _is_repeated_after(error: BaseException, call: PoolCall) -> bool:
+    """Whether a call is made again after this error."""
+    is_outage = isinstance(error, OUTAGES) and not is_fault(error)
+    return (call.is_ours and is_outage) or isinstance(error, call.again_on)
 
 
 class PoolThreads:
@@ -241,24 +272,24 @@ class PoolThreads:
 
     @property
     def num_stuck(self) -> int:
-        """The number of threads that were given up and still run, because their code cannot be interrupted."""
+        """The number of threads that were given up and still run."""
         return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
-        """Give up the threads that ignore their interrupts."""
-        places = []
+        """Give up the threads that ignore their interrupts, and log each."""
+        given_up = []
         for pool in self._pools:
-            places += pool.give_up_stuck(self._grace_s)
-        for place in places:
+            given_up += pool.give_up_stuck(self._grace_s)
+        for thread_and_line in given_up:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
-                place,
+                thread_and_line,
                 self._grace_s,
                 self.num_stuck,
             )
 
     def close(self, timeout_s: float) -> None:
-        """End the threads. Wait at most `timeout_s` for files to be closed and for interrupted calls."""
+        """End the threads. Wait at most `timeout_s` seconds for files to be closed and for interrupted calls."""
         for pool in self._awaited_pools:
             pool.end()
         self._inspections.end()
@@ -269,17 +300,17 @@ class PoolThreads:
 
 
 THREADS = 2
-"""The number of threads that open files, and of those that write and close files. Slow calls start more threads."""
+"""The threads that open files. As many threads write and close files. Slow calls start more threads."""
 
 MAX_OPENING = 6
-"""Files that a worker opens at once. Four of them may hang while the other two go on."""
+"""The most files that a worker opens at the same time. Even if four of them hang, two others can be opened."""
 
 
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
 
-    limit_s: seconds without a sign of life after which opening a file, writing a part, closing a task or planning is
-    interrupted. A whole call may take longer.
+    limit_s: seconds without a sign of life after which opening a file, writing a part, closing a task or planning a run
+    is interrupted. A whole call may take longer.
     """
 
     def __init__(
@@ -306,7 +337,7 @@ class TaskFiles:
         )
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
-        """Open a job's task, note it as the job's `open_task`, then call `then`."""
+        """Open a task in a thread, note it as the job's `open_task`, then call `then`."""
         self._packer.opening(job)
         place = None
         if task.reads_rows:
@@ -314,7 +345,7 @@ class TaskFiles:
         call = PoolCall(
             function=lambda: task.open(context),
             then=then,
-            came_back=self._opened,
+            on_return=self._opened,
             is_ours=True,
             discard=partial(self._close, job.claimed.job_id),
             place=place,
@@ -322,30 +353,35 @@ class TaskFiles:
         self._calls.submit(self._openers, job, call)
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
-        """Note that the file is open, and its task; None if it could not be opened."""
+        """Note that the file was opened. opened: its task; None if it could not be opened."""
         self._packer.opened(job)
         job.open_task = opened
 
     def finish(self, job: HeldJob, then: Then) -> None:
-        """Ask a job's open task for its result, then call `then` with it."""
+        """Make the result of a job's open task in a thread, then call `then` with it."""
         self._packer.finishing(job)
+
+        def on_return(job: HeldJob, _: Any) -> None:
+            """Note that the part is written, or could not be written."""
+            self._packer.finished(job)
+
         call = PoolCall(
             function=lambda: _result_of(job),
             then=then,
-            came_back=lambda job, value: self._packer.finished(job),
+            on_return=on_return,
             is_ours=True,
             place=Place(opens=False, job_number=job.number),
         )
         self._calls.submit(self._writers, job, call)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
-        """Close the open files of a job that has ended."""
+        """Close the task of a job that has ended, in a thread."""
         self._writers.submit(
             partial(self._close, job_id, opened), lambda _, error: None, is_interruptible=False
         )
 
     def _close(self, job_id: str, opened: OpenTask) -> None:
-        """Close a task, in a thread. The task may have been opened after its job ended."""
+        """Close a task. Called in a thread, also for a task that was opened only after its job had ended."""
         try:
             opened.close()
         except Exception as error:  # noqa: BLE001  # the job has ended
@@ -354,20 +390,20 @@ class TaskFiles:
             )
 
     def check(self) -> None:
-        """Replace the threads of slow calls, and interrupt the calls over their limit."""
+        """Start more threads if calls are slow, and interrupt the calls that have been silent for too long."""
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
         self._openers.interrupt_silent(self._limit_s, self._not_open)
         self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a job that plans a run and gives no sign of life. The job's own timeout does not matter."""
+        """Interrupt a job that plans a run, if it has been silent for too long. This needs no timeout of the job."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)
 
 
 def _result_of(job: HeldJob) -> Any:
-    """Return the result of a job's task. Holding `open_task.result` in a call would keep a closed shard in memory."""
+    """Return the result of a job's task. A call that held `open_task.result` would keep a closed shard in memory."""
     assert job.open_task is not None
     return job.open_task.result()

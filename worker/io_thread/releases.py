@@ -27,7 +27,7 @@ class Releases:
     """Gives the jobs of this worker and of dead workers back to their queues. Used by the I/O thread only.
 
     A job with which too many workers have died is ended instead.
-    end_at_once: holds a job, then calls the given function to end it.
+    end_at_once: called with a job and a function. Holds the job, then calls the function, which ends the job.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Releases:
         self.log_level = logging.DEBUG
         """The level of log lines that say how many jobs were given back."""
 
-    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues. While Redis does not answer, they wait for the next call."""
-        self._waiting.extend(held)
+    def give_back(self, jobs: Sequence[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues. If Redis does not answer, they wait for the next call."""
+        self._waiting.extend(jobs)
         if not self._waiting:
             return
         released = self._release(self._waiting, mode)
@@ -60,7 +60,7 @@ class Releases:
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker."""
-        mode: Mode = "fault" if fault.counts else "given_back"
+        mode: Mode = "fault" if fault.counts_against_job else "given_back"
         released = self._release([fault.claimed], mode)
         self._take_over(released, mode, f", or met a fault, of which the last is {fault}")
 
@@ -77,28 +77,28 @@ class Releases:
         self._store.record_deaths(ids_by_worker)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        """Release jobs in one call, or one by one if that raises."""
+        """Take jobs from their holders, in one call or one by one if that raises. Returns what became of each."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
-            """Release jobs in one call."""
+            """Take jobs from their holders in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
         return self._guard.batch(held, lambda claimed: claimed, release)
 
-    def _take_over(self, released: Sequence[Released], mode: Mode, last: str = "") -> None:
-        """End the released jobs that this worker holds now: fail them, or queue their dependents.
+    def _take_over(self, released: Sequence[Released], mode: Mode, last_fault: str = "") -> None:
+        """Log and count the released jobs. End those that this worker holds now: fail them, or queue their dependents.
 
-        last: words about the last fault, for the error of a job with which too many workers died.
+        last_fault: text about the last fault, for the error of a job with which too many workers died.
         """
 
         def end(job: HeldJob) -> None:
             """End a job that no worker runs any more."""
             if job.claimed.has_ended:
-                # Another worker has counted the end, so there is no outcome.
+                # Another worker has written and counted the end, so there is no outcome here.
                 self._ends.queue_dependents(job, outcome=None)
                 return
             job.hold(job.claimed.record.without_retries())
-            self._ends.fail(job, JobSetAside(self._max_deaths, last))
+            self._ends.fail(job, JobSetAside(self._max_deaths, last_fault))
 
         self._log_takeovers(released, mode)
         for job in released:
@@ -109,7 +109,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log what is taken over from each worker in one line, even if it held hundreds of jobs."""
+        """Log in one line the jobs that are taken over from a worker, even if they are hundreds."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

@@ -22,10 +22,10 @@ LOG_PERIOD_S = 10.0
 """Seconds between two lines of throughput in the log."""
 
 CLOCK_PERIOD_S = 10.0
-"""Seconds between two looks at Redis' clock."""
+"""Seconds between two readings of Redis' clock."""
 
 SLOW_S = 1.0
-"""Seconds after which an answer of Redis is slow. A healthy Redis answers within a few milliseconds."""
+"""An answer of Redis that takes longer is slow. A healthy Redis answers within a few milliseconds."""
 
 
 class Reporter:
@@ -63,7 +63,7 @@ class Reporter:
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
         """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken."""
         if self._clock_timer.due(moment):
-            self._look_at_clock()
+            self._check_clock_and_speed()
 
         is_busy = self._runner.num_held > 0
         if not self._record_timer.due(moment) and is_busy == self._was_busy:
@@ -85,24 +85,24 @@ class Reporter:
         if self._point_timer.due(moment):
             self._record.keep(self._runner.tally.shown.point)
 
-    def _look_at_clock(self) -> None:
-        """Ask Redis for its time. Warn when this machine's clock begins to differ, or Redis begins to be slow."""
-        self._redis_clock.look(self._client)
+    def _check_clock_and_speed(self) -> None:
+        """Ask Redis for its time. Warn if this machine's clock differs from it, or if Redis has been slow lately."""
+        self._redis_clock.sync(self._client)
         self.clock_warning = self._redis_clock.warning
         if self.clock_warning:
-            self._skew.met("skew", "%s", self.clock_warning)
+            self._skew.note("skew", "%s", self.clock_warning)
         else:
-            self._skew.passed()
+            self._skew.note_absence()
 
         slowest_s = self._runner.tally.take_slowest()
         if slowest_s > SLOW_S:
-            self._slowness.met(
+            self._slowness.note(
                 "slow",
                 "Redis took %.1f s to answer: look at its CPU, its disk and `redis-cli SLOWLOG GET`",
                 slowest_s,
             )
         else:
-            self._slowness.passed()
+            self._slowness.note_absence()
 
     def show_stopped(self) -> None:
         """Write the final statistics."""
@@ -125,20 +125,20 @@ class Reporter:
         )
 
     def _write(self, state: str, job_id: str | None = None) -> None:
-        """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
-        # The numbers are noted first, in case Redis does not answer below.
-        self._note(state, self._runner.tally.shown.jobs_by_queue)
+        """Note the statistics for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
+        # Noted first with the earlier numbers of jobs, because Redis may not answer below.
+        self._note_statistics(state, self._runner.tally.shown.jobs_by_queue)
         jobs_by_queue, workers_by_queue = self._record.count()
         num_started = sum(by_status["started"] for by_status in jobs_by_queue.values())
-        self._poll_rates.hear(workers_by_queue, num_started)
-        self._note(state, jobs_by_queue)
+        self._poll_rates.note_load(workers_by_queue, num_started)
+        self._note_statistics(state, jobs_by_queue)
 
         num_claimed = {queue: by_status["claimed"] for queue, by_status in jobs_by_queue.items()}
         counters = {**self._counters(), "claimed": num_claimed}
         self._record.show(state, job_id, counters, self._runner.tally.shown.point)
 
-    def _note(self, state: str, jobs_by_queue: Mapping[str, Mapping[str, int]]) -> None:
-        """Note the numbers for the metrics. jobs_by_queue: how many jobs, by queue and status."""
+    def _note_statistics(self, state: str, jobs_by_queue: Mapping[str, Mapping[str, int]]) -> None:
+        """Note the statistics for the metrics. jobs_by_queue: how many jobs, by queue and status."""
         num_queued = {queue: by_status["queued"] for queue, by_status in jobs_by_queue.items()}
         held_by_kind = Counter[tuple[str, str]]()
         for job in self._runner.jobs:
@@ -149,7 +149,7 @@ class Reporter:
         )
 
     def _point(self, num_queued: Mapping[str, int]) -> Point:
-        """Return the statistics of this moment. num_queued: how many jobs wait, by queue."""
+        """Return the present statistics as a point. num_queued: how many jobs wait, by queue."""
         stats = self.engine_stats
         counts = self._runner.tally
         cached_tokens = stats.get("cached_tokens", 0)
@@ -179,7 +179,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the statistics that the worker's record has besides those of the point."""
+        """Return the statistics that stand in the worker's record beside the point."""
         held_jobs = self._runner.held
         return {
             **self.engine_stats,

@@ -1,7 +1,7 @@
 """Writes a worker's numbers in Prometheus' format.
 
 The engine's metrics have vLLM's names, with `tokenmill_` in place of `vllm:`, because promtool refuses a colon. The
-queues' metrics have rq-exporter's names. The number of label values is bounded.
+queues' metrics have rq-exporter's names. No label has an unlimited number of values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,18 @@ _HISTOGRAM = HistogramMetricFamily
 
 
 class _Metric(NamedTuple):
-    """A metric. rows: pairs of label values and a number or a Histogram."""
+    """A metric. rows: the values of its labels, each with a number or a Histogram."""
 
     family: Any
     name: str
     help: str
     labels: Sequence[str]
     rows: Iterable[tuple[Sequence[str], Any]]
+
+
+def _by_label(values: Mapping[str, Any]) -> list[tuple[tuple[str], Any]]:
+    """Return the rows of a metric with one label. values: a number or a Histogram for each value of the label."""
+    return [((label_value,), value) for label_value, value in values.items()]
 
 
 class Exporter:
@@ -40,7 +45,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
+        """Show a worker's numbers from now on. Called once its model is loaded. facts: the values of its Redis key."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -59,8 +64,16 @@ class _WorkerCollector(Collector):
         self._model = safe_name(str(facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a metric family for each metric of the methods below."""
-        metrics = (*self._worker_metrics(), *self._job_metrics(), *self._engine_metrics())
+        """Yield all metric families: those of the methods below, and those of the queues."""
+        metrics = (
+            *self._worker_metrics(),
+            *self._job_metrics(),
+            *self._redis_metrics(),
+            *self._batch_metrics(),
+            *self._token_metrics(),
+            *self._step_metrics(),
+            *self._request_metrics(),
+        )
         for metric in metrics:
             family = metric.family(metric.name, metric.help, labels=metric.labels)
             for label_values, value in metric.rows:
@@ -77,10 +90,10 @@ class _WorkerCollector(Collector):
     def _worker_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics that say what the worker is."""
         facts = self._facts
-        shown = self._counts.shown
         name = safe_name(str(facts.get("worker", "")))
+        state = self._counts.shown.state
         queues = ",".join(self._queue_names)
-        this_worker = [((name, shown.state, queues), 1)]
+        this_worker = [((name, state, queues), 1)]
         yield _Metric(
             _GAUGE, "rq_workers", "This worker.", ("name", "state", "queues"), this_worker
         )
@@ -92,7 +105,7 @@ class _WorkerCollector(Collector):
         yield _Metric(_GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served)
 
     def _job_metrics(self) -> Iterator[_Metric]:
-        """Yield the metrics of jobs and of Redis."""
+        """Yield the metrics of jobs."""
         counts = self._counts
         held = []
         for queue in self._queue_names:
@@ -107,7 +120,7 @@ class _WorkerCollector(Collector):
             held,
         )
 
-        # These are copies, here and below, because the I/O thread may add a label meanwhile.
+        # `dict` makes a copy, here and below, because the I/O thread may add a label meanwhile.
         jobs = dict(counts.jobs).items()
         rows = dict(counts.rows).items()
         labels = ("queue", "outcome", "reason")
@@ -118,20 +131,7 @@ class _WorkerCollector(Collector):
         yield _Metric(
             _COUNTER, "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", (), lost
         )
-
-        # Prometheus would not see the first death in a counter that begins at 1.
-        takeovers = {(queue, 1): 0 for queue in self._queue_names} | dict(counts.takeovers)
-        taken_over = [
-            ((queue, str(deaths)), number) for (queue, deaths), number in takeovers.items()
-        ]
-        yield _Metric(
-            _COUNTER,
-            "tokenmill_jobs_taken_over",
-            "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job.",
-            ("queue", "deaths"),
-            taken_over,
-        )
-
+        yield self._takeovers()
         yield _Metric(
             _COUNTER,
             "tokenmill_unforeseen_errors",
@@ -139,118 +139,158 @@ class _WorkerCollector(Collector):
             ("queue", "error"),
             dict(counts.unforeseen_errors).items(),
         )
+        yield _Metric(
+            _HISTOGRAM,
+            "tokenmill_job_queue_time_seconds",
+            "From a job's enqueueing to its beginning.",
+            ("queue",),
+            _by_label(dict(counts.queue_times)),
+        )
+        yield _Metric(
+            _HISTOGRAM,
+            "tokenmill_job_latency_seconds",
+            "From a job's enqueueing to its end.",
+            ("queue",),
+            _by_label(dict(counts.latencies)),
+        )
 
-        for name, until, times in (
-            ("queue_time", "begin", counts.queue_times),
-            ("latency", "end", counts.latencies),
-        ):
-            by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
-            yield _Metric(
-                _HISTOGRAM,
-                f"tokenmill_job_{name}_seconds",
-                f"From a job's enqueueing to its {until}.",
-                ("queue",),
-                by_queue,
-            )
+    def _takeovers(self) -> _Metric:
+        """Return the metric of jobs that were taken over."""
+        # Prometheus would not see the first death in a counter that begins at 1.
+        num_by_deaths = {(queue, 1): 0 for queue in self._queue_names}
+        num_by_deaths.update(dict(self._counts.takeovers))
+        rows = []
+        for (queue, deaths), number in num_by_deaths.items():
+            rows.append(((queue, str(deaths)), number))
+        return _Metric(
+            _COUNTER,
+            "tokenmill_jobs_taken_over",
+            "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job.",
+            ("queue", "deaths"),
+            rows,
+        )
 
-        round_trips = [((client,), number) for client, number in counts.round_trips.items()]
+    def _redis_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of this worker's use of Redis."""
         yield _Metric(
             _COUNTER,
             "tokenmill_redis_round_trips",
             "Commands or pipelines sent to Redis.",
             ("client",),
-            round_trips,
+            _by_label(self._counts.round_trips),
         )
-
-        # Prometheus would not see the first error either.
-        redis_errors = {"ConnectionError": 0, **counts.redis_errors}
-        errors = [((error,), number) for error, number in redis_errors.items()]
+        # Prometheus would not see the first error in a counter that begins at 1.
+        num_errors = {"ConnectionError": 0, **self._counts.redis_errors}
         yield _Metric(
             _COUNTER,
             "tokenmill_redis_errors",
             "Turns of the I/O thread that Redis ended.",
             ("error",),
-            errors,
+            _by_label(num_errors),
         )
 
-    def _engine_metrics(self) -> Iterator[_Metric]:
-        """Yield the metrics of the engine."""
-        counts = self._counts
+    def _of_model(self, family: Any, name: str, help_text: str, value: Any) -> _Metric:
+        """Return a metric whose only label is the model. name: without `tokenmill_`. value: a number or Histogram."""
+        return _Metric(
+            family, f"tokenmill_{name}", help_text, ("model_name",), [((self._model,), value)]
+        )
+
+    def _batch_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of the engine's batch and its KV cache."""
+        of_model = self._of_model
         point = self._counts.shown.point
+        running = point.num_requests_running
+        waiting = point.num_requests_waiting
+        yield of_model(_GAUGE, "num_requests_running", "Sequences in the batch.", running)
+        yield of_model(
+            _GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", waiting
+        )
+        yield of_model(
+            _GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs
+        )
+        yield of_model(
+            _GAUGE,
+            "kv_cache_usage_perc",
+            "KV cache in use; 1 means all of it.",
+            point.kv_cache_usage,
+        )
+        yield of_model(
+            _COUNTER, "num_preemptions", "Sequences that had to give way.", point.num_preemptions
+        )
+
+    def _token_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
+        of_model = self._of_model
+        point = self._counts.shown.point
+        yield of_model(
+            _COUNTER, "prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens
+        )
+        yield of_model(_COUNTER, "generation_tokens", "Tokens generated.", point.generation_tokens)
+        yield of_model(
+            _COUNTER,
+            "prefix_cache_queries",
+            "Tokens of prompts looked up in the prefix cache.",
+            point.prompt_tokens,
+        )
+        yield of_model(
+            _COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens
+        )
+
+    def _step_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of the engine's steps."""
+        of_model = self._of_model
         stats = self._counts.shown.engine_stats
-        arrival = "From a request's arrival in the engine to its"
-        # Of each metric: its family, its name without prefix, its help, and its only value.
-        metrics: list[tuple[Any, str, str, Any]] = [
-            (_GAUGE, "num_requests_running", "Sequences in the batch.", point.num_requests_running),
-            (
-                _GAUGE,
-                "num_requests_waiting",
-                "Sequences that wait in the engine.",
-                point.num_requests_waiting,
-            ),
-            (_GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs),
-            (
-                _GAUGE,
-                "kv_cache_usage_perc",
-                "KV cache in use; 1 means all of it.",
-                point.kv_cache_usage,
-            ),
-            (_COUNTER, "num_preemptions", "Sequences that had to give way.", point.num_preemptions),
-            (
-                _COUNTER,
-                "prompt_tokens",
-                "Tokens of prompts, computed or cached.",
-                point.prompt_tokens,
-            ),
-            (_COUNTER, "generation_tokens", "Tokens generated.", point.generation_tokens),
-            (
-                _COUNTER,
-                "prefix_cache_queries",
-                "Tokens of prompts looked up in the prefix cache.",
-                point.prompt_tokens,
-            ),
-            (_COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
-            (_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0)),
-            (
-                _COUNTER,
-                "adapter_steps",
-                "Steps with rows of adapters, which run without CUDA graphs.",
-                stats.get("adapter_steps", 0),
-            ),
-            (
-                _HISTOGRAM,
-                "time_to_first_token_seconds",
-                f"{arrival} first token.",
-                counts.first_token,
-            ),
-            (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
-        ]
+        yield of_model(_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0))
+        yield of_model(
+            _COUNTER,
+            "adapter_steps",
+            "Steps with rows of adapters, which run without CUDA graphs.",
+            stats.get("adapter_steps", 0),
+        )
 
-        # sizes[i]: the number of steps with more than 2**(i - 1) and at most 2**i sequences. The last one: all larger.
-        sizes = stats.get("batch_sizes", ())
-        if sizes:
-            batch_sizes = Histogram([1 << i for i in range(len(sizes) - 1)])
-            batch_sizes.counts = list(sizes)
+        # The element at i counts steps with at most 2**i sequences but more than 2**(i - 1). The last one counts all
+        # larger steps.
+        num_steps_by_size = stats.get("batch_sizes", ())
+        if num_steps_by_size:
+            num_bounds = len(num_steps_by_size) - 1
+            batch_sizes = Histogram([1 << i for i in range(num_bounds)])
+            batch_sizes.counts = list(num_steps_by_size)
             batch_sizes.total = stats.get("num_scheduled", 0)
-            metrics.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes))
-        for family, name, help_text, value in metrics:
-            rows = [((self._model,), value)]
-            yield _Metric(family, f"tokenmill_{name}", help_text, ("model_name",), rows)
+            yield of_model(_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes)
 
-        seconds_by_part = stats.get("step_seconds", {})
+        seconds = []
+        for part, part_s in stats.get("step_seconds", {}).items():
+            seconds.append(((self._model, part), part_s))
         yield _Metric(
             _COUNTER,
             "tokenmill_step_seconds",
             "Time of steps by part.",
             ("model_name", "part"),
-            [((self._model, part), seconds) for part, seconds in seconds_by_part.items()],
+            seconds,
         )
 
-        num_by_reason = dict(counts.requests)
+    def _request_metrics(self) -> Iterator[_Metric]:
+        """Yield the metrics of requests that have ended in the engine."""
+        counts = self._counts
+        yield self._of_model(
+            _HISTOGRAM,
+            "time_to_first_token_seconds",
+            "From a request's arrival in the engine to its first token.",
+            counts.first_token,
+        )
+        yield self._of_model(
+            _HISTOGRAM,
+            "e2e_request_latency_seconds",
+            "From a request's arrival in the engine to its end.",
+            counts.e2e,
+        )
+        samples = []
+        for reason, number in dict(counts.requests).items():
+            samples.append(((self._model, reason), number))
         yield _Metric(
             _COUNTER,
             "tokenmill_request_success",
             "Samples by how they ended.",
             ("model_name", "finished_reason"),
-            [((self._model, reason), number) for reason, number in num_by_reason.items()],
+            samples,
         )

@@ -5,25 +5,25 @@ from collections.abc import Callable
 from typing import Protocol
 
 LIVE_S = 180.0
-"""Seconds without a turn of its loop after which a thread counts as hanging. The longest steps, on a CPU, take less."""
+"""Seconds after which a thread counts as hanging if its loop makes no turn. The longest steps on a CPU take less."""
 
 REACHED_S = 15.0
-"""Seconds for which Redis counts as reachable after a turn of the I/O thread without an error of Redis."""
+"""Seconds for which Redis counts as reachable after the I/O thread last had no error from it."""
 
 
 class WatchedEngine(Protocol):
-    """What Health needs of the main thread's loop. turned_at: monotonic seconds of its last turn."""
+    """What Health needs of the main thread's loop. last_turn_at: monotonic seconds when its last turn began."""
 
-    turned_at: float
+    last_turn_at: float
 
 
 class WatchedIo(WatchedEngine, Protocol):
     """What Health needs of the I/O thread.
 
-    redis_at: monotonic seconds when all its duties last succeeded; None before they have.
+    redis_ok_at: monotonic seconds when all its duties in Redis last succeeded; None if they never have.
     """
 
-    redis_at: float | None
+    redis_ok_at: float | None
 
     @property
     def why_not_claiming(self) -> str | None:
@@ -35,7 +35,7 @@ class WatchedIo(WatchedEngine, Protocol):
 
 
 class Health:
-    """Says why a worker is unhealthy; the text is empty if it is healthy. For any thread."""
+    """Says why a worker is unhealthy. The texts are empty for a healthy worker. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,16 +43,16 @@ class Health:
         self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops from now on, once the model is loaded."""
+        """Watch these two loops from now on. Called once the model is loaded."""
         self._engine = engine
         self._io = io
 
     def why_dead(self) -> str:
-        """Say why only a restart helps; empty if none is needed. While its model loads, a worker counts as alive."""
+        """Say why only a restart helps; empty if none is needed. A worker that loads its model counts as alive."""
         if self._engine is None or self._io is None:
             return ""
         for name, loop in (("engine", self._engine), ("I/O", self._io)):
-            silent_s = self._clock() - loop.turned_at
+            silent_s = self._clock() - loop.last_turn_at
             if silent_s > LIVE_S:
                 return f"the {name} thread has not turned for {silent_s:.0f} s"
         return ""
@@ -61,9 +61,9 @@ class Health:
         """Say why the worker takes no jobs now; empty if it takes jobs."""
         if self._io is None:
             return "the model is not loaded yet"
-        if self._io.redis_at is None:
+        if self._io.redis_ok_at is None:
             return "Redis has not answered yet"
-        silent_s = self._clock() - self._io.redis_at
+        silent_s = self._clock() - self._io.redis_ok_at
         if silent_s > REACHED_S:
             return f"Redis has taken nothing for {silent_s:.0f} s: it does not answer, or is full"
         why_dead = self.why_dead()

@@ -14,17 +14,17 @@ from worker.metrics.health import Health, WatchedEngine, WatchedIo
 from worker.metrics.tally import Tally
 
 REQUEST_S = 5.0
-"""Seconds for a request and its answer; then the connection is closed."""
+"""Seconds for a request and its response. After that the connection is closed."""
 
 MAX_REQUESTS = 256
-"""Connections at a time. A further connection cuts off the oldest one, so that hanging connections keep nobody out. The
-loop accepts 100 at once, so that a new connection is read long before it is the oldest."""
+"""The most open connections. A further connection closes the oldest one, so that hanging connections keep nobody out.
+The loop accepts 100 at once, so a new connection is read long before it is the oldest."""
 
 _MAX_HEAD_BYTES = 16 << 10
 
 
 class Response(NamedTuple):
-    """What a request gets."""
+    """The HTTP response to a request."""
 
     status: HTTPStatus
     body: bytes
@@ -52,7 +52,7 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """The port on which the server listens."""
         _, port, *_ = self._listener.getsockname()
         return int(port)
 
@@ -64,12 +64,12 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on, once its model is loaded. facts: the values of its key in Redis."""
+        """Serve a worker's numbers from now on. Called once its model is loaded. facts: the values of its Redis key."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
     def close(self) -> None:
-        """Stop listening. Requests under way are cut off."""
+        """Stop listening, and close the connections of requests under way."""
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()
         self._loop.close()
@@ -80,10 +80,9 @@ class MetricsServer:
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
         await self._ended.wait()
-        # A closing server leaves open the connections that it has accepted but does not serve yet. So first accept no
-        # more.
+        # Accept no more connections first. A server that closes would leave open those that it does not serve yet.
         self._loop.remove_reader(self._listener)
-        # Besides this task there is one task for each accepted connection, begun or not.
+        # Besides this task, there is one task for each accepted connection, even for one that is not served yet.
         while len(asyncio.all_tasks()) > 1:
             for writer in self._open:
                 writer.transport.abort()
@@ -91,7 +90,7 @@ class MetricsServer:
         server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. If too many are open, the oldest is cut off."""
+        """Serve one connection. If too many are open, close the oldest."""
         if len(self._open) >= MAX_REQUESTS:
             oldest = next(iter(self._open))
             del self._open[oldest]
@@ -99,7 +98,7 @@ class MetricsServer:
         self._open[writer] = None
         try:
             with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-                # These errors come from what the client did, so nobody here is told.
+                # These errors are the client's fault, so they are not logged.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
@@ -107,7 +106,7 @@ class MetricsServer:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read one request and answer it."""
+        """Read one request and write the response."""
         head_bytes = await reader.readuntil(b"\r\n\r\n")
         request_line, *header_lines = head_bytes.decode("latin-1").split("\r\n")
         method, target, _ = request_line.split(" ")
@@ -128,7 +127,7 @@ class MetricsServer:
         writer.write(head.encode() + response.body)
         writer.write_eof()
         await writer.drain()
-        await reader.read()  # until the client has read the answer and closes
+        await reader.read()  # waits until the client has read the response and closes
 
     def answer(self, path: str, accept: str) -> Response:
         """Return the response for a path. accept: the request's header of this name."""

@@ -12,30 +12,32 @@ from jobs.common.display import safe_name
 from jobs.common.workers import Point
 from jobs.queues.numbers import QueueNumbers
 
-#: Bounds of histograms, in seconds: the bounds of vLLM, and longer ones for batches.
+#: Bounds of histograms, in seconds: those that vLLM uses, and longer ones for the jobs of batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 _MAX_REASONS = 40
-"""The most names of errors that are counted separately, because a user's function may raise any."""
+"""The most names of errors that are counted separately. A user's function may raise errors of any name."""
 
 _MAX_REASON_CHARS = 60
 
 _MAX_DEATHS = 20
-"""Jobs with more deaths than this are counted together when they are taken over."""
+"""Takeovers of jobs with this many deaths or more are counted together."""
 
 OTHER = "other"
-"""Stands for all further names of errors."""
+"""Stands for the names of errors beyond _MAX_REASONS."""
 
 
 @dataclass(frozen=True)
 class EndedJob:
     """A job that has ended on this worker.
 
-    function: the name of its function, or "refused". is_function: whether it ran without the engine.
+    function: the name of its function; "refused" if the job was refused before the name was read.
+    is_function: whether it ran without the engine.
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
-    rows, row_errors: the counts of a finished shard. rows_unasked: row errors without a request; None if not known.
+    rows, row_errors: the counts of a finished shard.
+    rows_unasked: the row errors for which the engine got no request; None if not known.
     """
 
     queue: str
@@ -53,7 +55,10 @@ class EndedJob:
 
 
 class Histogram:
-    """Counts values by the first of the ascending `bounds` that they do not exceed. Only one thread writes it."""
+    """Counts values between bounds. Only one thread may call `observe`.
+
+    bounds: in ascending order. A value is counted at the first bound that it does not exceed.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -62,15 +67,15 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        # The place of the first bound that the value does not exceed; the last place if it exceeds all.
-        place = bisect_left(self.bounds, value)
-        self.counts[place] += 1
+        # This is behind all bounds if the value exceeds them all.
+        position = bisect_left(self.bounds, value)
+        self.counts[position] += 1
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return each bound in Prometheus' form, and how many values were at most as large."""
+        """Return each bound in Prometheus' form, with the number of values that do not exceed it."""
         bounds = [str(float(bound)) for bound in self.bounds]
-        counts = list(self.counts)  # a copy, because the thread that writes counts on meanwhile
+        counts = list(self.counts)  # a copy, because another thread may call `observe` meanwhile
         number_so_far = 0
         cumulative = []
         for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
@@ -83,8 +88,9 @@ class Histogram:
 class Shown:
     """A worker's last statistics.
 
-    jobs_by_queue: how many jobs, by queue and status. held_by_kind: how many held jobs, by queue and by kind,
-    which is "function" or "engine". engine_stats: the engine's counters.
+    jobs_by_queue: how many jobs, by queue and status.
+    held_by_kind: how many held jobs, by queue and kind. A kind is "function" or "engine".
+    engine_stats: the engine's counters.
     """
 
     state: str
@@ -97,12 +103,12 @@ class Shown:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
 
-    jobs, rows: by queue, outcome and reason, the ended jobs, and the rows of finished shards.
-    requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
-    queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
+    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, likewise.
+    requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
+    queue_times: seconds from a job's enqueueing to its beginning, by queue. latencies: to its end.
     ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
-    queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
-    them.
+    queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
+    A pool's thread sets them.
     """
 
     def __init__(self) -> None:
@@ -148,7 +154,7 @@ class Tally:
                 self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
 
     def _count_for_queue(self, job: EndedJob) -> None:
-        """Count a job among the jobs of its queue, with the time that it has waited and run."""
+        """Count a job in its queue's totals, with the time that it has waited and run."""
         self.ended[job.queue] += 1
         if job.outcome != "finished":
             self.ended_badly[job.queue] += 1
@@ -160,7 +166,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by their outcome. A row with an error may never have been asked."""
+        """Count the rows of a finished shard by outcome. An error is the input's if the engine got no request."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -184,7 +190,7 @@ class Tally:
         self.claims_lost += 1
 
     def taken_over(self, queue: str, deaths: int) -> None:
-        """Count a job that was taken over from a dead worker, or after a fault. deaths: how many deaths it has had."""
+        """Count a job that was taken over from a dead worker, or after a fault. deaths: the job's deaths so far."""
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
     def unforeseen(self, queue: str, error: BaseException) -> None:
@@ -211,13 +217,13 @@ class Tally:
             self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Observe seconds of a queue. Another machine's clock may make them negative. Negative seconds count as 0."""
+        """Add seconds to a queue's histogram. They may be negative, by another machine's clock, and then count as 0."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))
 
     def _reason(self, reason: str) -> str:
-        """Return an error's name as a label, or OTHER if there are too many names; "" for no error."""
+        """Return the label for an error's name: the name, OTHER if there are too many names, or "" for no error."""
         if not reason:
             return ""
         reason = safe_name(reason, _MAX_REASON_CHARS)

@@ -1,4 +1,4 @@
-"""Connections to Redis, and which errors are the server's fault."""
+"""Clients of Redis, and which of their errors are the server's fault."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from rq.connections import get_connection_kwargs
 MIN_REDIS_VERSION = (6, 2, 0)
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
-"""Errors of the server, not of the command. The command may be tried again later."""
+"""Errors for which the server is to blame, not the command. The command may be sent again later."""
 
 
 def is_server_fault(error: BaseException) -> bool:
@@ -51,11 +51,11 @@ def new_client(
     sent: Callable[[], None] | None = None,
     answered: Callable[[float], None] = lambda seconds: None,
 ) -> Redis:
-    """Make a client to the same server, with its own connection pool.
+    """Return a client for the server of `connection`, with its own connection pool.
 
-    resend: send each command again if its reply was lost, as redis-py does for user code in a stock worker. Our own
-    code decides that for each command, and passes False.
-    sent: called for each command or pipeline that is sent. answered: called with the seconds until its answer began.
+    resend: whether a command is sent again if its reply was lost, as redis-py does for user code in a stock worker. Our
+    own code decides for each command whether to send it again, and passes False.
+    sent: called for each command or pipeline that is sent. answered: called with the seconds until the reply began.
     """
     retry = Retry(NoBackoff(), 0)
     if resend:
@@ -73,10 +73,10 @@ def new_client(
 def _counted(
     connection_class: type[Any], sent: Callable[[], None], answered: Callable[[float], None]
 ) -> type[Any]:
-    """Return a subclass of a class of connections, which calls `sent` and `answered` for each command or pipeline."""
+    """Return a subclass of a connection class that calls `sent` and `answered` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
-        """A connection that tells what is sent over it."""
+        """A connection that counts its commands and times its replies."""
 
         sent_at: float | None = None
 
@@ -87,7 +87,7 @@ def _counted(
             return super().send_packed_command(*args, **options)
 
         def read_response(self, *args: Any, **options: Any) -> Any:
-            """Read a reply. The first one tells how long the answer took to begin."""
+            """Read a reply. After the first reply to a command or pipeline, report how long it took."""
             try:
                 return super().read_response(*args, **options)
             finally:

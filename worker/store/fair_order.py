@@ -1,11 +1,12 @@
-"""In which order the jobs of a queue are claimed, so that runs and prompts share its workers fairly.
+"""Decides in which order the jobs of a queue are claimed, so that runs and prompts share the queue's workers fairly.
 
 Each run that waits in a queue gets a share of the queue's workers, counted in rows. A run's share is in proportion to
 its priority. All prompts of the queue together get the share of a run with priority 1. This is weighted fair queueing:
 a job's place depends on the rows of its own run that stand before it.
 
-A run that would miss its deadline at its share comes first, if it can still meet the deadline. The earliest
-deadline comes before the others. Meanwhile the rest of the queue keeps a tenth of the workers, so that nothing starves.
+A run is urgent if it would miss its deadline at its share, but can meet the deadline if it comes first. Urgent runs
+come first, in the order of their deadlines. The rest of the queue keeps a tenth of the workers, so that nothing
+starves.
 
 Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Algorithm" (SIGCOMM 1989).
 """
@@ -17,17 +18,17 @@ from heapq import merge
 from typing import NamedTuple
 
 URGENT_SHARE = 0.9
-"""The share of the workers for runs that would otherwise miss their deadlines."""
+"""The share of the workers for the urgent runs together."""
 
 MARGIN = 1.25
-"""A run is urgent if it would miss its deadline when it takes this many times longer than expected."""
+"""A run counts as missing its deadline if it would miss it by taking this many times as long as expected."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""
 
 
 class WaitingJob(NamedTuple):
-    """A job in a queue. run: its run, or PROMPTS. rows: how many it has. priority: its run's."""
+    """A job in a queue. run: the job's run, or PROMPTS. rows: the job's rows. priority: the run's priority."""
 
     id: str
     run: str
@@ -37,10 +38,11 @@ class WaitingJob(NamedTuple):
 
 @dataclass(frozen=True)
 class RunInQueue:
-    """What is known of a run with jobs in a queue.
+    """A run with jobs in a queue.
 
-    shard_rows: the rows of one shard. rows_left: rows without an answer. deadline: in Unix seconds; None if it has
-    none. priority: the run's share is this many times that of a run with priority 1.
+    shard_rows: the rows of one shard. rows_left: the run's rows without an answer.
+    deadline: in Unix seconds; None if the run has no deadline.
+    priority: the run's share is this many times the share of a run with priority 1.
     """
 
     run: str
@@ -54,38 +56,69 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
     """Return the runs that come first, in their order.
 
     These are the runs that would miss their deadline at their share of the queue's workers. A run that cannot meet
-    its deadline even if it comes first is left out, because it would only delay the others. rows_per_s: the rows that
-    the workers finish for all runs of the queue; 0 if that is not known.
+    its deadline even if it comes first is left out, because it would only delay the other runs.
+    rows_per_s: the rows that the workers finish for all runs of the queue; 0 if that is not known.
     """
-    if rows_per_s <= 0 or not runs:
+    if rows_per_s <= 0:
         return []
-    with_deadline = [run for run in runs if run.deadline is not None and run.deadline > now]
-    with_deadline.sort(key=lambda run: (run.deadline, run.run))
+    open_deadlines = []
+    for run in runs:
+        if run.deadline is not None and run.deadline > now:
+            open_deadlines.append((run.deadline, run.run, run))
+    open_deadlines.sort()  # by deadline, then by the run's id, which is unique
+
     total_priority = sum(run.priority for run in runs)
-    rows_before = 0.0
+    rows_before = 0.0  # of the urgent runs so far
     urgent = []
-    for run in with_deadline:
-        assert run.deadline is not None
-        left_s = run.deadline - now
+    for deadline, run_id, run in open_deadlines:
+        seconds_left = deadline - now
         share_of_rate = rows_per_s * run.priority / total_priority
-        at_its_share_s = run.rows_left * MARGIN / share_of_rate
-        if_first_s = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE)
-        if if_first_s <= left_s < at_its_share_s:
-            urgent.append(run.run)
+        seconds_at_share = run.rows_left * MARGIN / share_of_rate
+        seconds_if_first = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE)
+        if seconds_if_first <= seconds_left < seconds_at_share:
+            urgent.append(run_id)
             rows_before += run.rows_left
     return urgent
 
 
 class PlacedJob(NamedTuple):
-    """A job in its place.
+    """A job with its place in the order. The job with the smallest end comes first.
 
-    end: the virtual time at which it is done if each run gets its share. Virtual time counts the rows that a run with
-    priority 1 has had. number: its place in the queue before, which decides between equal ends.
+    end: the virtual time at which the job is done if each run gets its share. Virtual time counts the rows that a run
+    with priority 1 has had. number: the job's position in the queue before, which decides between equal ends.
     """
 
     end: float
     number: int
     id: str
+
+
+class _Streams:
+    """Gives jobs their ends. Each run is a stream of jobs; the urgent runs are one stream together.
+
+    urgent_weight: the urgent runs together get this many times the share of a run with priority 1.
+    waited: for each run, the virtual time by which its first job begins earlier.
+    """
+
+    def __init__(
+        self, urgent: Collection[str], urgent_weight: float, waited: Mapping[str, float]
+    ) -> None:
+        self._urgent = urgent
+        self._urgent_weight = urgent_weight
+        # By stream: the end of the last job that was placed.
+        self._ends: defaultdict[str, float] = defaultdict(float)
+        for run, virtual_time in waited.items():
+            self._ends[f"run {run}"] = -virtual_time
+
+    def place(self, job: WaitingJob, not_before: float) -> float:
+        """Place a job behind the earlier jobs of its stream. Returns its end, which is `not_before` or later."""
+        stream = f"run {job.run}"
+        weight: float = job.priority
+        if job.run in self._urgent:
+            stream = "urgent"
+            weight = self._urgent_weight or 1  # 0 if no other run waits
+        self._ends[stream] = max(not_before, self._ends[stream] + job.rows / weight)
+        return self._ends[stream]
 
 
 def fair_order(
@@ -97,43 +130,36 @@ def fair_order(
     """Return a queue's jobs in the order in which they are to be claimed.
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
-    urgent: the runs that come first. When these runs or priorities have changed, the caller passes all jobs as new.
+    urgent: the runs that come first, in their order. When these runs or priorities have changed, the caller passes all
+    jobs as new.
     waited: for each run, the virtual time for which its first job has waited. This time brings the run's jobs forward.
     Without it, small jobs that come again and again would pass a large one for ever.
     """
     if urgent:
-        # The urgent runs are one stream below, so its jobs must come in the order of the runs. Where the other runs'
-        # jobs stand between them does not matter.
-        places = {run: place for place, run in enumerate(urgent)}
-        new = sorted(new, key=lambda job: places.get(job.run, 0))
+        new = _by_urgency(new, urgent)
     priorities = {job.run: job.priority for job in (*in_order, *new)}
-    others_priority = sum(priorities[run] for run in priorities.keys() - set(urgent))
-    # The urgent runs together get this many times the share of a run with priority 1.
-    urgent_weight = others_priority * URGENT_SHARE / (1 - URGENT_SHARE)
-
-    # By stream: the end of its last job that has a place. The urgent runs are one stream, each other run is one.
-    ends: defaultdict[str, float] = defaultdict(float)
-    for run, virtual_time in (waited or {}).items():
-        ends[f"run {run}"] = -virtual_time
-
-    def place(job: WaitingJob, not_before: float) -> float:
-        """Place a job behind the others of its stream. Returns its end, see PlacedJob."""
-        stream = f"run {job.run}"
-        weight: float = job.priority
-        if job.run in urgent:
-            stream = "urgent"
-            weight = urgent_weight or 1  # 0 if no other run waits
-        ends[stream] = max(not_before, ends[stream] + job.rows / weight)
-        return ends[stream]
+    other_runs = priorities.keys() - set(urgent)
+    priority_of_others = sum(priorities[run] for run in other_runs)
+    urgent_weight = priority_of_others * URGENT_SHARE / (1 - URGENT_SHARE)
+    streams = _Streams(urgent, urgent_weight, waited or {})
 
     latest_end = 0.0
     placed = []
     for number, job in enumerate(in_order):
-        latest_end = place(job, not_before=latest_end)
+        latest_end = streams.place(job, not_before=latest_end)
         placed.append(PlacedJob(latest_end, number, job.id))
     placed_new = []
     for number, job in enumerate(new, len(placed)):
-        end = place(job, not_before=0.0)
+        end = streams.place(job, not_before=0.0)
         placed_new.append(PlacedJob(end, number, job.id))
     placed_new.sort()
     return list(merge(placed, placed_new))
+
+
+def _by_urgency(jobs: Sequence[WaitingJob], urgent: Sequence[str]) -> list[WaitingJob]:
+    """Return jobs with those of urgent runs in the order of these runs, because they are one stream.
+
+    Where the jobs of other runs stand among them does not matter.
+    """
+    positions = {run: position for position, run in enumerate(urgent)}
+    return sorted(jobs, key=lambda job: positions.get(job.run, 0))

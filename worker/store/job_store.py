@@ -36,21 +36,22 @@ from worker.store.records.text_piece import NUM_VALUES, TextPiece
 from worker.store.scripts import Call, Scripts
 
 PAGE = 200
-"""About how many dependents are read at once. Anybody may name a million dependents that do not exist."""
+"""About how many dependents are read at a time. Anybody may name a million dependents that do not exist."""
 
 TEXT_PIECES = 10_000
-"""About how many pieces a followed job's stream keeps. The oldest pieces are dropped first."""
+"""About how many pieces the stream of a followed job keeps. Beyond that, the oldest pieces are dropped."""
 
 TEXT_BATCH = 200
-"""Pieces that one call of a script writes."""
+"""The most pieces that one call of a script writes."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Says how long ended jobs are kept.
+    """Says which ended jobs are kept, and for how long.
 
-    records_failures: False leaves failed jobs out of the registry and without a result, as RQ's
-    --disable-default-exception-handler does. result_ttl_s: seconds for results of jobs that do not say.
+    records_failures: whether failed jobs get a result and a place in RQ's registry. It is False with RQ's
+    --disable-default-exception-handler.
+    result_ttl_s: seconds for which the result of a job is kept if the job does not say.
     """
 
     records_failures: bool = True
@@ -61,10 +62,10 @@ class Keeping:
 class Released:
     """A job that was taken from its holder.
 
-    deaths: how many workers have died with it, if this release counts as a death; else 0.
-    claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue, or not there.
-    worker_name: the worker on which the job had begun; "" if it had not begun. Only for show, because anybody may
-    write it.
+    deaths: how many workers have died with the job, if this release counts as a death; else 0.
+    claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
+    worker_name: the worker on which the job had begun; "" if it had not begun. Only for messages, because anybody may
+    write this name.
     """
 
     queue_name: str
@@ -88,11 +89,11 @@ _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 class JobStore:
     """Claims, holds and ends the jobs of some queues in Redis, for one worker.
 
-    models: names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
-    more_models: returns the adapters' names, which may change.
-    clock: Unix seconds by Redis' clock.
-    Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError if the server does not
-    answer. The call may then be made again, because no method doubles an effect.
+    models: the names of the served model. Jobs whose field `tokenmill_model` has another name stay queued.
+    more_models: returns the names of the adapters, which may change.
+    clock: returns Unix seconds by Redis' clock.
+    Only one thread may claim with a store. Every method raises redis.exceptions.RedisError if the server does not
+    answer. The call may then be made again, because no call has its effect twice.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class JobStore:
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
         self._epoch = ""
-        # The tokens of claims that were sent without a reply so far.
+        # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
-        # The tokens of answered claims. With the next claim Redis forgets what these have claimed.
+        # The tokens of claims with a reply. With the next claim, Redis forgets what these claims have taken.
         self._answered_tokens: set[str] = set()
 
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        """Read a script's reply about a job. If that raises, the error is the job's damage, and the job must fail."""
+        """Return the job in a script's reply. If the reply cannot be read, the error is noted as the job's damage."""
         try:
             return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
@@ -141,7 +142,7 @@ class JobStore:
             )
 
     def _holder(self) -> dict[str, Any]:
-        """Return the scripts' arguments that describe this worker, the holder of jobs."""
+        """Return the arguments for scripts that describe this worker as the holder of jobs."""
         moment = self._clock()
         return {
             "worker": self._worker_name,
@@ -166,33 +167,32 @@ class JobStore:
         }
         calls = []
         for request in wanted:
-            most = min(request.most, CLAIM_BATCH)
-            calls.append(Call("claim", {**vars(request), **common, "most": most}))
+            arguments = {**vars(request), **common, "most": min(request.most, CLAIM_BATCH)}
+            calls.append(Call("claim", arguments))
 
         tokens = {request.token for request in wanted}
         sent_once = tokens - self._unanswered_tokens
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # The record of a claim that was sent twice is kept until it expires, because the first sending may still be on
-        # its way.
+        # If a claim was sent twice, its first request may still be on its way. So Redis must remember what it took.
         self._answered_tokens = sent_once
-        *_, epoch = replies[-1]  # the latest
-        self._epoch = epoch.decode()
+        *_, latest_epoch = replies[-1]
+        self._epoch = latest_epoch.decode()
         return [
             self._claim_of(request.queue, reply)
             for request, reply in zip(wanted, replies, strict=True)
         ]
 
     def _claim_of(self, queue_name: str, reply: Sequence[Any]) -> Claim:
-        """Read the reply of claim.lua."""
+        """Return the claim in a reply of claim.lua."""
         entries, num_foreign, first_left, hold, num_newer, _ = reply
         return Claim(
-            [self._restore(queue_name, entry) for entry in entries],
-            num_foreign,
-            first_left.decode(errors="replace"),
-            hold.decode(),
-            num_newer,
+            jobs=[self._restore(queue_name, entry) for entry in entries],
+            num_foreign=num_foreign,
+            first_left=first_left.decode(errors="replace"),
+            hold=hold.decode(),
+            num_newer=num_newer,
         )
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
@@ -204,7 +204,10 @@ class JobStore:
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
-        """Extend leases. held: each job, and the time at which it began, or "" to leave that time as it is."""
+        """Extend leases. Returns the jobs that this worker no longer holds.
+
+        held: each job with the time at which it began, or with "" to leave that time as it is.
+        """
         if not held:
             return []
         jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
@@ -216,14 +219,16 @@ class JobStore:
         return lost
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
-        """Write the ends of jobs. Each end is written whole or not at all. See finish.lua for the replies."""
-        replies = self._call_many([self._end_of(outcome) for outcome in outcomes])
+        """Write the ends of jobs, each wholly or not at all. Returns the reply to each end, see finish.lua."""
+        replies = self._call_many([self._end_call(outcome) for outcome in outcomes])
         return [reply.decode() for reply in replies]
 
-    def _end_of(self, outcome: Outcome) -> Call:
+    def _end_call(self, outcome: Outcome) -> Call:
         """Return the call of the script that writes a job's end: retry.lua or finish.lua."""
         step = outcome.next_step(self._keeping.result_ttl_s)
-        next_run = "" if step.wait_s is None else self._next_run(step.wait_s, step.at_front)
+        next_run: str | int = ""
+        if step.wait_s is not None:
+            next_run = self._next_run(step.wait_s, step.at_front)
         execution = {
             **outcome.claimed.address,
             "worker": self._worker_name,
@@ -271,10 +276,10 @@ class JobStore:
         }
         if status == "finished":
             is_recorded = step.kept_s != 0
-            ttl_without_record = "0"  # the job is deleted
+            ttl_without_record = "0"  # deletes the job
         else:
             is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
-            ttl_without_record = ""  # the job's time to live stays as it is
+            ttl_without_record = ""  # leaves the job's time to live as it is
         if not is_recorded:
             return Call("finish", {**args, "score": "", "ttl": ttl_without_record})
 
@@ -288,7 +293,7 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, as end_execution.lua expects it: Unix seconds, "front" or "back"."""
+        """Return when a job runs again, for end_execution.lua: Unix seconds, or "front" or "back" of the queue."""
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"
@@ -301,7 +306,7 @@ class JobStore:
             claimed.job_id,
             result_type,
             connection=self._client,
-            return_value=outcome.returned_retry,  # any other value is packed already, and is put in below
+            return_value=outcome.returned_retry,  # any other value is packed already, and is added below
             exc_string=outcome.value if has_failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution_id,
@@ -318,11 +323,10 @@ class JobStore:
         return entry
 
     def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue those dependents of an ended job that wait for nothing else. Each call queues one page.
+        """Queue the dependents of an ended job that wait for no other job. Each call queues one page of them.
 
-        cursor: the page, 0 for the first. Returns the next page's cursor, 0 after the last.
-        A dependent is queued only once, even by two calls. RQ would queue it twice if two jobs that it waited for end
-        together.
+        cursor: the page; 0 for the first. Returns the cursor of the next page; 0 after the last.
+        A dependent is queued only once, even if it waited for two jobs that end together. RQ would queue it twice.
         """
         key = job_key(claimed.job_id)
         ended_as: Any = self._client.hget(key, "ended_as")
@@ -347,17 +351,17 @@ class JobStore:
         return int(next_cursor)
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of an ended job whose dependents are queued, and give it its time to live or its next run."""
+        """Let go of an ended job whose dependents are queued. Set its time to live, or queue its next run."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:
-        """Put jobs back at the heads of their queues.
+        """Put jobs back at the heads of their queues. Returns what became of each.
 
-        A job with which too many workers died, or whose end is written, is not put back. This worker then holds it, to
-        end it.
+        A job with which too many workers died, or whose end is written already, is not put back. Instead this worker
+        holds the job, to end it.
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
-        # Each job is pushed to the head of its queue, so the last one goes first.
+        # Each job is pushed to the head of its queue, so the last job is pushed first.
         last_first = list(reversed(held))
         calls = []
         for job in last_first:
@@ -373,8 +377,8 @@ class JobStore:
         return [self._released(job, reply) for job, reply in zip(last_first, replies, strict=True)]
 
     def _released(self, job: ClaimedJob, reply: Sequence[Any]) -> Released:
-        """Read the reply of release.lua."""
-        result, deaths, *more = reply  # what follows depends on the result
+        """Return what became of a job, from the reply of release.lua."""
+        result, deaths, *more = reply  # what `more` holds depends on the result
         claimed = None
         worker_name = b""
         if result == b"exhausted":
@@ -388,25 +392,9 @@ class JobStore:
         return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
-        """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for name in queue_names:  # the worker that takes a queue's lock looks at it
-                pipe.set(
-                    _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
-                )
-            lock_replies = pipe.execute()
-        locked_names = [
-            name for name, is_ours in zip(queue_names, lock_replies, strict=True) if is_ours
-        ]
-        if not locked_names:
-            return []
-
-        with self._client.pipeline(transaction=False) as pipe:
-            for name in locked_names:
-                pipe.hkeys(held_key(name))
-            members_by_queue = pipe.execute()
+        """Return the jobs of dead workers, for `release`. At most one worker checks a queue in each period."""
         held_jobs = []
-        for name, members in zip(locked_names, members_by_queue, strict=True):
+        for name, members in self._held_members(self._lock(queue_names, period_s)):
             for member in members:
                 job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
                 held_jobs.append(ClaimedJob(job_id, execution_id, name, self._worker_name))
@@ -423,17 +411,36 @@ class JobStore:
                 abandoned.append(claimed)
         return abandoned
 
+    def _lock(self, queue_names: Sequence[str], period_s: float) -> list[str]:
+        """Try to lock queues for a period of maintenance. Returns the queues that no other worker has locked."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:
+                pipe.set(
+                    _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
+                )
+            replies = pipe.execute()
+        return [name for name, is_ours in zip(queue_names, replies, strict=True) if is_ours]
+
+    def _held_members(self, queue_names: Sequence[str]) -> list[tuple[str, Sequence[bytes]]]:
+        """Return each queue with its held jobs, as `<job id>:<execution id>`."""
+        if not queue_names:
+            return []
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:
+                pipe.hkeys(held_key(name))
+            members_by_queue = pipe.execute()
+        return list(zip(queue_names, members_by_queue, strict=True))
+
     def record_deaths(self, ids_by_worker: Mapping[str, Sequence[str]]) -> None:
-        """Record that workers have died. ids_by_worker: the ids of the jobs that each of them had begun."""
+        """Record that workers have died. ids_by_worker: the ids of the jobs that each dead worker had begun."""
         record_deaths(self._client, ids_by_worker)
 
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]
     ) -> list[tuple[ClaimedJob, str]]:
-        """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now.
+        """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now, with reasons.
 
         reasons: why each job fails, by its job id and execution id. The execution id is "" if the job had not begun.
-        Each job is returned with its reason.
         """
         holder = self._holder()
         calls = []
@@ -458,12 +465,13 @@ class JobStore:
         return [bool(reply) for reply in self._call_many(calls)]
 
     def write_texts(self, waiting: Sequence[tuple[ClaimedJob, TextPiece]]) -> None:
-        """Add pieces to the streams of their jobs, unless this worker has lost the job. Raises RedisError."""
+        """Add pieces to the streams of their jobs. Pieces of jobs that this worker has lost are dropped."""
         calls = []
         for start in range(0, len(waiting), TEXT_BATCH):
             addresses = []
             raw: list[Any] = []  # sent beside the JSON, because tokens are bytes
-            for claimed, piece in waiting[start : start + TEXT_BATCH]:
+            batch = waiting[start : start + TEXT_BATCH]
+            for claimed, piece in batch:
                 is_first = piece.offset == 0
                 addresses.append([*claimed.address.values(), is_first])
                 raw += piece.to_values()

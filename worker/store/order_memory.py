@@ -1,4 +1,4 @@
-"""Remembers from one look at a queue to the next how fast its runs go, and how long each run's first job has waited."""
+"""OrderMemory: what is remembered from one ordering of a queue to the next, such as how fast its runs go."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from typing import Any, NamedTuple, Self
 from worker.store.fair_order import PlacedJob
 
 _RATE_OVER_S = 600.0
-"""Seconds over which the rate of rows is measured. Deadlines are judged by this rate."""
+"""Seconds over which the rate of finished rows is measured. This rate decides which runs are urgent."""
 
 _SAMPLE_EVERY_S = 20.0
-"""Seconds between two samples that are kept."""
+"""The least seconds between two samples that are kept."""
 
 _RESTED_S = 20.0
-"""Seconds without a look after which the samples are dropped, because no run was waiting."""
+"""Seconds without an ordering after which the samples are dropped, because no run was waiting."""
 
 _MOST_REMEMBERED = 200
-"""The most jobs at the queue's front whose places are remembered. If more jobs than that are claimed between two looks,
-the time that the others have waited counts less."""
+"""The most jobs at the queue's front whose ends are remembered. If more jobs are claimed between two orderings, the
+time that the other jobs have waited counts less."""
 
 
 class Sample(NamedTuple):
-    """How many rows the queue's runs had finished at a moment. at: Unix seconds."""
+    """How many rows the queue's runs together had finished at a moment. at: Unix seconds."""
 
     at: float
     rows: float
@@ -29,11 +29,12 @@ class Sample(NamedTuple):
 
 @dataclass
 class OrderMemory:
-    """What the last look at a queue leaves for the next one.
+    """What one ordering of a queue leaves for the next one. Redis keeps it as an object with these fields.
 
-    last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
-    samples: the earliest first. front: the ids of the first jobs, each with its PlacedJob.end. heads: each run's
-    first job, with the virtual time for which this job was the first. priorities: by run, without those that are 1.
+    last: the last job of the queue. urgent: the urgent runs. rows_of: the finished rows of each run.
+    samples: the earliest first. front: the ids of the queue's first jobs, each with its PlacedJob.end.
+    heads: each run's first job, with the virtual time that this job has waited as the first.
+    priorities: the priority of each run, if it is not 1.
     """
 
     last: str = ""
@@ -46,7 +47,7 @@ class OrderMemory:
 
     @classmethod
     def from_object(cls, fields: Mapping[str, Any]) -> Self:
-        """Read what the last look has left. Returns an empty memory if that cannot be read."""
+        """Read a memory that was kept in Redis. Returns an empty memory if the fields cannot be read."""
         try:
             samples = [Sample(float(at), float(rows)) for at, rows in fields["samples"]]
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
@@ -54,9 +55,9 @@ class OrderMemory:
             heads = {}
             for run, (job_id, waited) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(waited))
-            priorities = {
-                str(run): int(priority) for run, priority in fields.get("priorities", {}).items()
-            }
+            priorities = {}
+            for run, priority in fields.get("priorities", {}).items():
+                priorities[str(run)] = int(priority)
             return cls(
                 last=str(fields["last"]),
                 urgent=list(fields["urgent"]),
@@ -71,7 +72,7 @@ class OrderMemory:
 
     @property
     def rows_per_s(self) -> float:
-        """Return the rate of the queue's runs; 0 if it is not known."""
+        """The rows that the queue's runs together finish in a second; 0 if that is not known."""
         if len(self.samples) < 2:
             return 0.0
         first = self.samples[0]
@@ -80,50 +81,49 @@ class OrderMemory:
             return 0.0
         return (last.rows - first.rows) / (last.at - first.at)
 
-    def see(self, rows_of: dict[str, int], now: float) -> None:
-        """Count the rows that were finished since the last look."""
+    def note_finished_rows(self, rows_of: dict[str, int], now: float) -> None:
+        """Add a sample. rows_of: the finished rows of each run. now: Unix seconds."""
         if self.samples and now - self.samples[-1].at > _RESTED_S:
             self.samples.clear()
         total_rows = self.samples[-1].rows if self.samples else 0.0
         for run, finished_rows in rows_of.items():
-            # A run that is new here adds nothing.
+            # A run that was not known before adds nothing.
             rows_before = self.rows_of.get(run, finished_rows)
             total_rows += max(0, finished_rows - rows_before)
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # If the last but one sample is too recent, the new sample replaces the last one.
+        # The last sample is replaced while the one before it is recent.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))
 
-    def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
-        """Return the virtual time for which each run's first job has waited. Notes the first jobs.
+    def note_heads(self, run_of: Mapping[str, str]) -> dict[str, float]:
+        """Note each run's first job. Returns for each run the virtual time for which its first job has waited.
 
         Virtual time counts the rows that a run with priority 1 has had meanwhile.
-
         run_of: the run of each job in the queue, in the queue's order.
         """
-        # The virtual time starts anew at each look. So the end of the last claimed job says how much of it has passed
-        # since the last look.
+        # Virtual time starts anew at each ordering. So the latest end of the jobs that were claimed since then says how
+        # much virtual time has passed.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
         passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
         for job_id, run in run_of.items():
             if run in heads:
                 continue
-            head_before, waited_before = self.heads.get(run, ("", 0.0))
+            earlier_head, earlier_wait = self.heads.get(run, ("", 0.0))
             waited = 0.0
-            if head_before == job_id:
-                waited = waited_before + passed
+            if earlier_head == job_id:
+                waited = earlier_wait + passed
             heads[run] = (job_id, waited)
         self.heads = heads
         return {run: waited for run, (_, waited) in heads.items()}
 
-    def note(
+    def note_order(
         self, placed: Sequence[PlacedJob], urgent: list[str], priorities: dict[str, int]
     ) -> None:
-        """Remember the order that was made."""
+        """Note the order that was made. placed: all jobs of the queue, in this order."""
         self.last = placed[-1].id
         self.urgent = urgent
         self.priorities = priorities

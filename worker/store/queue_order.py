@@ -1,4 +1,4 @@
-"""Puts the jobs of a queue into a fair order every few seconds. One worker does it for all."""
+"""Puts the jobs of a queue into a fair order every few seconds. Each time, one of the queue's workers does so."""
 
 import json
 import time
@@ -17,6 +17,8 @@ from worker.store.order_memory import OrderMemory
 from worker.store.scripts import Call, Scripts
 
 PERIOD_S = 5.0
+"""Seconds between two orderings of a queue."""
+
 MOST = 50_000
 """The most jobs of a queue that are put in order, counted from its front."""
 
@@ -25,7 +27,10 @@ _TURN_MS = 4500
 left out."""
 
 _MEMORY_S = 3600
-"""Seconds for which Redis keeps what a look at a queue remembers for the next one."""
+"""Seconds for which Redis keeps the OrderMemory of a queue."""
+
+_RUN_FIELDS = ("rows", "shards", "total_rows", DEADLINE, PRIORITY, "finished")
+"""The fields of a run's hash that are read. `total_rows` has the finished rows."""
 
 
 class QueueOrder:
@@ -46,9 +51,9 @@ class QueueOrder:
     def _order(self, name: str) -> None:
         """Put one queue in order. A queue in which no run waits stays as it is."""
         entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MOST - 1)
-        job_ids = list(map(stored.text, entries))
+        job_ids = [stored.text(entry) for entry in entries]
         run_of = {job_id: _run_of(job_id) for job_id in job_ids}
-        run_ids = {run for run in run_of.values() if run != PROMPTS}
+        run_ids = set(run_of.values()) - {PROMPTS}
         if not run_ids:
             return
 
@@ -56,73 +61,87 @@ class QueueOrder:
         memory_key = prefixed(f"tokenmill:fair:{name}")
         memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
         runs, finished_rows = self._read_runs(run_ids, known=list(memory.rows_of))
-        memory.see(finished_rows, now)
+        memory.note_finished_rows(finished_rows, now)
         urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
         priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
 
         num_in_order = 0
-        is_as_before = urgent == memory.urgent and priorities == memory.priorities
-        if is_as_before and memory.last in run_of:
-            # The jobs behind the last one that was put in order have come since. If that job stands in the queue twice,
-            # its last place counts.
-            num_new = job_ids[::-1].index(memory.last)
-            num_in_order = len(job_ids) - num_new
-
+        if urgent == memory.urgent and priorities == memory.priorities:
+            num_in_order = _num_in_order(job_ids, memory.last)
         jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
         in_order = jobs[:num_in_order]
         new = jobs[num_in_order:]
-        placed = fair_order(in_order, new, urgent, memory.waited(run_of))
+        placed = fair_order(in_order, new, urgent, memory.note_heads(run_of))
         order = [job.id for job in placed]
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
-        memory.note(placed, urgent, priorities)
+        memory.note_order(placed, urgent, priorities)
         self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
         self, waiting: set[str], known: Sequence[str]
     ) -> tuple[dict[str, RunInQueue], dict[str, int]]:
-        """Return the runs that wait and are planned, and the finished rows by run.
+        """Return the waiting runs that are planned, and the finished rows by run.
 
-        waiting: the runs with jobs in the queue. known: the runs that the last look saw. The finished rows are those of
-        waiting runs, and of known runs that have not finished.
+        waiting: the runs with jobs in the queue. known: the runs whose finished rows the last ordering knew. The
+        finished rows are those of waiting runs, and of known runs that have not finished.
         """
-        ids = sorted({*waiting, *known})
+        run_ids = sorted({*waiting, *known})
         with self._client.pipeline(transaction=False) as pipe:
-            for run in ids:
-                pipe.hmget(
-                    run_key(run), "rows", "shards", "total_rows", DEADLINE, PRIORITY, "finished"
-                )
+            for run_id in run_ids:
+                pipe.hmget(run_key(run_id), *_RUN_FIELDS)
             replies = pipe.execute(raise_on_error=False)
 
         runs: dict[str, RunInQueue] = {}
-        rows_of: dict[str, int] = {}
-        for run, values in zip(ids, replies, strict=True):
+        finished_rows: dict[str, int] = {}
+        for run_id, values in zip(run_ids, replies, strict=True):
             # Producers may write to these keys too, so a reply may be an error.
             if not isinstance(values, list):
                 continue
             texts = [stored.text(value or b"") for value in values]
-            rows_text, shards_text, rows_done_text, deadline_text, priority_text, finished_text = (
-                texts
-            )
-            rows = stored.count(rows_text) or 0
-            shards = stored.count(shards_text) or 0
-            rows_done = stored.count(rows_done_text) or 0
-            if run in waiting or not finished_text:
-                rows_of[run] = rows_done
-            if run in waiting and shards:
-                priority = stored.count(priority_text) or 1
-                runs[run] = RunInQueue(
-                    run=run,
-                    shard_rows=rows / shards,
-                    rows_left=max(0, rows - rows_done),
-                    deadline=stored.seconds(deadline_text),
-                    priority=min(priority, MAX_PRIORITY),
-                )
-        return runs, rows_of
+            text_of = dict(zip(_RUN_FIELDS, texts, strict=True))
+            is_waiting = run_id in waiting
+            if is_waiting or not text_of["finished"]:
+                finished_rows[run_id] = _count(text_of["total_rows"])
+            is_planned = _count(text_of["shards"]) > 0
+            if is_waiting and is_planned:
+                runs[run_id] = _run_in_queue(run_id, text_of)
+        return runs, finished_rows
+
+
+def _count(text: str) -> int:
+    """Return a count of a run's hash; 0 if it is missing or no count."""
+    return stored.count(text) or 0
+
+
+def _run_in_queue(run_id: str, text_of: Mapping[str, str]) -> RunInQueue:
+    """Return a run that is planned. text_of: the texts of its hash, by field."""
+    rows = _count(text_of["rows"])
+    rows_done = _count(text_of["total_rows"])
+    priority = _count(text_of[PRIORITY]) or 1
+    return RunInQueue(
+        run=run_id,
+        shard_rows=rows / _count(text_of["shards"]),
+        rows_left=max(0, rows - rows_done),
+        deadline=stored.seconds(text_of[DEADLINE]),
+        priority=min(priority, MAX_PRIORITY),
+    )
+
+
+def _num_in_order(job_ids: Sequence[str], last: str) -> int:
+    """Return how many jobs at the queue's front are in order. last: the last job that was put in order.
+
+    The jobs behind `last` have come since. If that job stands in the queue twice, its last position counts.
+    """
+    newest_first = list(reversed(job_ids))
+    if last not in newest_first:
+        return 0
+    num_new = newest_first.index(last)
+    return len(job_ids) - num_new
 
 
 def _run_of(job_id: str) -> str:
-    """Return a job's run, or PROMPTS."""
+    """Return the run of a job; PROMPTS if it has none."""
     run_shard = run_and_shard(job_id)
     if run_shard is None:
         return PROMPTS
@@ -131,9 +150,9 @@ def _run_of(job_id: str) -> str:
 
 
 def _waiting_job(job_id: str, runs: Mapping[str, RunInQueue]) -> WaitingJob:
-    """Return a job of the queue with its rows. runs: those that are planned.
+    """Return a job of the queue with its rows. runs: the runs that are planned.
 
-    A planning job counts as no rows. So it comes first, and the shards that it queues soon get their share.
+    A planning job has no rows. So it comes first, and the shards that it queues get their share soon.
     """
     run = _run_of(job_id)
     if run != PROMPTS and job_id == plan_job_id(run):

@@ -1,4 +1,4 @@
-"""The state that all workers share beside jobs: queues, registries and rate limits."""
+"""Counts and cleans what all workers share: queues, registries and rate limits."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ class Registries:
     def clean(self, queue_names: Sequence[str]) -> None:
         """Drop expired entries of finished and failed jobs, and stale workers, group members and journals.
 
-        RQ's own cleanup of started jobs is left out. It takes a job for abandoned by its score in the registry, not by
-        its lease, and it runs callbacks.
+        RQ's own cleanup of started jobs is not used. It goes by a job's score in the registry, not by the job's lease,
+        and it runs callbacks.
         """
         groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
-        for name in groups:
-            key = Group.REDIS_GROUP_NAME_PREFIX.encode() + name
+        for group in groups:
+            key = Group.REDIS_GROUP_NAME_PREFIX.encode() + group
             self._drop_gone(key, Job.redis_job_namespace_prefix)
         self._drop_gone(Group.REDIS_GROUP_KEY, Group.REDIS_GROUP_NAME_PREFIX)
         for name in queue_names:
@@ -47,9 +47,9 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set whose keys are gone. prefix: what a member's key begins with.
+        """Drop those members of a set whose keys are gone. prefix: the text before a member in its key.
 
-        A key that holds something other than a set is left alone.
+        If `key` holds something other than a set, nothing is changed.
         """
         try:
             members: Any = list(self._client.smembers(key))
@@ -58,12 +58,12 @@ class Registries:
                 raise
             return
         for start in range(0, len(members), _BATCH):
-            chunk = members[start : start + _BATCH]
+            batch = members[start : start + _BATCH]
             with self._client.pipeline(transaction=False) as pipe:
-                for member in chunk:
+                for member in batch:
                     pipe.exists(prefix.encode() + member)
                 replies = pipe.execute()
-            gone = [member for member, exists in zip(chunk, replies, strict=True) if not exists]
+            gone = [member for member, exists in zip(batch, replies, strict=True) if not exists]
             if gone:
                 self._client.srem(key, *gone)
 
@@ -76,18 +76,19 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            is_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
-            if not has_journal or is_no_hash or status in (None, b"canceled"):
+            has_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
+            is_gone = has_no_hash or status in (None, b"canceled")
+            if is_gone or not has_journal:
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
-        """Queue the jobs that a cancelled job or a killed RQ worker held up. Nobody else would queue them."""
-        moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        common = {**moment, "registry": "ready", "most": _BATCH}
-        calls = [Call("enqueue_due", {"queue": name, **common}) for name in queue_names]
+        """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
+        time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
+        arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **arguments}) for name in queue_names]
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
-        calls += [Call("rate_limits", {"key": key.decode(), **moment}) for key in keys]
+        calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:

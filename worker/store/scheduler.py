@@ -1,4 +1,4 @@
-"""RQ's scheduler, which a worker runs once a second in a thread."""
+"""Scheduler: RQ's scheduler, of which a worker runs a round each second, in a thread."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -21,20 +21,20 @@ from worker.threads.functions import FunctionPool
 _REDIS_TIMEOUT_S = 10.0
 
 _REACQUIRE_S = 10.0
-"""Seconds between two tries to get missing locks."""
+"""Seconds between two attempts to get missing locks."""
 
 _BATCH = 1000
-"""Scheduled jobs that are enqueued in each turn, as many as RQ takes."""
+"""The most scheduled jobs that are enqueued in each round. RQ's own limit is the same."""
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. It tries again to get missing locks, and so takes over from a dead scheduler."""
+    """RQ's scheduler in a thread. It keeps trying to get missing locks, and so takes over from a dead scheduler."""
 
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
-        """level, formats: the log's level, and its formats of dates and lines, as for `rq worker`."""
-        interval_s = 1  # between two turns
+        """level, formats: the log's level, and its formats for dates and lines, as given to `rq worker`."""
+        interval_s = 1  # between two rounds
         super().__init__(queues, connection, interval_s, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
@@ -42,11 +42,11 @@ class Scheduler(RQScheduler):
         self._clock = RedisClock()
         self._pool = FunctionPool(1, "tokenmill-scheduler")
         self._trouble = LastingTrouble(self.log, "the scheduler works again")
-        self._is_turning = False
+        self._is_running = False
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try now to get missing locks. RQ would wait for minutes."""
+        """Whether to try to get missing locks now. RQ would wait for minutes."""
         has_all_locks = self._queue_names == self.acquired_locks
         if has_all_locks:
             return False
@@ -57,10 +57,10 @@ class Scheduler(RQScheduler):
         return bool(ago.total_seconds() > _REACQUIRE_S)
 
     def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
-        self._clock.look(self.connection)
+        """Enqueue the jobs that are due by Redis' clock. RQ's own method would stop at a job that it cannot read."""
+        self._clock.sync(self.connection)
         common = {
-            # The time of this machine, as RQ writes it into a job. Only `now_ts` decides what is due.
+            # `now_iso` is the time of this machine, as RQ writes it into jobs. Only `now_ts` decides what is due.
             "now_iso": utcformat(now()),
             "now_ts": repr(self._clock()),
             "registry": "scheduled",
@@ -71,14 +71,14 @@ class Scheduler(RQScheduler):
         ]
         self._scripts.call_many(calls)
 
-    def turn(self) -> None:
-        """Keep the locks and enqueue due jobs, in a thread. Does nothing while the last turn goes on."""
-        if not self._is_turning:
-            self._is_turning = True
-            self._pool.submit(self._turn, self._turned)
+    def start_round(self) -> None:
+        """Keep the locks and enqueue due jobs, in a thread. Does nothing while the last round goes on."""
+        if not self._is_running:
+            self._is_running = True
+            self._pool.submit(self._run_round, self._round_ended)
 
-    def _turn(self) -> None:
-        """Do all that is due, in a thread."""
+    def _run_round(self) -> None:
+        """Do all that is due. Called in a thread."""
         if not self.pid:
             self.register_birth()
         if self.should_reacquire_locks:
@@ -86,14 +86,14 @@ class Scheduler(RQScheduler):
         self.heartbeat()
         self.enqueue_scheduled_jobs()
 
-    def _turned(self, _: None, error: BaseException | None) -> None:
-        """Note that the turn is over, and whether it failed."""
-        self._is_turning = False
+    def _round_ended(self, _: None, error: BaseException | None) -> None:
+        """Note that the round is over, and whether it failed. Called in a thread."""
+        self._is_running = False
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
-            self.pid = 0  # its hash may have expired, and is written again in the next turn
-            self._trouble.met(
+            self.pid = 0  # the scheduler's hash may have expired, so the next round writes it again
+            self._trouble.note(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",
                 shown_error(error),
@@ -108,7 +108,7 @@ class Scheduler(RQScheduler):
             self.stop()
 
     def stop(self) -> None:
-        """Give the locks back. During an outage they stay, and expire within a minute."""
+        """Give the locks back. In an outage of Redis they stay, and expire within a minute."""
         self._pool.close(_REDIS_TIMEOUT_S)
         try:
             super().stop()

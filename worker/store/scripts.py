@@ -26,9 +26,10 @@ _SCRIPTS = {
     "reorder": [],
     "enqueue_due": ["shared/rate_limit"],
 }
-"""Each script, and the shared files that stand before it, after `_HEAD`."""
+"""The shared files that each script needs. They stand before the script, after the file that all scripts need."""
 
 _HEAD = "shared/holding"
+"""The shared file that stands before every script."""
 
 
 @cache
@@ -36,14 +37,14 @@ def _sources() -> Mapping[str, str]:
     """Return the whole text of each script."""
     folder = resources.files("worker.store") / "lua"
     sources = {}
-    for name, heads in _SCRIPTS.items():
-        parts = [(folder / f"{part}.lua").read_text() for part in (_HEAD, *heads, name)]
-        sources[name] = _with_prefix("".join(parts))
+    for name, shared_files in _SCRIPTS.items():
+        texts = [(folder / f"{file}.lua").read_text() for file in (_HEAD, *shared_files, name)]
+        sources[name] = _with_prefix("".join(texts))
     return sources
 
 
 def _with_prefix(text: str) -> str:
-    """Put the prefixes into a script's keys. RQ allows no prefix that would end a string in Lua."""
+    """Return a script with the operator's prefixes in its keys. RQ allows no prefix that would end a string in Lua."""
     return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
@@ -56,17 +57,19 @@ class Call(NamedTuple):
 
 
 class Scripts:
-    """Runs the scripts on one server. Not thread-safe. bounds: numbers by the names that scripts use."""
+    """Runs the scripts on one server. Not thread-safe. bounds: numbers, by the names that the scripts give them."""
 
     def __init__(self, client: Redis, bounds: Mapping[str, int] | None = None) -> None:
         self._client = client
-        self._bounds = "".join(
-            f"local {name} = {number}\n" for name, number in (bounds or {}).items()
-        )
+        lines = [f"local {name} = {number}\n" for name, number in (bounds or {}).items()]
+        self._bounds = "".join(lines)
         self._shas: dict[str, str] = {}  # by script, once they are loaded
 
     def call_many(self, calls: Sequence[Call]) -> list[Any]:
-        """Run scripts in one round trip. Scripts that the server lacks are loaded first."""
+        """Run scripts in one round trip. Returns their replies, in the order of the calls. Raises RedisError.
+
+        If the server lacks a script, all scripts are loaded, and the calls without a reply are sent again.
+        """
         if not self._shas:
             self._load()
         replies: list[Any] = [None] * len(calls)
@@ -89,6 +92,7 @@ class Scripts:
 
     def _load(self) -> None:
         """Load all scripts into the server, and remember their hashes."""
-        self._shas = {
-            name: self._client.script_load(self._bounds + text) for name, text in _sources().items()
-        }
+        shas = {}
+        for name, text in _sources().items():
+            shas[name] = self._client.script_load(self._bounds + text)
+        self._shas = shas

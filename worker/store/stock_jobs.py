@@ -1,4 +1,4 @@
-"""Takes over the jobs of RQ's own workers that were killed, so that both kinds of workers can share queues."""
+"""Takes over the jobs of killed RQ workers, so that RQ's own workers and ours can share queues."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from worker.store.records.claimed_job import ClaimedJob
 _LOCK = prefixed("tokenmill:maintenance-stock:%s")
 
 _MAX_JOBS = 1000
-"""Jobs that are looked at in one period. Later ones have their turn in the next periods."""
+"""The most jobs that are checked in one period. Further jobs are checked in later periods."""
 
 _STUCK_S = 60
-"""Seconds after which a job in an intermediate queue counts as left behind, as with RQ."""
+"""Seconds after which a job in an intermediate queue counts as abandoned, as in RQ."""
 
 _SEEN_TTL_S = 24 * 3600
 """Seconds for which Redis keeps the time when a job was first seen in an intermediate queue."""
 
 
 class StockJobs:
-    """Finds abandoned jobs by RQ's own signs, and takes each over in one step.
+    """Finds abandoned jobs as RQ's own cleanup does, and takes each over in one step.
 
     A started job is abandoned if its score in rq:wip has passed, which means no heartbeat for a minute. A job in an
     intermediate queue is abandoned if it stays there for a minute without an execution. RQ's cleanup lock on the queue
-    is taken first, so that no job ends twice.
+    is taken first, so that RQ's cleanup does not end the same job.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class StockJobs:
     def take_over(
         self, queue_names: Sequence[str], period_s: float
     ) -> list[tuple[ClaimedJob, AbandonedJobError]]:
-        """Take over abandoned jobs. At most one worker looks at a queue in each period.
+        """Take over abandoned jobs. At most one worker checks a queue in each period.
 
-        Returns the jobs, which this worker holds now, and why each fails.
+        Returns the jobs, which this worker holds now, and the error with which each of them fails.
         """
         adopted = []
         for name in queue_names:
-            has_turn = self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000))
-            if not has_turn:
+            has_lock = self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000))
+            if not has_lock:  # another worker has checked the queue in this period
                 continue
             reasons = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
@@ -63,7 +63,7 @@ class StockJobs:
         return [(claimed, AbandonedJobError(reason)) for claimed, reason in adopted]
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
-        """Return why started jobs are abandoned, by job id and execution id."""
+        """Find abandoned jobs among the started ones. Returns the reason for each, by job id and execution id."""
         members: Any = self._client.zrangebyscore(
             QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS
         )
@@ -74,7 +74,7 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Return why jobs in the intermediate queue are abandoned, by job id and execution id, which is ""."""
+        """Find abandoned jobs in the intermediate queue. Returns the reason for each, by job id and an empty text."""
         key = QueueKeys(queue).popped
         moment = self._clock()
         members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)
@@ -84,22 +84,21 @@ class StockJobs:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-            replies = pipe.execute()
+            replies = iter(pipe.execute())  # read below in the order of the commands above
 
-        # There are three replies for each job. That of `set` is not needed.
-        nums_executions = replies[::3]
-        first_seens = replies[2::3]
         reasons = {}
-        for job_id, num_executions, first_seen in zip(
-            job_ids, nums_executions, first_seens, strict=True
-        ):
-            if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
+        for job_id in job_ids:
+            num_executions = next(replies)
+            next(replies)  # the reply to `set` is not needed
+            first_seen_text = next(replies)
+            age_s = moment - _seconds(first_seen_text, otherwise=moment)
+            if not num_executions and age_s > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons
 
 
 def _seconds(text: Any, otherwise: float) -> float:
-    """Return the Unix seconds in a key's value; `otherwise` if somebody has written no number."""
+    """Return the Unix seconds in a key's value; `otherwise` if the value is no number."""
     try:
         return float(text)
     except ValueError:

@@ -27,11 +27,11 @@ from worker.threads.functions import FunctionPool
 __all__ = ["Callbacks", "Webhooks", "import_function", "perform"]
 
 MAX_WAITING = 1000
-"""Calls of webhooks that may wait for a thread. Further ones are dropped, so that slow hosts cannot fill memory."""
+"""The most webhooks that wait for a thread. Further webhooks are dropped, so that slow hosts cannot fill the memory."""
 
 
 class Webhooks:
-    """Sends webhooks in threads, and logs errors as RQ does. hosts: those that are allowed, see `call_webhook`."""
+    """Sends webhooks in threads, and logs errors as RQ does. hosts: the allowed hosts, see `call_webhook`."""
 
     def __init__(self, pool: FunctionPool, hosts: Collection[str], log: logging.Logger) -> None:
         self.pool = pool
@@ -39,18 +39,18 @@ class Webhooks:
         self._log = log
 
     def send(self, job: Job, status: str, exc_string: str | None = None) -> None:
-        """Queue the calls of a job's webhooks for this status, and return at once. exc_string: why the job failed."""
+        """Queue a job's webhooks for this status, and return at once. exc_string: why the job failed."""
         for webhook in job.webhooks:
             if webhook.job_status != status:
                 continue
             if self.pool.num_waiting >= MAX_WAITING:
-                self._failed(job.id, f"{MAX_WAITING} others wait already")
+                self._log_failure(job.id, f"{MAX_WAITING} others wait already")
                 continue
             call = partial(self._call, webhook, webhook.get_payload(job, exc_string=exc_string))
             self.pool.submit(call, partial(self._done, job.id), is_interruptible=False)
 
     def _call(self, webhook: Webhook, payload: dict[str, Any]) -> int:
-        """Send a webhook; return the status of the answer."""
+        """Send a webhook. Returns the status code of the host's response."""
         headers = dict(webhook.headers or {})
         body = None
         if webhook.method == "POST":
@@ -63,16 +63,16 @@ class Webhooks:
     def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
         """Log a webhook that was not sent, or whose host refused it."""
         if error is not None:
-            self._failed(job_id, shown_error(error))
+            self._log_failure(job_id, shown_error(error))
         elif status is not None and not 200 <= status < 300:
-            self._failed(job_id, f"it answered {status}")
+            self._log_failure(job_id, f"it answered {status}")
 
-    def _failed(self, job_id: str, reason: str) -> None:
-        """Log that a webhook was not sent."""
+    def _log_failure(self, job_id: str, reason: str) -> None:
+        """Log that a webhook was not sent, or was refused."""
         self._log.warning("job %s: a webhook was not sent: %s", job_id, reason)
 
     def close(self) -> None:
-        """Wait until the calls under way have ended or timed out. Calls that still wait are lost."""
+        """Wait until the webhooks that are being sent have ended or timed out. Webhooks that still wait are lost."""
         self.pool.close(DEADLINE_S)
         if self.pool.num_waiting:
             self._log.warning("webhooks: some were not sent, as the worker leaves")
@@ -98,15 +98,17 @@ class Callbacks:
         return bool(record.callbacks or self._exception_handlers)
 
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
-        """Whether user code is called for this end. job: the copy that the user's code has had, if any."""
+        """Whether user code is called for this end. job: the copy of the job that user code has had, if any."""
         if outcome.returned_retry is not None:
             return False
-        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
+        callbacks = outcome.claimed.record.callbacks
+        if job is not None:
+            callbacks = _callbacks_of(job)
         if outcome.status == "finished":
             return "success callback" in callbacks
         if outcome.status == "stopped":
             return "stopped callback" in callbacks
-        return bool("failure callback" in callbacks or self._exception_handlers)
+        return "failure callback" in callbacks or bool(self._exception_handlers)
 
     def call_back(self, outcome: Outcome, job: Job, exc_info: Any) -> None:
         """Call the user's code for this end. Raises its errors. exc_info: the job's error, as from sys.exc_info()."""
@@ -139,7 +141,7 @@ class Callbacks:
         job.connection = self._client
         job.ended_at = outcome.ended_at
         if outcome.returned_retry is not None:
-            # A job that has asked for a retry once too often has failed, without an error.
+            # A job that has asked for a retry once too often has failed, but without an error.
             if not outcome.policy.grants(outcome.returned_retry):
                 self.webhooks.send(job, JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":
@@ -149,7 +151,7 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """Return the names of a copy's callbacks by role. The user's code may have changed them."""
+    """Return the callbacks' names by role, from a copy of the job in which user code may have changed them."""
     callbacks = {}
     for role, field in CALLBACKS.items():
         name = getattr(job, f"_{field}")
@@ -159,7 +161,7 @@ def _callbacks_of(job: Job) -> dict[str, str]:
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function. Returns its value, or a Raised for an error or interrupt."""
+    """Call a job's function. Returns its value. If it raises or is interrupted, returns a Raised."""
     try:
         return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes

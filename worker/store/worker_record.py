@@ -1,4 +1,4 @@
-"""A worker's record in Redis."""
+"""A worker's record in Redis, its name and its leases."""
 
 import json
 import os
@@ -42,7 +42,7 @@ _REGISTRIES = {
     "deferred": "deferred",
     "scheduled": "scheduled",
 }
-"""The registry of each status, as RQ's keys name it."""
+"""For each status, the name of the registry in RQ's keys."""
 
 
 def process_facts() -> dict[str, Any]:
@@ -56,10 +56,10 @@ def process_facts() -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process has now; 0 if that is not known."""
+    """Return the bytes of memory that this process has now; 0 if that is not known."""
     try:
         fields = Path("/proc/self/statm").read_text().split()
-        num_pages = int(fields[1])  # the second is the resident memory
+        num_pages = int(fields[1])  # the second field is the resident memory
     except (OSError, ValueError, IndexError):
         return 0
     return num_pages * os.sysconf("SC_PAGE_SIZE")
@@ -69,7 +69,7 @@ def resident_bytes() -> int:
 def shown_loading(
     client: Redis, worker_name: str, queue_names: Sequence[str], model: str, source: str
 ) -> Iterator[None]:
-    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over. source: its folder or hub id."""
+    """Show in Redis that a worker loads its model, within the context. source: the model's folder or hub id."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
     began_at = time.time()
@@ -99,13 +99,13 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something within SILENT_S, and a process other than this one has its id. In a restarted container, this process may
-    have got the id.
+    something within SILENT_S seconds, and another process than this one has its process id. In a restarted container,
+    this process may have that id.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        registered, is_heard = pipe.execute()
+        registered, has_written_lately = pipe.execute()
     host_field, pid_field, death = registered
     if host_field is None or death is not None:
         return ""
@@ -113,16 +113,17 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     host = host_field.decode(errors="replace")
     pid_text = (pid_field or b"").decode(errors="replace")
     is_here = host == hostname
-    may_live = is_heard and _is_other_process(pid_text)
+    may_live = has_written_lately and _is_other_process(pid_text)
     if is_here and not may_live:
         return ""
     return safe_name(f"process {pid_text} on host {host}")
 
 
 def successor(client: Redis, worker_name: str, birth: datetime) -> str:
-    """Return the process that took a worker's name after its birth, such as "process 7 on host gpu1"; else "".
+    """Return the process that took a worker's name later, such as "process 7 on host gpu1"; "" if there is none.
 
-    An older process does not count: a failover or a backup may bring its entry back. Raises RedisError.
+    birth: when the worker itself began. An older process does not count, because a failover or a backup may bring its
+    entry back. Raises RedisError.
     """
     fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
     host, pid, born = [text(field or b"") for field in fields]
@@ -134,15 +135,15 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that others take up its jobs at their next look. Returns how many were ended.
+    """End the leases of a dead worker, so that other workers take up its jobs soon. Returns how many were ended.
 
-    If that worker lives after all, it renews them, or finds that it has lost the jobs. Nothing ends twice. Raises
+    If that worker lives after all, it renews its leases, or finds that it has lost the jobs. No job ends twice. Raises
     RedisError.
     """
     with client.pipeline(transaction=False) as pipe:  # used for three round trips
         for name in queue_names:
             pipe.hkeys(held_key(name))
-        # Somebody may have put another kind of value into a key. Then only that key is left out.
+        # Somebody may have put another kind of value at a key. Then the reply is an error, and this key is left out.
         replies = pipe.execute(raise_on_error=False)
         members_by_queue = [reply for reply in replies if isinstance(reply, list)]
 
@@ -164,7 +165,7 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
 
 
 def _is_other_process(pid_text: str) -> bool:
-    """Whether another process of this machine has this id, and still runs."""
+    """Whether a process of this machine, other than this one, has this id and still runs."""
     is_number = pid_text.isascii() and pid_text.isdigit()
     if not is_number or int(pid_text) == os.getpid():
         return False
@@ -173,12 +174,12 @@ def _is_other_process(pid_text: str) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # the process of another user
+        pass  # there is such a process, of another user
     return not _is_zombie(int(pid_text))
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether a process is dead, and only its parent has not asked how it ended; False if that is not known."""
+    """Whether a process has ended, but its parent has not read its exit status; False if that is not known."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -218,7 +219,7 @@ class WorkerRecord:
         self._has_written = False
 
     def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        """Count the jobs of the worker's queues, by queue and status, and the workers that lately served each queue."""
+        """Return the number of jobs by queue and status, and the number of workers that lately served each queue."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
@@ -245,13 +246,13 @@ class WorkerRecord:
     ) -> None:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour.
 
-        A full Redis refuses that. It still takes a new time to live, so the worker does not look silent.
+        A full Redis refuses these writes, but it takes a new time to live. So the worker does not count as silent.
         """
         try:
             self._write(state, job_id, counters, point)
             self._has_written = True
         except RedisError as error:
-            # Before its first statistics, the key may hold those of a killed worker with this name.
+            # Until this worker has written, the keys may hold what a killed worker with this name wrote.
             if is_full(error) and self._has_written:
                 self._client.expire(self._key, WORKER_STATS_TTL_S)
                 self._client.expire(served_key(self._name), SILENT_S)

@@ -1,1 +1,1 @@
-"""Threads for calls that may block; such a call can be interrupted or given up."""
+"""Threads for calls that may block. Such a call can be interrupted, or given up."""

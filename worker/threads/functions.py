@@ -17,7 +17,7 @@ class JobStopped(Exception):
 class FunctionPool:
     """Daemon threads that run calls in their order and never hold up the worker's exit.
 
-    A thread whose call ignores its interrupt can be given up. Another thread takes its place, and the old one ends
+    A thread whose call ignores an interrupt can be given up. Another thread takes its place, and the old thread ends
     after its call.
     """
 
@@ -30,8 +30,8 @@ class FunctionPool:
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
-        self._stuck: set[threading.Thread] = set()  # given up, and not ended
-        self._relieved: set[threading.Thread] = set()  # replaced, and to end after their calls
+        self._stuck: set[threading.Thread] = set()  # given up, but still running
+        self._relieved: set[threading.Thread] = set()  # replaced; each ends after its call
         self._numbers = count()
         self._threads: list[threading.Thread] = []
         for _ in range(threads):
@@ -39,7 +39,7 @@ class FunctionPool:
 
     @property
     def num_stuck(self) -> int:
-        """The number of threads that were given up and have not ended."""
+        """The number of threads that were given up and still run."""
         return len(self._stuck)
 
     @property
@@ -81,9 +81,10 @@ class FunctionPool:
             return True
 
     def relieve(self, slow_s: float, max_threads: int) -> None:
-        """Start another thread for each call that runs for more than `slow_s`, up to `max_threads` threads.
+        """Start another thread for each call that runs for more than `slow_s` seconds, up to `max_threads` threads.
 
-        A read from a hanging mount cannot be interrupted. Its thread ends after the call.
+        This helps with calls that cannot be interrupted, such as a read from a hanging mount. The thread of such a call
+        ends after it.
         """
         for thread, call in list(self._running.items()):
             with self._lock:
@@ -94,7 +95,7 @@ class FunctionPool:
             self._add_thread()
 
     def interrupt_silent(self, limit_s: float, error: type[Exception]) -> None:
-        """Interrupt the calls that have been silent for more than `limit_s`."""
+        """Raise `error` in the calls that have given no sign of life for more than `limit_s` seconds."""
         for call in list(self._running.values()):
             if call.error is None and call.silent_s > limit_s:
                 call.interrupt(error)
@@ -110,8 +111,8 @@ class FunctionPool:
         """Run `function()` in a thread, then `done(value, error)` in the same thread.
 
         If the call is given up, `done` is called by the thread that gives it up.
-        is_interruptible: whether errors from outside are raised in the call; False for our own code, which asks for
-        them.
+        is_interruptible: whether an interrupt is raised within the call; False for our own code, which checks for
+        interrupts itself.
         discard: called in the thread with the late value of a call that was given up.
         order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
@@ -120,16 +121,16 @@ class FunctionPool:
         return call
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
-        """Replace the threads whose calls go on for more than `grace_s` after their interrupt.
+        """Replace the threads whose calls go on for more than `grace_s` seconds after an interrupt.
 
-        Each such call is reported as ended. Returns the lines of code at which they hang. The same thread must call
-        this and `close`.
+        Each such call is reported as ended. Returns for each one its thread and the line of code at which it hangs. The
+        same thread must call this and `close`.
         """
         places = []
         for thread, call in list(self._running.items()):
             with self._lock:
                 place = call.give_up(grace_s)
-                if place is None:
+                if place is None:  # the call was not given up
                     continue
                 self._stuck.add(thread)
             if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
@@ -144,12 +145,12 @@ class FunctionPool:
             self._calls.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until all threads but stuck ones have ended."""
+        """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads after all calls that were submitted so far. Waits at most `timeout_s`."""
+        """End the threads after all calls that were submitted so far. Waits at most `timeout_s` seconds for that."""
         self.end()
         self.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Calls in threads, and errors that are raised in them from outside. Such an error waits while a call imports."""
+"""Calls in threads, and interrupts: errors that another thread raises in a call. They wait while the call imports."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 _IMPORT_WAIT_S = 30.0
-"""Seconds that an import waits for another thread's import. One that hangs must not hold up all others for ever."""
+"""Seconds that an import waits for another thread's import, so that an import that hangs does not block all others."""
 
 _importlib: Any = sys.modules["_frozen_importlib"]
 _current = threading.local()
@@ -18,7 +18,7 @@ _one_import = threading.Lock()
 
 
 def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread at its next instruction. None takes back an error that has not been raised yet."""
+    """Raise an error in a thread at its next instruction. None takes back an earlier error that is still pending."""
     target = ctypes.py_object(error) if error is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
@@ -30,7 +30,7 @@ def as_class(error: Exception) -> type[Exception]:
     def __init__(self: Exception) -> None:
         self.args = error.args
 
-    # The name under which tracebacks show it.
+    # Tracebacks show the class by this name and module.
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
 
 
@@ -41,9 +41,10 @@ class ThreadGivenUp(BaseException):
 class Call:
     """A call in a thread of a pool. It runs once, hands its outcome to `done` once, and can be interrupted.
 
-    An error from outside is raised at the thread's next bytecode. During an import it waits for the import's end,
-    because other threads would get a half-imported module.
-    is_interruptible: False for our own code, which is not safe from such errors. It calls `check_interrupted` instead.
+    An interrupt is an error that is raised at the thread's next bytecode. During an import the error waits for the
+    import's end, because otherwise other threads would get a half-imported module.
+    is_interruptible: False for our own code, which is not written for errors at any bytecode. That code calls
+    `check_interrupted` instead.
     discard: called with the late value of a call that was given up.
     """
 
@@ -69,22 +70,22 @@ class Call:
         self._delayed_error: type[BaseException] | None = None  # to be raised after the import
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
-        self._has_raised = False  # an error was raised in the thread from outside
+        self._has_raised = False  # an interrupt was raised in the thread
 
     @property
     def running_s(self) -> float:
-        """Seconds since the call began; 0 before."""
+        """Seconds since the call began; 0 before it begins."""
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the call last asked whether it is interrupted; 0 before it begins."""
+        """Seconds since the call's last sign of life; 0 before it begins."""
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call: now, or once the call begins or checks. Nothing happens after its end.
+        """Raise `error` in the call now, or once the call begins or checks for interrupts. For any thread.
 
-        For any thread.
+        After the call's end nothing happens.
         """
         with self._lock:
             self.error = error
@@ -103,15 +104,15 @@ class Call:
             _raise_in(self._thread_id, error)
 
     def check(self) -> None:
-        """Raise the call's interrupt, if any; else note a sign of life."""
+        """Raise the call's interrupt, if there is one. Otherwise note a sign of life."""
         if self.error is not None:
             raise self.error
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if any. Else take over `holder`'s last sign of life. This does not wait itself.
+        """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
 
-        holder: the call that this call waits for; None if that is not known.
+        A call that waits for another one repeats this. holder: the other call; None if it is not known.
         """
         if self.error is not None:
             raise self.error
@@ -122,15 +123,16 @@ class Call:
             self._alive_at = holder_alive_at
 
     def obeyed(self) -> None:
-        """Forget the last interrupt, because the call has obeyed it."""
+        """Forget the last interrupt, because the call has obeyed it and goes on."""
         with self._lock:
             self.error = None
             self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
-        """Give the call up if it still goes on more than `grace_s` after its interrupt. It is reported as ended.
+        """Give the call up if it goes on for more than `grace_s` seconds after its interrupt. It is reported as ended.
 
-        Returns the line of code at which the call hangs. Its thread is lost then. Returns None if it was not given up.
+        Returns the line of code at which the call hangs, or None if the call was not given up. The pool must not use
+        the call's thread again.
         """
         with self._lock:
             if self._thread_id is None or self._interrupted_at is None or self._given_up:
@@ -145,7 +147,7 @@ class Call:
         return place
 
     def run(self) -> bool:
-        """Run the function in this thread and report its outcome. Returns False if the thread was given up."""
+        """Run the function in this thread and report its outcome. Returns False if the call was given up."""
         value = None
         failure = None
         try:
@@ -175,22 +177,22 @@ class Call:
         finally:
             _current.call = None
             with self._lock:
-                # The order matters. Without a thread id nobody raises a further error here. An earlier one may not have
-                # come yet. The call below lets it come, or takes it back, so it never hits what the thread does next.
+                # Without a thread id, nobody raises a further error in this thread. So the id must go first.
                 self._thread_id = None
-                # CPython 3.11 sets a flag for all threads if there is nothing to take back. While it is set, profilers,
-                # debuggers and coverage stop after one call.
+                # An earlier error may still be pending. The call below lets it occur here or takes it back, so that it
+                # never hits what the thread does next. The call is made only if an error was raised. Otherwise CPython
+                # 3.11 sets a flag for all threads, with which profilers, debuggers and coverage stop after one call.
                 if self._has_raised:
                     _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Call `load`, which imports, and return its value. Errors from outside wait for its end."""
-        if self._importing:  # a module that is imported by the module under way
+        """Call `load`, which imports a module, and return its value. Interrupts wait for its end."""
+        if self._importing:  # the module that is being imported imports another one
             return load()
         try:
             with self._lock:
                 self._importing = True
-            # An error that was raised before comes at the first bytecode of this call at the latest.
+            # An error that was raised earlier occurs at the first bytecode of this call, at the latest.
             return _one_at_a_time(load)
         finally:
             with self._lock:
@@ -223,7 +225,7 @@ def _place(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Import in one interruptible thread at a time.
+    """Call `load` while no other interruptible thread imports.
 
     If the imports of two threads waited for each other, Python would give one of them a half-imported module.
     """
@@ -236,11 +238,11 @@ def _one_at_a_time(load: Callable[[], Any]) -> Any:
 
 
 def shield_imports() -> None:
-    """Let errors from outside wait while an interruptible thread imports. It holds for the whole process.
+    """Let interrupts wait while an interruptible thread imports. This changes importlib for the whole process.
 
-    It replaces the two functions of importlib that CPython calls when it imports a module that is not complete. To
-    shield finders and loaders would not be enough. importlib takes its lock before it calls them, and adds the module
-    to its package after they return.
+    It wraps the two functions of importlib that CPython calls for a module that is not fully imported. Shielding
+    finders and loaders would not be enough: importlib takes its lock before it calls them, and adds the module to its
+    package after they return.
     """
     for name in ("_find_and_load", "_lock_unlock_module"):
         import_ = getattr(_importlib, name)
@@ -249,20 +251,20 @@ def shield_imports() -> None:
 
 
 def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper for a function of importlib's. While the wrapper imports, errors from outside wait."""
+    """Return a wrapper for a function of importlib. While the wrapper imports, interrupts wait."""
 
     @wraps(import_)
-    def shielded(name: str, *rest: Any) -> Any:
+    def shielded(name: str, *args: Any) -> Any:
         call = current_call()
         if call is None or _is_whole(name):
-            return import_(name, *rest)
-        return call.import_whole(lambda: import_(name, *rest))
+            return import_(name, *args)
+        return call.import_whole(lambda: import_(name, *args))
 
     return shielded
 
 
 def _is_whole(name: str) -> bool:
-    """Whether a module is loaded and executed to its end. importlib decides it in the same way."""
+    """Whether a module is fully imported. importlib decides this in the same way."""
     module = sys.modules.get(name)
     if module is None:
         return False

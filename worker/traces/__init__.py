@@ -1,1 +1,1 @@
-"""One trace for each job, from its enqueueing to its written end. Its spans are made when it has ended."""
+"""Traces of jobs, each from the job's enqueueing until its end is written. Only then are its spans made."""

@@ -1,4 +1,4 @@
-"""JobTrace: a job's trace while it runs; and what a worker asks of its traces."""
+"""JobTrace: what is noted about a traced job while it runs. Traces: what sends the traces of a worker."""
 
 import time
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ class JobTrace:
     """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
     ids: the tracer's ids of the job.
-    first_token_at: when the first token of all completions came; None before. finished_at: when the last completion
-    came; None before any has come.
-    prompt_tokens: the tokens of all prompts; each request counts once, even with several samples.
+    first_token_at: when the first token of any completion came; None before.
+    finished_at: when the latest completion came; None before any has come.
+    prompt_tokens: the tokens of all prompts. A request with several samples counts once.
     """
 
     ids: Any
@@ -46,13 +46,13 @@ class JobTrace:
 
 
 class Traces(Protocol):
-    """The traces of a worker's jobs. A worker that traces no job has none."""
+    """Sends the traces of a worker's jobs. A worker that traces no job has no such object."""
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
-        """Begin the trace of a claimed job. Returns None if the job is not traced. meta: the job's, of any type."""
+        """Begin the trace of a claimed job. Returns None if the job is not traced. meta: of any type."""
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """Return the trace context for jobs that this job enqueues."""
+        """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
 
     def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Note that a traced job's end was written to Redis at `written_at` (Unix seconds)."""

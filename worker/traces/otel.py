@@ -1,8 +1,8 @@
 """Sends spans of jobs by OTLP over HTTP. The environment variables of OpenTelemetry's SDK name the collector.
 
-Attributes follow its semantic conventions for generative AI and for messaging. No attribute holds a prompt, an answer
-or the text of an error. Names are sent in printable characters, because all spans of a batch are lost if one name has a
-lone surrogate.
+Attributes follow OpenTelemetry's semantic conventions for generative AI and for messaging. No attribute holds a prompt,
+an answer or the text of an error. Names are sent in printable characters, because one name with a lone surrogate would
+lose all spans of its batch.
 """
 
 import threading
@@ -27,7 +27,7 @@ from worker.metrics.tally import EndedJob
 from worker.traces.job_trace import JobTrace, Traces
 
 FLUSH_S = 3.0
-"""Seconds that the worker's exit waits for a collector that does not answer. Spans that are not sent then are lost."""
+"""Seconds that the worker's exit waits for a collector that does not answer. Then the spans that remain are lost."""
 
 _OPERATIONS = {"jobs.chat": "chat", "jobs.complete": "text_completion", "jobs.embed": "embeddings"}
 _FIELDS = ("traceparent", "tracestate")
@@ -38,7 +38,11 @@ Attributes = Mapping[str, str | int | tuple[str, ...]]
 
 
 class _Ids(NamedTuple):
-    """The contexts of a job's span and of its parent, and the trace context for jobs that this job enqueues."""
+    """A job's contexts.
+
+    span: of the job's span. parent: of the producer's span, if there is one. carrier: the trace context for the jobs
+    that this job enqueues.
+    """
 
     span: SpanContext
     parent: SpanContext | None
@@ -46,10 +50,11 @@ class _Ids(NamedTuple):
 
 
 class OtelTraces(Traces):
-    """Traces the jobs whose meta has a producer's trace context, or all jobs. `close` ends its thread.
+    """Traces the jobs whose meta has a producer's trace context, or all jobs.
 
-    begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects it.
-    exporter: sends spans in its own thread, and drops spans while it is too slow.
+    begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects the job.
+    exporter: sends the spans; by default by OTLP. A thread calls it until `close`. Spans that it is too slow for are
+    dropped.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class OtelTraces(Traces):
         return None if ids is None else JobTrace(ids, time.time())
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """Return the trace context for jobs that this job enqueues."""
+        """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
         ids = self._ids(execution_id, meta)
         return {} if ids is None else ids.carrier
 
@@ -91,7 +96,7 @@ class OtelTraces(Traces):
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send the remaining spans, for FLUSH_S at most."""
+        """Send the remaining spans, for at most FLUSH_S seconds, and end the thread."""
         sending = threading.Thread(
             target=self._processor.shutdown, name="tokenmill-traces", daemon=True
         )
@@ -99,15 +104,8 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution, the same each time; None for a job without a trace."""
-        fields = meta if isinstance(meta, dict) else {}
-        producers_carrier = {}
-        for name in _FIELDS:
-            value = fields.get(name)
-            if isinstance(value, str) and len(value) <= _MAX_FIELD_CHARS:
-                producers_carrier[name] = value
-
-        parent_context = self._contexts.extract(producers_carrier)
+        """Return the ids of an execution, the same each time; None for a job that is not traced."""
+        parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._begins:
             return None
@@ -131,8 +129,7 @@ class OtelTraces(Traces):
         return _Ids(span, parent, child_carrier)
 
     def _spans(self, notes: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
-        """Make a job's span, and a child span for each of its stages."""
-        root, parent, _ = notes.ids
+        """Return a job's span, and a child span for each of its stages."""
         moments = [
             end.enqueued_at,
             notes.claimed_at,
@@ -144,46 +141,44 @@ class OtelTraces(Traces):
         ]
         # The producer's clock may be ahead of this machine's. No stage may begin after the next one.
         enqueued, claimed, began, first_token, finished, ended, written = _ascending(moments)
+        job_ids: _Ids = notes.ids
+        root = job_ids.span
+        spans = [self._job_span(job_ids, end, (enqueued, written))]
 
-        failed = end.outcome != "finished"
-        reason = safe_name(end.reason or end.outcome)
-        status = Status(StatusCode.ERROR, reason) if failed else Status(StatusCode.UNSET)
-        whole = (enqueued, written)
-        kind = SpanKind.CONSUMER
-        spans = [self._span(end.function, root, parent, whole, _job_attributes(end), kind, status)]
-
-        def child(
+        def add_child(
             name: str, parent: SpanContext, start: float, stop: float, attributes: Attributes
         ) -> SpanContext:
-            """Add a span below another one; return its context."""
-            span_id = _number(f"{root.span_id:016x}{name}", 8)
-            context = SpanContext(
-                root.trace_id,
-                span_id,
-                is_remote=False,
-                trace_flags=_SAMPLED,
-                trace_state=root.trace_state,
-            )
+            """Add a span below another one. Returns the new span's context."""
+            context = _child_context(root, name)
             spans.append(self._span(name, context, parent, (start, stop), attributes))
             return context
 
         if end.enqueued_at is not None:
-            child("queued", root, enqueued, claimed, {})
+            add_child("queued", root, enqueued, claimed, {})
         has_begun = end.began_at is not None
         held_until = began if has_begun else ended
-        child("held", root, claimed, held_until, {})
+        add_child("held", root, claimed, held_until, {})
         if has_begun and end.is_function:
-            child("run", root, began, ended, {})
+            add_child("run", root, began, ended, {})
         elif has_begun and notes.finished_at is not None:
             _, _, short_name = end.function.rpartition(".")
             operation = _OPERATIONS.get(end.function, short_name)
             attributes = _model_attributes(notes, operation, self._model)
-            generating = child(f"{operation} {self._model}", root, began, finished, attributes)
+            model_span = add_child(f"{operation} {self._model}", root, began, finished, attributes)
             if notes.first_token_at is not None:
-                child("prefill", generating, began, first_token, {})
-                child("generation", generating, first_token, finished, {})
-        child("end", root, ended, written, {})
+                add_child("prefill", model_span, began, first_token, {})
+                add_child("generation", model_span, first_token, finished, {})
+        add_child("end", root, ended, written, {})
         return spans
+
+    def _job_span(self, ids: _Ids, end: EndedJob, times: tuple[float, float]) -> ReadableSpan:
+        """Return the span of a whole job. times: see `_span`."""
+        status = Status(StatusCode.UNSET)
+        if end.outcome != "finished":
+            status = Status(StatusCode.ERROR, safe_name(end.reason or end.outcome))
+        attributes = _job_attributes(end)
+        kind = SpanKind.CONSUMER
+        return self._span(end.function, ids.span, ids.parent, times, attributes, kind, status)
 
     def _span(
         self,
@@ -214,8 +209,30 @@ class OtelTraces(Traces):
         )
 
 
+def _producers_carrier(meta: Any) -> Mapping[str, str]:
+    """Return the trace context in a job's meta, which may be of any type."""
+    fields = meta if isinstance(meta, dict) else {}
+    carrier = {}
+    for name in _FIELDS:
+        value = fields.get(name)
+        if isinstance(value, str) and len(value) <= _MAX_FIELD_CHARS:
+            carrier[name] = value
+    return carrier
+
+
+def _child_context(root: SpanContext, name: str) -> SpanContext:
+    """Return the context of a span below a job's span. root: the context of the job's span."""
+    return SpanContext(
+        root.trace_id,
+        _number(f"{root.span_id:016x}{name}", 8),
+        is_remote=False,
+        trace_flags=_SAMPLED,
+        trace_state=root.trace_state,
+    )
+
+
 def _job_attributes(end: EndedJob) -> Attributes:
-    """Return what a job's span says about the job."""
+    """Return the attributes of a job's span."""
     attributes: dict[str, str | int] = {
         "messaging.system": "rq",
         "messaging.operation.type": "process",
@@ -231,7 +248,7 @@ def _job_attributes(end: EndedJob) -> Attributes:
 
 
 def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes:
-    """Return what the span of the model's work says, by OpenTelemetry's names."""
+    """Return the attributes of the span of the model's work, by OpenTelemetry's names."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",
@@ -245,7 +262,7 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Limit each moment to the next known one. An unknown moment becomes the next known one."""
+    """Return the moments, each limited to the next known one. An unknown moment becomes the next known one."""
     latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):

@@ -26,23 +26,23 @@ class Admission:
         if len(claimed.job_id) > MAX_ID_CHARS:
             raise TooLarge(
                 f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
-                "enqueue it with a shorter one, or with none, and RQ makes one"
+                "enqueue it with a shorter id, or without an id, for which RQ makes one"
             )
         call = parse_call(payload, claimed.record.max_job_bytes)
         if call.name not in self._allowed:
-            raise NotAllowed("function", call.name, self._nearest(call.name))
+            raise NotAllowed("function", call.name, self._hint(call.name))
         for role, name in claimed.record.callbacks.items():
             if name not in self._allowed:
-                raise NotAllowed(role, name, self._nearest(name))
+                raise NotAllowed(role, name, self._hint(name))
         return call
 
     def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
-        """Return the record, without its callbacks if one of them may not run here."""
+        """Return the record, but without callbacks if one of them may not run here."""
         if any(name not in self._allowed for name in record.callbacks.values()):
             return record.without_callbacks()
         return record
 
-    def _nearest(self, name: str) -> str:
-        """Return a hint with the allowed name that is most like `name`; "" if none is like it."""
-        near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
-        return f"; did you mean {near[0]!r}?" if near else ""
+    def _hint(self, name: str) -> str:
+        """Return a hint with the allowed name that is most similar to `name`; "" if none is similar."""
+        similar = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
+        return f"; did you mean {similar[0]!r}?" if similar else ""

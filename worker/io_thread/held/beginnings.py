@@ -3,11 +3,19 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.job_guard import JobGuard
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
+
+
+class _WaitingFunction(NamedTuple):
+    """A function that waits for its beginning to be written. hand_over: gives the function to a thread."""
+
+    job: HeldJob
+    hand_over: Callable[[], None]
 
 
 class Beginnings:
@@ -16,8 +24,9 @@ class Beginnings:
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard = guard
         self._clock = clock
+        # By the job's number: jobs that have begun, which Redis does not show yet, and functions that may begin.
         self._unshown: dict[int, HeldJob] = {}
-        self._functions: dict[int, tuple[HeldJob, Callable[[], None]]] = {}
+        self._functions: dict[int, _WaitingFunction] = {}
 
     def began(self, job: HeldJob, moment: float) -> None:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
@@ -26,9 +35,9 @@ class Beginnings:
         _start_clock(job, moment, self._clock())
         self._unshown[job.number] = job
 
-    def run(self, job: HeldJob, function: Callable[[], None]) -> None:
-        """Call `function` once Redis shows that the job has begun. `function` gives the job's work to a thread."""
-        self._functions[job.number] = (job, function)
+    def run_once_shown(self, job: HeldJob, hand_over: Callable[[], None]) -> None:
+        """Call `hand_over` once Redis shows that the job has begun. It gives the job's function to a thread."""
+        self._functions[job.number] = _WaitingFunction(job, hand_over)
 
     def forget(self, job: HeldJob) -> bool:
         """Forget a job. Returns whether its function was still waiting for a thread."""
@@ -36,19 +45,27 @@ class Beginnings:
         return self._functions.pop(job.number, None) is not None
 
     def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write new beginnings, then start functions. Returns the lost jobs. After a RedisError call it again."""
+        """Write new beginnings to Redis, then hand functions to threads. Returns the jobs that this worker has lost.
+
+        After a RedisError, call it again.
+        """
         functions = list(self._functions.values())
         begun = list(self._unshown.values())
-        begun += [job for job, _ in functions]
+        begun += [function.job for function in functions]
 
         def write(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
-            # A function begins now: it has no `began_at` until it is handed over below.
+            """Write the beginnings of jobs. Returns the lost jobs."""
+            # A function begins now. It has no `began_at` until it is handed over.
             now = datetime.now(UTC)
             return store.begin([(job.claimed, job.began_at or now) for job in jobs])
 
         lost = self._guard.batch(begun, lambda job: job, write)
         self._unshown.clear()
+        self._hand_over(functions, lost)
+        return lost
 
+    def _hand_over(self, functions: Sequence[_WaitingFunction], lost: Sequence[ClaimedJob]) -> None:
+        """Hand to threads the functions whose beginnings were written. lost: jobs that this worker has lost."""
         lost_ids = {claimed.execution_id for claimed in lost}
         moment = self._clock()
         for job, hand_over in functions:
@@ -59,11 +76,10 @@ class Beginnings:
             with self._guard.around(job):
                 _start_clock(job, moment, moment)
                 hand_over()
-        return lost
 
 
 def _start_clock(job: HeldJob, moment: float, present: float) -> None:
-    """Note that a job began at `moment`. present: the monotonic seconds now."""
+    """Note that a job began at `moment`. present: the time now. Both are in monotonic seconds."""
     age_s = present - moment
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=age_s)

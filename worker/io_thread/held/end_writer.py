@@ -21,13 +21,13 @@ _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""
 
 _MAX_REFUSALS = 3
-"""Refusals of an end by a server that takes other ends. After that many the job fails instead."""
+"""How often a server that takes other ends may refuse one end. Then the job fails instead."""
 
 _PAUSE_S = 0.25
-"""Seconds between two tries to write one end by itself."""
+"""Seconds between two attempts to write one end by itself."""
 
 _SMALL_BYTES = 1 << 16
-"""No server cuts a connection because of an end below this size. If the connection is cut, the network is to blame."""
+"""An end with fewer bytes is not to blame if the server closes the connection. Then the network is to blame."""
 
 
 class _End(NamedTuple):
@@ -39,8 +39,9 @@ class _End(NamedTuple):
 
 
 def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishReply]]:
-    """Write ends; return each with Redis' reply to it."""
-    return list(zip(ends, store.finish([end.outcome for end in ends]), strict=True))
+    """Write ends. Returns each end with Redis' reply to it."""
+    replies = store.finish([end.outcome for end in ends])
+    return list(zip(ends, replies, strict=True))
 
 
 @dataclass
@@ -48,8 +49,8 @@ class _Alone:
     """The state of an end that is written by itself.
 
     num_refusals: how often a server that takes other ends has refused it.
-    not_before: monotonic seconds of the next try.
-    is_replaced: whether a failure stands in place of the job's own end.
+    not_before: monotonic seconds of the next attempt.
+    is_replaced: whether the job's own end was given up, and a failure is written in its place.
     """
 
     num_refusals: int = 0
@@ -64,8 +65,8 @@ Written = Callable[[HeldJob, Outcome, FinishReply], None]
 class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
-    The server may refuse one end while it takes others, perhaps because it is too large. Such an end does not hold up
-    the others. It is tried a few times by itself. Then the job fails with that reason instead.
+    The server may refuse one end while it takes others, perhaps because that end is too large. Such an end does not
+    hold up the others. It is tried a few times by itself. Then a failure is written in its place.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class EndWriter:
         self._guard = guard
         self._log = log
         self._clock = clock
-        # By the job's number: all ends that are not written yet, and the state of those that are written by themselves.
+        # By the job's number: all ends that are not written yet.
         self._waiting: dict[int, _End] = {}
+        # By the job's number: the state of each end that is written by itself.
         self._alone: dict[int, _Alone] = {}
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
-        """Write an end with the next `flush`."""
+        """Queue an end, which the next `flush` writes."""
         self._waiting[job.number] = _End(job, outcome, outcome.num_bytes)
 
     def forget(self, job: HeldJob) -> None:
@@ -97,7 +99,7 @@ class EndWriter:
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError, call it again."""
+        """Write the waiting ends. After a RedisError, call it again."""
         for batch in list(self._batches()):
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
@@ -116,7 +118,7 @@ class EndWriter:
                     self._write_alone(store, end.job, end.outcome, alone)
 
     def _batches(self) -> Iterator[list[_End]]:
-        """Yield the waiting ends in batches. Ends that are written alone are left out."""
+        """Yield the waiting ends in batches. Ends that are written by themselves are left out."""
         batch: list[_End] = []
         num_bytes = 0
         for number, end in self._waiting.items():
@@ -132,11 +134,11 @@ class EndWriter:
             yield batch
 
     def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, alone: _Alone) -> None:
-        """Write one end by itself. If only this end is refused, count that, and give up after a few times."""
+        """Write one end by itself. If the server refuses only this end, count that. After a few refusals give up."""
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
-            # This raises if the server takes no other write either.
+            # This call raises if the server takes no other write either.
             lost_jobs = store.renew([outcome.claimed])
             if lost_jobs:
                 self._done(job, outcome, "lost")
@@ -158,7 +160,7 @@ class EndWriter:
             self._done(job, outcome, reply)
 
     def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, alone: _Alone) -> None:
-        """Put a failure in place of an end that the server refuses. Drop the end if that is refused too."""
+        """Put a failure in place of an end that the server refuses. If it refuses the failure too, drop the end."""
         if alone.is_replaced:
             self._done(job, outcome, "refused")
             return

@@ -21,57 +21,57 @@ from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
 
 SLOW_S = 2.0
-"""Seconds after which a call is slow. Then another thread is started, and the job's lane claims the next file."""
+"""Seconds after which a call counts as slow. Then another thread is started, and the job's lane may claim a file."""
 
 
 class JobState(enum.Enum):
-    """The state of a held job; ARCHITECTURE.md shows what follows what."""
+    """The state of a held job. ARCHITECTURE.md shows the transitions."""
 
     CLAIMED = "claimed"  # its payload has not been read
     OPENING = "opening"  # its task is being opened and may read files
     STREAMING = "streaming"  # its requests go to the engine as room comes free
-    SENT = "sent"  # all its requests are with the engine; completions are awaited
-    FUNCTION = "function"  # a function that waits to be shown as begun, then runs in a thread
+    SENT = "sent"  # all its requests were sent to the engine, which has not completed all of them
+    FUNCTION = "function"  # its function waits until Redis shows it as begun, then runs in a thread
     COLLECTING = "collecting"  # its value is made from the completions
-    ENDING = "ending"  # its end is computed or written; nothing may interrupt that
-    WITHDRAWN = "withdrawn"  # neither the engine nor a thread works on it any more
+    ENDING = "ending"  # its end is computed or written, which nothing may interrupt
+    WITHDRAWN = "withdrawn"  # its work was taken back from the engine and the threads
 
 
 @dataclass(eq=False)
 class HeldJob:
     """A claimed job and its state. Written by the I/O thread only.
 
-    number: its name in request ids, `<number>.<index>`.
-    lane: the place of its queue on the command line; 0 is the most urgent.
-    is_ours: Tokenmill's own code runs it, not a user's function.
-    is_file: its task reads and writes files, so opening it and asking for its result take time.
-    is_function: a function, which runs in a thread and has no task.
-    open_task: yields its requests and takes their completions; None before it is open and after its end.
+    number: names the job in request ids, which are `<number>.<index>`.
+    lane: the position of the job's queue on the command line; 0 is the most urgent.
+    is_ours: Tokenmill's own code runs the job, not a user's function.
+    is_file: the job's task reads and writes files, so opening the task and making its result take time.
+    is_function: the job is a function, which runs in a thread and has no task.
+    open_task: yields requests and takes their completions; None before it is open and after the job's end.
     requests: the stream of requests that are still to be sent to the engine.
-    error: raised by its stream of requests, or by the delivery of a completion.
-    call: the call that a thread makes for it now.
-    started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
+    error: raised by the stream of requests, or by the delivery of a completion.
+    call: the call that a thread makes for the job now.
+    started_at: monotonic seconds when the first sequence was scheduled or the function began; None before.
     began_at: the same moment as a date.
     limit_s: the job's timeout, counted from that moment; 0 or less for none.
-    payload_bytes, function_name: known once its payload has been unpacked and read.
-    user_job: the copy for the user's code, which may leave anything in it.
-    reason: the name of its error; "" if it did not fail.
-    was_slow: one of its calls has been slow, see SLOW_S.
-    is_overdue: its function was interrupted because it ran too long.
-    num_requests: the requests of its task, as last counted; None if the task does not say.
-    next_index: the index of its next request.
-    num_in_engine: how many of its sequences are in the engine.
-    unscheduled: the indices of requests whose sequences no step has scheduled yet.
-    open_requests: for each request in the engine, by index, the completions that have come so far.
-    inspected: the answers that the task inspects in a thread, by their requests' indices.
-    num_samples: for each request in the engine, by index, its number of sequences.
-    running: for each request that runs in the engine, by index, its progress.
+    payload_bytes, function_name: known once the payload has been unpacked and read.
+    user_job: the copy of the job for the user's code, which may leave anything in it.
+    reason: the name of the job's error; "" if the job did not fail.
+    was_slow: one of the job's calls has been slow, see SLOW_S.
+    is_overdue: the job's function was interrupted because it ran too long.
+    num_requests: the number of the task's requests, as last counted; None if the task does not say.
+    next_index: the index of the next request.
+    num_in_engine: how many of the job's sequences are in the engine.
+    unscheduled: the indices of requests of which no step has scheduled a sequence yet.
+    open_requests: the completions so far of each request in the engine, by the request's index.
+    inspected: the answers that the task inspects in a thread, by the request's index.
+    num_samples: the number of sequences of each request in the engine, by the request's index.
+    running: the progress of each request that runs in the engine, by the request's index.
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
-    streamed: the text that was already written to its stream in Redis, by sample.
-    owner_digest: names the owner of the tokens in its stream, see JobJournal.
-    is_blamed: it has met an unforeseen error. After a second such error the job is let go.
+    streamed: the text that was already sent to the job's stream in Redis, by sample.
+    owner_digest: names the owner of the tokens in the stream, see JobJournal.
+    is_blamed: the job has met an unforeseen error. After a second such error it is let go.
     """
 
     number: int
@@ -113,12 +113,12 @@ class HeldJob:
     # Transitions
 
     def open(self, is_file: bool) -> None:
-        """Note that its task is being opened."""
+        """Note that the job's task is being opened."""
         self.state = JobState.OPENING
         self.is_file = is_file
 
     def stream(self) -> None:
-        """Note that its task is open, or has further requests after all were sent."""
+        """Note that the task is open, or that it has further requests after all were sent."""
         assert self.open_task is not None
         self.state = JobState.STREAMING
         self.requests = self.open_task.requests()
@@ -129,7 +129,7 @@ class HeldJob:
         self.is_function = True
 
     def withdraw(self, reason: type[BaseException]) -> None:
-        """Await nothing more from the engine or a thread. A thread's call is interrupted with `reason`."""
+        """Await nothing more from the engine or a thread. If a thread makes a call, interrupt it with `reason`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
         self.inspected.clear()
@@ -138,13 +138,13 @@ class HeldJob:
         self._awaited = None
 
     def count_requests(self) -> None:
-        """Note how many requests its task has. The number may change as requests are pulled and delivered."""
+        """Note how many requests the task has. The number may change as requests are pulled and delivered."""
         self.num_requests = None if self.open_task is None else self.open_task.num_requests
 
-    # Its record and copies
+    # The job's record and copies
 
     def hold(self, record: JobRecord) -> None:
-        """From now on hold this record of the job's hash in place of the earlier one."""
+        """Hold this record of the job's hash from now on, in place of the earlier record."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
@@ -159,7 +159,7 @@ class HeldJob:
     # The call in a thread
 
     def await_call(self) -> object:
-        """Note that a thread makes a call for this job. Returns the call's key for `awaits`."""
+        """Note that a thread will make a call for this job. Returns the call's key for `awaits`."""
         self._awaited = object()
         return self._awaited
 
@@ -168,7 +168,7 @@ class HeldJob:
         return self._awaited is call_key
 
     def interrupt_function(self, reason: type[BaseException]) -> None:
-        """Interrupt an overdue function. Its thread reports the end."""
+        """Interrupt the job's function with `reason`, because it is overdue. Its thread reports the end."""
         assert self.call is not None
         self.is_overdue = True
         self.call.interrupt(reason)
@@ -177,23 +177,23 @@ class HeldJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its value is being collected or its end written, which nothing may stop."""
+        """Whether the job's value is being collected or its end written, which nothing may stop."""
         return self.state in (JobState.COLLECTING, JobState.ENDING)
 
     @property
     def is_slow(self) -> bool:
-        """Whether one of its calls is slow or has been. Once true, it stays true."""
+        """Whether one of the job's calls is slow, or has been."""
         if self.call is not None and self.call.running_s > SLOW_S:
             self.was_slow = True
         return self.was_slow
 
     @property
     def has_begun(self) -> bool:
-        """Whether its first sequence was scheduled, or its function began. Its time limit runs from then on."""
+        """Whether a sequence was scheduled or the function began. The job's time limit runs from then on."""
         return self.started_at is not None
 
     def is_over_limit(self, moment: float) -> bool:
-        """Whether it has run for longer than its time limit at `moment` (monotonic seconds)."""
+        """Whether the job has run for longer than its time limit. moment: the time now, in monotonic seconds."""
         if self.started_at is None or self.limit_s <= 0:
             return False
         return moment - self.started_at > self.limit_s
@@ -205,7 +205,7 @@ class HeldJob:
 
     @property
     def needs_payload(self) -> bool:
-        """Whether some of its requests have not been scheduled yet, so that their payload is still needed."""
+        """Whether the payload is still needed, because some of its requests have not been scheduled yet."""
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
@@ -217,7 +217,7 @@ class HeldJob:
 
     @property
     def num_rows_done(self) -> int:
-        """The number of answered rows of its file; 0 without a file, or once the file is closed."""
+        """The number of answered rows of the job's file; 0 without a file, or once the file is closed."""
         if not self.is_file or self.open_task is None:
             return 0
         progress = self.open_task.progress()
@@ -226,14 +226,19 @@ class HeldJob:
         return int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """Count the tokens of its open requests: of prompts, of prompts not yet computed, and of answers."""
-        open_progress = [
-            progress for index, progress in self.running.items() if index in self.open_requests
-        ]
+        """Count the tokens of the open requests: of prompts, of prompts not yet computed, and of answers."""
+        num_prompt_tokens = 0
+        num_prompt_tokens_left = 0
+        num_answer_tokens = 0
+        for index, progress in self.running.items():
+            if index in self.open_requests:
+                num_prompt_tokens += progress.prompt_tokens
+                num_prompt_tokens_left += progress.prompt_tokens_left
+                num_answer_tokens += progress.generation_tokens
         return {
-            "prompt_tokens_open": sum(progress.prompt_tokens for progress in open_progress),
-            "prompt_tokens_ahead": sum(progress.prompt_tokens_left for progress in open_progress),
-            "tokens_open": sum(progress.generation_tokens for progress in open_progress),
+            "prompt_tokens_open": num_prompt_tokens,
+            "prompt_tokens_ahead": num_prompt_tokens_left,
+            "tokens_open": num_answer_tokens,
         }
 
     def changed_progress(self) -> dict[str, Any] | None:
@@ -241,7 +246,7 @@ class HeldJob:
         if self.open_task is None:
             return None
         reported = self.open_task.progress()
-        # A task may return the same object for some seconds, so that Redis is not written to more often.
+        # A task may return the same object for some seconds, so that its progress is not written too often.
         if reported is None or reported is self.reported_progress:
             return None
         self.reported_progress = reported
@@ -255,14 +260,14 @@ class HeldJob:
     def undelivered_tokens(
         self, running: Mapping[str, Mapping[int, Sequence[int]]]
     ) -> dict[int, Mapping[int, Sequence[int]]]:
-        """Return the token ids of its requests that were not delivered, by request index and sample index.
+        """Return the token ids of the job's undelivered requests, by request index and sample index.
 
         running: the token ids of all sequences in the engine, by request id and sample index.
         """
         tokens_by_request: dict[int, Mapping[int, Sequence[int]]] = {}
         undelivered = {**self.open_requests, **self.inspected}
         for index, completions in undelivered.items():
-            # Samples that have ended have left the engine.
+            # The samples that still run are in the engine. The others have completions.
             tokens_by_sample = dict(running.get(self.request_id(index), {}))
             for completion in completions:
                 # A completion with an error may have no tokens.
@@ -273,11 +278,11 @@ class HeldJob:
 
     @property
     def request_ids(self) -> list[str]:
-        """The engine's names of all open requests."""
+        """The ids of all open requests in the engine."""
         return [self.request_id(index) for index in self.open_requests]
 
     def request_id(self, index: int) -> str:
-        """Return the engine's name of one of this job's requests."""
+        """Return the id in the engine of one of this job's requests."""
         return f"{self.number}.{index}"
 
 
@@ -339,11 +344,11 @@ class HeldJobs:
         return [job for job in self._jobs.values() if job.claimed.execution_id in execution_ids]
 
     def unstarted(self) -> list[HeldJob]:
-        """Return the jobs that have not begun."""
+        """Return the jobs that have not begun and are not ending."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
-    def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
-        """Note the progress of the requests that run in the engine, by their ids."""
+    def note_progress(self, requests: Mapping[str, RequestProgress]) -> None:
+        """Note the progress of requests. requests: all that run in the engine, by their ids."""
         for job in self._jobs.values():
             job.running = {}
         for request_id, progress in requests.items():
@@ -357,15 +362,21 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
     summary: dict[str, Any] = {}
     if job.is_file and isinstance(outcome.value, dict):
         summary = outcome.value
+    reason = ""
+    if outcome.status == "failed":
+        reason = job.reason
+    began_at = None
+    if job.began_at is not None:
+        began_at = job.began_at.timestamp()
     return EndedJob(
         queue=job.claimed.queue_name,
         job_id=job.claimed.job_id,
         function=job.function_name or "refused",
         is_function=job.is_function,
         outcome=outcome.status,
-        reason=job.reason if outcome.status == "failed" else "",
-        enqueued_at=_moment(job.claimed.record.fields.get(b"enqueued_at", b"")),
-        began_at=None if job.began_at is None else job.began_at.timestamp(),
+        reason=reason,
+        enqueued_at=_unix_seconds(job.claimed.record.fields.get(b"enqueued_at", b"")),
+        began_at=began_at,
         ended_at=outcome.ended_at.timestamp(),
         rows=_count_in(summary, "rows") or 0,
         row_errors=_count_in(summary, "errors") or 0,
@@ -374,13 +385,13 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
 
 
 def _count_in(summary: Mapping[str, Any], name: str) -> int | None:
-    """Return a count in a shard's value; None if it is missing or no number."""
+    """Return a count in a shard's value; None if the value has no such number."""
     count = summary.get(name)
     return count if isinstance(count, int) else None
 
 
-def _moment(stored: bytes) -> float | None:
-    """Read a date in RQ's form. Return its Unix seconds, or None for anything else and for dates before 1970."""
+def _unix_seconds(stored: bytes) -> float | None:
+    """Return the Unix seconds of a date in RQ's form; None for any other text and for a date before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:

@@ -24,14 +24,14 @@ class JobOwner(Protocol):
         """End the job as failed, with this error."""
 
     def abandon(self, job: HeldJob) -> None:
-        """Let go of the job without writing anything. Its lease runs out. Raises nothing."""
+        """Let go of the job without writing anything, so that its lease runs out. Raises nothing."""
 
 
 class JobGuard:
     """Surrounds every call of the I/O thread that concerns a job.
 
-    An error in such a call fails the job, and the thread goes on. If the job cannot be failed either, it is let go. Its
-    lease then runs out, which counts as a worker's death. Errors of the Redis server, and those that end a process,
+    An error in such a call fails the job, and the thread goes on. If failing the job raises too, the job is let go. Its
+    lease then runs out, which counts as a worker's death. Errors of the Redis server, and errors that end a process,
     pass through.
     """
 
@@ -41,7 +41,7 @@ class JobGuard:
         self._owner = owner
 
     def around(self, job: HeldJob | ClaimedJob) -> "_Guarded":
-        """Return a context that handles errors about this job. For a ClaimedJob they are only logged."""
+        """Return a context that handles errors about this job. Errors about a ClaimedJob are only logged."""
         return _Guarded(self, job)
 
     def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
@@ -61,9 +61,9 @@ class JobGuard:
         job_of: Callable[[Item], HeldJob | ClaimedJob],
         call: Callable[[Sequence[Item]], Sequence[Reply]],
     ) -> list[Reply]:
-        """Make one call for many jobs, and return its replies.
+        """Make one call for the jobs of many items, and return its replies.
 
-        If the call raises, it is made again for each job by itself, to find the job at fault. So the call must be safe
+        If the call raises, it is made again for each item by itself, to find the job at fault. So the call must be safe
         to repeat.
         """
         if not items:
@@ -103,20 +103,20 @@ class JobGuard:
             try:
                 self._owner.fail_unforeseen(job, error)
                 return
-            except Exception as second:  # noqa: BLE001  # the job is let go below
-                self._tally.unforeseen(claimed.queue_name, second)
+            except Exception as second_error:  # noqa: BLE001  # the job is let go below
+                self._tally.unforeseen(claimed.queue_name, second_error)
                 self._log.error(
                     "%s: job %s could not even be failed, and is let go: %s; traceback, the last call first: %s",
                     claimed.queue_name,
                     claimed.job_id,
-                    type(second).__name__,
-                    frames_of(second),
+                    type(second_error).__name__,
+                    frames_of(second_error),
                 )
         self._owner.abandon(job)
 
 
 class _Guarded:
-    """One use of the guard. A generator would cost a microsecond more for each request and completion."""
+    """The context that `around` returns. A generator would cost a microsecond more for each request and completion."""
 
     __slots__ = ("_guard", "_job")
 

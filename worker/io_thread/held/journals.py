@@ -1,4 +1,4 @@
-"""Has held jobs write down what they have computed, so that their next executions go on from there."""
+"""Has held jobs write what they have computed into journals, so that their next executions go on from there."""
 
 import logging
 import time
@@ -6,26 +6,26 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
-from worker.engine_thread.orders import Order, SampledTokens, Tell
+from worker.engine_thread.orders import Order, ReportTokens, SampledTokens
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.logs import LastingTrouble
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""Threads that write journals. A store that does not answer blocks one of them."""
+"""Threads that write journals. An object store that does not answer blocks one thread."""
 
 STEP_S = 4.0
-"""Seconds that a leaving worker waits for the end of the engine's step."""
+"""Seconds that a leaving worker waits for the engine to finish its step."""
 
 LEAVE_S = 1.0
-"""Seconds that a leaving worker then waits for its journals."""
+"""Seconds that a leaving worker waits after that step until its last entries are written."""
 
 _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
 
 class Journals:
-    """The journals of the jobs that stream. All methods belong to the I/O thread.
+    """Writes the journals of jobs whose requests are in the engine. All methods belong to the I/O thread.
 
     period_s: seconds between two entries of a job; 0 for no journals. post: queues a call for the I/O thread.
     """
@@ -50,9 +50,9 @@ class Journals:
         self._due_at = clock() + period_s
         # Until when a leaving worker waits for entries; None while it does not leave.
         self._leave_by: float | None = None
-        # The Tell orders that the engine has not answered yet.
+        # The number of ReportTokens orders without a report yet.
         self._num_unanswered = 0
-        # The jobs whose entries are being written, by number; for each the last report that came meanwhile.
+        # By the number of each job whose entry is being written: the last report that came meanwhile.
         self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
@@ -63,16 +63,16 @@ class Journals:
         if moment < self._due_at or self._num_unanswered > 0:
             return
         self._due_at = moment + self._period_s
-        if self._streaming():
+        if self._jobs_with_journal():
             self._num_unanswered += 1
-            self._orders.put(Tell())
+            self._orders.put(ReportTokens())
 
     def leave(self, moment: float) -> None:
-        """Stop the engine, and have the last entries written."""
-        if self.pool is not None and self._leave_by is None and self._streaming():
+        """Stop the engine, and have the last entries written. moment: the time now, in monotonic seconds."""
+        if self.pool is not None and self._leave_by is None and self._jobs_with_journal():
             self._leave_by = moment + STEP_S
             self._num_unanswered += 1
-            self._orders.put(Tell(stops=True))
+            self._orders.put(ReportTokens(stops=True))
 
     def is_awaited(self, moment: float) -> bool:
         """Whether a leaving worker must wait for entries before its jobs are given back."""
@@ -81,59 +81,60 @@ class Journals:
         return self._num_unanswered > 0 or bool(self._writing)
 
     def write(self, report: SampledTokens) -> None:
-        """Have each streaming job write an entry with the tokens that the engine reports."""
+        """Have each job write an entry with the tokens that the engine reports."""
         self._num_unanswered -= 1
         moment = self._clock()
         if self._leave_by is not None and not self._num_unanswered:
-            # The engine has answered. From now on the worker waits only for its entries.
+            # The engine has finished its step. From now on the worker waits only for its entries.
             self._leave_by = moment + LEAVE_S
-        for job in self._streaming():
-            assert job.started_at is not None  # a streaming job has begun
+        for job in self._jobs_with_journal():
+            assert job.started_at is not None  # a job with a journal has begun
             is_young = moment - job.started_at < self._period_s
             is_young_prompt = is_young and not job.is_file
             if is_young_prompt and self._leave_by is None:
                 continue  # most prompts end before their first entry
             if job.number in self._writing:
-                # An entry is being written. This report is for the next one.
+                # An entry is being written. This report is for the next entry.
                 self._writing[job.number] = report
                 continue
             with self._guard.around(job):
-                self._enter(job, report)
+                self._write_entry(job, report)
 
-    def _streaming(self) -> list[HeldJob]:
+    def _jobs_with_journal(self) -> list[HeldJob]:
         """Return the jobs whose state a journal can keep."""
-        return [
-            job
-            for job in self._jobs
-            if job.has_begun and job.open_task is not None and job.state in _STATES_WITH_JOURNAL
-        ]
+        jobs = []
+        for job in self._jobs:
+            is_open = job.has_begun and job.open_task is not None
+            if is_open and job.state in _STATES_WITH_JOURNAL:
+                jobs.append(job)
+        return jobs
 
-    def _enter(self, job: HeldJob, report: SampledTokens) -> None:
+    def _write_entry(self, job: HeldJob, report: SampledTokens) -> None:
         """Have a thread write a job's entry."""
         assert self.pool is not None
         assert job.open_task is not None
         write = job.open_task.keep(job.undelivered_tokens(report.samples))
-        if write is None:
+        if write is None:  # the task has nothing to write
             return
         self._writing[job.number] = None
 
         def done(_: object, error: BaseException | None) -> None:
-            """Have the I/O thread note the end. Called in the pool's thread."""
+            """Have the I/O thread call `_written`. Called in the pool's thread."""
             self._post(lambda: self._guard.call(job, self._written, job, error))
 
         self.pool.submit(write, done, is_interruptible=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
-        """Note that an entry is written, and write the next one if a report came meanwhile."""
+        """Note that an entry is written, or log its error. If a report came meanwhile, write the next entry."""
         next_report = self._writing.pop(job.number)
         if error is None:
-            self._trouble.passed()
+            self._trouble.note_absence()
         else:
-            self._trouble.met(
+            self._trouble.note(
                 type(error).__name__,
                 "job %s: its journal could not be written: %s",
                 job.claimed.job_id,
                 shown_error(error),
             )
-        if next_report is not None and job in self._streaming():
-            self._enter(job, next_report)
+        if next_report is not None and job in self._jobs_with_journal():
+            self._write_entry(job, next_report)

@@ -15,7 +15,7 @@ def samples_of(request: Request) -> int:
 
 
 def _next_request(job: HeldJob) -> Request | None:
-    """Return the next request of a job's stream; None when the stream has ended or raised."""
+    """Return the next request of a job's stream. If the stream has ended or raised, note that and return None."""
     assert job.requests is not None
     try:
         return next(job.requests)
@@ -27,26 +27,26 @@ def _next_request(job: HeldJob) -> Request | None:
 
 
 _REFILLS_REMEMBERED = 16
-"""Over this many refills the packer remembers the largest number of sequences that left together."""
+"""The number of refills for which the packer remembers how many sequences had left the engine."""
 
 
 class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
-    The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These are the
-    reserve. All further requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences, or twice the
-    number that lately left the engine between two refills, because completions of equal length end together. It is
-    refilled when half of it is gone.
+    The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These further
+    sequences are the reserve. All other requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences,
+    or twice the number that lately left the engine between two refills, because completions of equal length end
+    together. It is refilled when half of it is gone.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
-    and those of more urgent lanes, so a full bulk batch never holds back an urgent prompt. Every lane may have
-    `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
+    and those of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt. Every lane
+    may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(
         self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int
     ) -> None:
-        """Take the limits.
+        """Set the limits.
 
         slots: the sequences that the engine runs at once. prefetch: the smallest reserve. max_functions: the most
         functions that run at the same time. max_files: the most files that are opened at the same time.
@@ -56,24 +56,25 @@ class Packer:
         self._reserve = self._min_reserve
         self._max_functions = max_functions
         self._max_files = max_files
-        # By lane: the jobs with requests that are still to be sent, and the number of sequences in the engine.
+        # By lane: the jobs with requests that are still to be sent.
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
+        # By lane: the number of sequences in the engine.
         self._in_engine = [0] * num_lanes
-        # The files that are being opened, the files whose parts are being written, and the functions.
-        self._opening = set[HeldJob]()
-        self._finishing = set[HeldJob]()
-        self._functions = set[HeldJob]()
+        self._opening = set[HeldJob]()  # files that are being opened
+        self._finishing = set[HeldJob]()  # files whose parts are being written
+        self._functions = set[HeldJob]()  # functions that have a thread or wait for one
         self._ended_streams: list[HeldJob] = []
-        # How many sequences have left the engine since the last refill, and how many had left at each refill before.
+        # How many sequences have left the engine since the last refill.
         self._num_departed = 0
+        # The same number at each of the last refills.
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def opening(self, job: HeldJob) -> None:
-        """Note that a file of unknown size is being opened."""
+        """Note that this job's file is being opened. Its number of rows is not known yet."""
         self._opening.add(job)
 
     def opened(self, job: HeldJob) -> None:
-        """Note that the file is open, or could not be opened."""
+        """Note that this job's file is open, or could not be opened."""
         self._opening.discard(job)
 
     @property
@@ -82,16 +83,16 @@ class Packer:
         return self._max_files - len(self._opening)
 
     def finishing(self, job: HeldJob) -> None:
-        """Note that all answers of this file are here. The answers are held until the file's part is written."""
+        """Note that all answers for this job's file are here. They stay in memory until the part is written."""
         self._finishing.add(job)
 
     def finished(self, job: HeldJob) -> None:
-        """Note that the part is written, or could not be written."""
+        """Note that this job's part is written, or could not be written."""
         self._finishing.discard(job)
 
     @property
     def _is_behind(self) -> bool:
-        """Whether parts are written more slowly than rows are answered. Without a limit, that would fill the memory."""
+        """Whether too many answered rows wait for their parts to be written, which could fill the memory."""
         # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
@@ -99,8 +100,8 @@ class Packer:
     def claimable_files(self, lane: int) -> int:
         """Return how many files the lane may claim.
 
-        The lane may claim no file while one of its files is being opened, because that file may fill the batch. But it
-        does not wait for a file that opens slowly. It may also claim no file while too many answered files wait to be
+        The lane may claim no file while one of its files is being opened, because that file may fill the batch. A file
+        that opens slowly does not count. The lane may also claim no file while too many answered rows wait to be
         written.
         """
         is_opening = any(job.lane == lane and not job.is_slow for job in self._opening)
@@ -120,22 +121,23 @@ class Packer:
 
     @property
     def free_functions(self) -> int:
-        """The number of functions that the worker may still take, of any lane."""
+        """The number of further functions that the worker may take, for all lanes together."""
         return self._max_functions - len(self._functions)
 
     def function_started(self, job: HeldJob) -> None:
-        """Count a function. It takes a thread and no slot of the engine."""
+        """Count a job's function, which takes a thread but no slot of the engine."""
         self._functions.add(job)
 
     def function_ended(self, job: HeldJob) -> None:
-        """Count a function's thread as free."""
+        """Stop counting a job's function."""
         self._functions.discard(job)
 
     def free_places(self, job: HeldJob) -> None:
-        """Free a job's places outside the engine, unless a thread still works on it."""
+        """Stop counting a job as a file or a function, unless a thread still works on it."""
         if job.call is None:
-            for places in (self._opening, self._finishing, self._functions):
-                places.discard(job)
+            self._opening.discard(job)
+            self._finishing.discard(job)
+            self._functions.discard(job)
 
     def forget(self, job: HeldJob) -> None:
         """Drop the stream of a stopped or lost job, and stop counting its sequences."""
@@ -154,8 +156,8 @@ class Packer:
         """Return how many more sequences' worth of jobs the lane should claim now.
 
         While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
-        left than the engine has slots. Opening the next file takes many steps. Functions and unopened files take no
-        room.
+        left than the engine has slots. It claims that early because opening the next file takes many steps. Functions
+        and unopened files take no room.
         """
         num_unread = sum(job.num_unread for job in self._streams[lane])
         if num_unread == 0:
@@ -166,7 +168,7 @@ class Packer:
         return 0
 
     def _room(self, lane: int) -> int:
-        """Return how many further sequences of the lane the engine may get."""
+        """Return how many further sequences of the lane the engine may take."""
         own_room = self._min_reserve - self._in_engine[lane]
         return max(self._shared_room(lane), own_room, 0)
 
@@ -175,7 +177,7 @@ class Packer:
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill(self, lane: int) -> int:
-        """Return the lane's room; 0 while more than half of the reserve and of the lane's own places is taken."""
+        """Return the lane's room; 0 while both the reserve and the lane's own places are more than half taken."""
         is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
         is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
         if is_reserve_low or is_lane_low:
@@ -183,7 +185,7 @@ class Packer:
         return 0
 
     def pull(self, guard: JobGuard) -> Iterator[tuple[HeldJob, int, Request]]:
-        """Yield (job, index, request) to send to the engine now, the most urgent lane first.
+        """Yield the requests to send to the engine now, the most urgent lane first, as (job, index, request).
 
         Call it after every delivery. A job whose stream ends here becomes SENT, and may then be complete.
         """
@@ -197,7 +199,7 @@ class Packer:
                 if request is not None:
                     yield job, job.next_index - 1, request
                     continue
-                # Its stream has ended, or the guard has failed the job and its stream is gone.
+                # The job's stream has ended. Or the guard has failed the job, and its stream is gone already.
                 if streams and streams[0] is job:
                     self._ended_streams.append(streams.popleft())
 
@@ -225,15 +227,16 @@ class Packer:
 
     def _adapt_reserve(self) -> None:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
-        if not any(self._in_engine):  # an idle worker leaves the next jobs to other workers too
+        if not any(self._in_engine):
+            # An idle worker begins with a small reserve, and leaves the next jobs to other workers too.
             self._departures.clear()
             self._num_departed = 0
             self._reserve = self._min_reserve
         elif self._num_departed:
             self._departures.append(self._num_departed)
             self._num_departed = 0
-            wished_reserve = 2 * max(self._departures)
-            self._reserve = max(self._min_reserve, min(self.slots, wished_reserve))
+            wanted_reserve = 2 * max(self._departures)
+            self._reserve = max(self._min_reserve, min(self.slots, wanted_reserve))
 
     @property
     def in_engine(self) -> Sequence[int]:
@@ -246,20 +249,20 @@ _TURN_BYTES = 1 << 20
 
 
 class PayloadBudget:
-    """Decides when a claimed job's payload is unpacked. Used by the I/O thread only.
+    """Decides when a claimed job is opened, which unpacks its payload. Used by the I/O thread only.
 
-    max_held_bytes: the most bytes that the hashes and unpacked payloads of a lane's open jobs may have. While they have
-    more, the lane's next job waits with its payload packed. A lane without open jobs always opens one.
+    max_held_bytes: while the hashes and unpacked payloads of a lane's open jobs have at least this many bytes, the
+    lane's next job waits with its payload packed. So a lane without open jobs can always open one.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
         self._max_held_bytes = max_held_bytes
         self._waiting: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._held_bytes = [0] * num_lanes
-        self._job_bytes: dict[int, int] = {}  # of each open job, by its number
+        self._job_bytes: dict[int, int] = {}  # by the number of each open job
 
     def add(self, job: HeldJob) -> None:
-        """Take a claimed job, to be opened in its turn."""
+        """Add a claimed job, to be opened in its turn."""
         self._waiting[job.lane].append(job)
 
     def forget(self, job: HeldJob) -> None:
@@ -268,10 +271,10 @@ class PayloadBudget:
         if job in self._waiting[job.lane]:
             self._waiting[job.lane].remove(job)
 
-    def keep(self, job: HeldJob, num_bytes: int) -> None:
+    def set_bytes(self, job: HeldJob, num_bytes: int) -> None:
         """Count an open job as `num_bytes` from now on."""
         if job.number in self._job_bytes:
-            self._count(job, num_bytes - self._job_bytes[job.number])
+            self._add_bytes(job, num_bytes - self._job_bytes[job.number])
 
     def has_room(self, lane: int) -> bool:
         """Whether a lane may claim more jobs."""
@@ -288,7 +291,7 @@ class PayloadBudget:
     def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first.
 
-        The caller opens each job before it takes the next one. It calls `opening` before that, and `opened` after it.
+        For each job the caller calls `opening`, opens the job and calls `opened`, before it takes the next job.
         """
         for lane, waiting in enumerate(self._waiting):
             unpacked_bytes = 0
@@ -303,14 +306,14 @@ class PayloadBudget:
 
     def opening(self, job: HeldJob) -> None:
         """Count the bytes of a job's hash, before the job is opened."""
-        self._count(job, job.claimed.record.hash_bytes)
+        self._add_bytes(job, job.claimed.record.hash_bytes)
 
     def opened(self, job: HeldJob) -> None:
         """Count the job's unpacked payload too, unless the job was let go while it was opened."""
         if job.number in self._job_bytes:
-            self._count(job, job.payload_bytes)
+            self._add_bytes(job, job.payload_bytes)
 
-    def _count(self, job: HeldJob, num_bytes: int) -> None:
-        """Count further bytes of a job."""
+    def _add_bytes(self, job: HeldJob, num_bytes: int) -> None:
+        """Count `num_bytes` more for a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

@@ -1,4 +1,4 @@
-"""Requests of open jobs on their way to the engine, and completions on their way back."""
+"""Sends the requests of open jobs to the engine, and gives the completions to the jobs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
@@ -18,14 +18,14 @@ from worker.metrics.tally import Tally
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""Answers that are inspected at once. Each thread waits for a child process of its own."""
+"""Answers that are inspected at the same time. Each thread waits for a child process of its own."""
 
 
 class Inspections:
     """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
 
     Tasks take turns, so a task with long checks delays another task by one check only.
-    post: queues a call for the I/O thread. checks: closed at the end, when no task uses them any more.
+    post: queues a call for the I/O thread. checks: closed by `end`, after which no task uses them.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
@@ -46,9 +46,9 @@ class Inspections:
     ) -> None:
         """Have a task inspect an answer, then call `then` with the task's error or None.
 
-        is_wanted: whether the inspection is still needed, asked when its turn has come.
+        is_wanted: called when the inspection's turn has come. Returns whether it is still needed.
         """
-        # A task's next inspection comes one turn after its last one, and never in a turn that is over.
+        # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
         turn = 1 + max(self._turn, self._turns.get(task, 0))
         self._turns[task] = turn
 
@@ -59,7 +59,7 @@ class Inspections:
                 task.inspect(index, completions)
 
         def done(_: Any, error: BaseException | None) -> None:
-            """Have the I/O thread go on. Called in the pool's thread."""
+            """Have the I/O thread call `then`. Called in the pool's thread."""
             self._post(lambda: then(error))
 
         self._pool.submit(inspect, done, is_interruptible=False, order=turn)
@@ -95,12 +95,12 @@ class Streams:
         """Tokens of answers since the worker's start."""
 
     def open(self, job: HeldJob) -> None:
-        """Serve a job whose task is open."""
+        """Begin to send the requests of a job whose task is open."""
         job.stream()
         self._packer.stream(job)
 
     def feed(self) -> Iterator[HeldJob]:
-        """Send requests to the engine. Yields the jobs that have changed since the last call."""
+        """Send requests to the engine, as far as it has room. Yields the jobs that have changed since the last call."""
         for job, index, request in self._packer.pull(self._guard):
             with self._guard.around(job):
                 is_followed = job.claimed.record.is_followed
@@ -123,7 +123,7 @@ class Streams:
             with self._guard.around(job):
                 self._beginnings.began(job, moment)
                 job.unscheduled.discard(index)
-                if not job.needs_payload:  # then its payload can be dropped
+                if not job.needs_payload:  # the runner drops the payload of such a job
                     self._changed[job.number] = job
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
@@ -145,7 +145,7 @@ class Streams:
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
-        has_failed = completion.finish_reason == "error"  # then its request gets no further samples
+        has_failed = completion.finish_reason == "error"  # the request gets no further samples
         has_all = len(samples) == job.num_samples[index]
         if has_failed or has_all:
             self._hand_over(job, index, samples)
@@ -166,7 +166,7 @@ class Streams:
             return index in job.inspected
 
         def then(error: BaseException | None) -> None:
-            """Go on in the I/O thread."""
+            """Deliver the answer. Called in the I/O thread."""
             self._guard.call(job, self._inspected, job, index, ordered, error)
 
         self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
@@ -185,7 +185,7 @@ class Streams:
         job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
-        """Give an answer to the job's task, and stream its further requests."""
+        """Give an answer to the job's task. If the task has further requests now, stream them."""
         self._changed[job.number] = job
         assert job.open_task is not None
         try:

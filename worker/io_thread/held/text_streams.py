@@ -11,7 +11,7 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.text_piece import TextPiece
 
 MAX_WAITING = 10_000
-"""The most pieces that wait while Redis is away. Later text waits until there is room again."""
+"""The most pieces that wait while Redis does not answer. Further text becomes a piece once there is room again."""
 
 
 _NO_TEXT = PartialText(reasoning=None, text="", token_ids=())
@@ -25,13 +25,13 @@ class WaitingPiece(NamedTuple):
 
 
 class TextStreams:
-    """The pieces that are not written yet. Used by the I/O thread only.
+    """Writes growing texts to Redis in pieces. Used by the I/O thread only.
 
-    Each piece says where in its text it begins. So a piece may be written twice, and a worker that takes over a job may
-    begin from the start: readers skip what they have.
+    Each piece says where in its text it begins, and readers skip what they have. So a piece may be written twice, and a
+    worker that takes over a job may begin from the start.
 
-    Each piece also has the tokens of its text. A worker that takes over the job continues them, so what was sent stays
-    the beginning of the answer.
+    Each piece also has the tokens of its text. A worker that takes over the job continues after these tokens. So the
+    text that was sent stays the beginning of the answer.
     """
 
     def __init__(self, jobs: HeldJobs, guard: JobGuard, store: JobStore) -> None:
@@ -41,7 +41,7 @@ class TextStreams:
         self._waiting: list[WaitingPiece] = []
 
     def note(self, texts: Texts) -> None:
-        """Note the new parts of growing texts."""
+        """Make pieces of what was added to growing texts. `write` writes them."""
         for request_id, samples in texts.samples.items():
             job, _ = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
@@ -51,13 +51,13 @@ class TextStreams:
                     self._note_sample(job, sample, partial)
 
     def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
-        """Note what was added to a sample's text since its last piece. While too many pieces wait, note nothing."""
+        """Make pieces of what was added to a sample's text since its last piece, unless too many pieces wait."""
         if len(self._waiting) >= MAX_WAITING:
             return
         streamed = job.streamed.get(sample, _NO_TEXT)
         num_tokens_before = len(streamed.token_ids)
         new_token_ids = partial.token_ids[num_tokens_before:]
-        # For each part of the answer: its name, its text that Redis has, and its text now.
+        # For each part of the answer: its name, the text that was sent before, and the whole text now.
         parts = (
             ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
             ("text", streamed.text, partial.text),
@@ -78,7 +78,7 @@ class TextStreams:
             job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
-        """Write the waiting pieces. After a RedisError the pieces still wait."""
+        """Write the waiting pieces to Redis. After a RedisError they still wait. moment: not used."""
         if self._waiting:
             self._store.write_texts(self._waiting)
             self._waiting = []

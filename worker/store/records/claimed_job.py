@@ -1,4 +1,4 @@
-"""ClaimedJob: a held job, and the arguments and the reply of a claim."""
+"""ClaimedJob: a job that this worker holds. Wanted and Claim: the arguments and the result of a claim."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ CLAIM_BATCH = 200
 """The most sequences' worth of jobs that one claim takes."""
 
 Hold = Literal["", "suspended", "restored"]
-"""Why no worker claims: `rq suspend`, or Redis came back with older data that nobody has confirmed; else ""."""
+"""Why no worker may claim; "" if workers may. "restored": Redis came back with older data that nobody has confirmed."""
 
 Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
-"""Why a job goes back into its queue. All reasons but the first count as a death of its worker."""
+"""Why a job goes back into its queue. Except for "given_back", each reason counts as a death of the job's worker."""
 
 
 def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
-    """Return a held job's address for the scripts."""
+    """Return the arguments by which scripts find a held job."""
     return {"queue": queue, "id": job_id, "eid": execution_id}
 
 
@@ -32,17 +32,17 @@ class ClaimedJob:
     worker_name: str
     record: JobRecord = field(default_factory=JobRecord)
     damage: Exception | None = None
-    """The error that reading the job's hash raised; None if it could be read. A damaged job can only be failed."""
+    """The error that reading the job's hash raised; None if there was none. A job with damage can only be failed."""
     has_ended: bool = False
-    """Whether the job's end is written. Then only its dependents may still wait."""
+    """Whether the job's end is written. Then only its dependents may still have to be queued."""
     deaths: int = 0
-    """How many workers have died with it."""
+    """How many workers have died with the job."""
     left_before: str = ""
-    """The id of the last job before this one that the claim left in the queue, for lack of a place. "" for none."""
+    """The id of the last job before this one that the claim left in the queue, for lack of a thread; "" for none."""
     journal: bytes | None = None
-    """The journal that an earlier execution has left; None without a journal."""
+    """The journal that an earlier execution has left; None if there is none."""
     pieces: Sequence[Any] = ()
-    """The pieces of its text that earlier executions have sent, as entries of its stream."""
+    """The pieces of the job's text that earlier executions have sent, as entries of its stream."""
     kind: str = ""
     """FUNCTION or FILE if this worker has no thread for the job; else ""."""
 
@@ -56,7 +56,7 @@ class ClaimedJob:
 
     @property
     def address(self) -> dict[str, str]:
-        """The job's address for the scripts."""
+        """The arguments by which scripts find the job."""
         return address(self.queue_name, self.job_id, self.execution_id)
 
 
@@ -67,8 +67,8 @@ class Wanted:
     most: the most sequences' worth of jobs. max_functions, max_files: the most functions and files among these jobs.
     token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
     takes_suspects: whether a suspect may be claimed, see claim.lua.
-    num_takers: workers that divide the queue. num_held: jobs of the queue that this worker holds.
-    rounds_up: whether this worker's share of jobs with several sequences is rounded up.
+    num_takers: the workers among which the queue is divided. num_held: the queue's jobs that this worker holds.
+    rounds_up: whether this worker's share is rounded up for jobs with several sequences.
     """
 
     queue: str
@@ -88,13 +88,13 @@ class Claim:
 
     jobs: list[ClaimedJob]
     num_foreign: int
-    """Jobs that were left in the queue because only another model or version may run them."""
+    """How many jobs were left in the queue because another model or version must run them."""
     first_left: str = ""
     """The id of the first job that was left to other workers as their share; "" for none."""
     hold: Hold = ""
     """Why nothing was claimed; "" if claims are allowed."""
     num_newer: int = 0
-    """How many of the `num_foreign` jobs a newer version of Tokenmill planned."""
+    """How many of the `num_foreign` jobs were planned by a newer version of Tokenmill."""
 
     @property
     def is_suspended(self) -> bool:
@@ -105,7 +105,7 @@ class Claim:
 def restore(
     queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
 ) -> ClaimedJob:
-    """Read a reply of open_execution.lua. max_job_bytes: the most bytes of an unpacked payload."""
+    """Return the job in a reply of open_execution.lua. max_job_bytes: the most bytes of an unpacked payload."""
     job_id, execution_id, fields, deaths, left_before, journal, pieces = reply
     record = JobRecord()
     damage: Exception | None = None

@@ -1,4 +1,4 @@
-"""JobRecord: the content of a job's hash when it was claimed, with its limits and its call of a function."""
+"""JobRecord: the content of a job's hash when the job was claimed, with its limits. FunctionCall: its payload."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ DEFAULT_MAX_JOB_BYTES = 4 << 20
 """The most bytes of a job's payload, unpacked."""
 
 DEFAULT_MAX_HELD_BYTES = 64 << 20
-"""The most bytes of hashes and payloads that the open jobs of a lane hold, see packing.py."""
+"""The most bytes of hashes and unpacked payloads that the open jobs of a lane may hold, see packing.py."""
 
 MAX_HASH_FIELDS = 1000
 """The most fields of a job's hash. RQ writes about 40, and user code may add some."""
 
 BYTES_PER_CONTAINER = 40
-"""A payload may hold one list or object for each 40 bytes of its limit. Parsed, the smallest lists take 27 times the
-memory of their text. Parsing them takes ten times as long as other values."""
+"""A payload may hold one list or object for each 40 bytes of its limit. The smallest lists take 27 times the memory of
+their text once they are parsed, and parsing them takes ten times as long as parsing other values."""
 
 _MAX_FIELD_BYTES = 1 << 20
-"""The most bytes of each other field that is JSON, such as `meta`."""
+"""The most bytes of each JSON field other than the payload, such as `meta`."""
 
 _JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"repeat_intervals")
 
@@ -54,14 +54,15 @@ _PAYLOAD_FIELDS = (b"data", b"description", b"meta")
 """The fields that nobody reads any more once all requests of a job are in the batch."""
 
 _LIGHT_BYTES = 1 << 11
-"""For a hash of at most this many bytes, a copy of its record without the payload saves no memory."""
+"""If a hash has at most this many bytes, a copy of its record without the payload saves no memory."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: the bytes of the hash that are held, packed. timeout_s: None if the job does not say.
+    hash_bytes: the bytes of the hash's values that are held. The payload counts as it is packed.
+    timeout_s: the job's timeout; None if the job has none of its own.
     """
 
     fields: Mapping[bytes, bytes] = field(default_factory=lambda: MappingProxyType({b"data": b""}))
@@ -76,17 +77,17 @@ class JobRecord:
 
     @property
     def limit_s(self) -> float:
-        """The job's timeout, or RQ's default if the job does not say; negative for none."""
+        """The job's timeout, or RQ's default if the job has none of its own; negative for no limit."""
         return self.timeout_s or Queue.DEFAULT_TIMEOUT
 
     @property
     def is_followed(self) -> bool:
-        """Whether somebody reads the job's text as it grows."""
+        """Whether a client reads the job's text as it grows."""
         return _STREAM in self.fields
 
     @property
     def is_heavy(self) -> bool:
-        """Whether `without_payload` frees more memory than its copy takes."""
+        """Whether `without_payload` frees more memory than the copy takes."""
         return self.hash_bytes > _LIGHT_BYTES and bool(self.fields[b"data"])
 
     def payload(self) -> bytes:
@@ -118,7 +119,8 @@ def read_record(
 ) -> tuple[JobRecord, Exception | None]:
     """Read a job's hash as RQ does. The payload stays packed.
 
-    Returns the fields that could be read, and the error of the first one that could not: TooLarge, or RQ's own error.
+    Returns the record with the fields that could be read, and the error of the first field that could not: TooLarge or
+    RQ's own error. The error is None if all could be read.
     """
     parsed: dict[bytes, Any] = {}
     damage = None
@@ -130,7 +132,8 @@ def read_record(
             name.decode()  # raises for a name that RQ could not read
         for name, parse in _PARSERS.items():
             text = values.get(name)
-            if text is None or (text == b"" and name not in _NEVER_EMPTY):
+            is_skipped = text == b"" and name not in _NEVER_EMPTY
+            if text is None or is_skipped:
                 continue
             parsed[name] = _parsed(name, text, parse)
         _policy(parsed).check()
@@ -161,8 +164,12 @@ def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _policy(parsed: Mapping[bytes, Any]) -> Policy:
-    """Return those fields that decide what becomes of the job after its end."""
-    return Policy(**{name.decode(): parsed[name] for name in _POLICY if name in parsed})
+    """Return the fields that decide what becomes of the job after its end."""
+    values = {}
+    for name in _POLICY_FIELDS:
+        if name in parsed:
+            values[name.decode()] = parsed[name]
+    return Policy(**values)
 
 
 def _whole_number(text: bytes) -> int:
@@ -181,7 +188,7 @@ def _count(text: bytes) -> int:
 
 
 def _intervals(text: bytes) -> list[Any] | None:
-    """Parse the seconds between tries. Raises ValueError."""
+    """Parse a list of intervals in seconds, or null. Raises ValueError."""
     intervals = json.loads(text)
     if not isinstance(intervals, list | None):
         raise ValueError("expected a list of seconds")
@@ -197,7 +204,7 @@ def _meta(text: bytes) -> Any:
 
 
 def _webhooks(text: bytes) -> tuple[Webhook, ...]:
-    """Parse the job's webhooks. If one cannot be read, there are none."""
+    """Parse the job's webhooks. If one of them cannot be read, return none at all, as RQ does."""
     try:
         return tuple(Webhook.from_dict(data) for data in json.loads(text.decode()))
     except Exception:  # as RQ does
@@ -233,27 +240,27 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
         (name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())
     ),
 }
-"""How to parse the fields that RQ's `Job` reads, in its order. The payload is left out, and so are the fields in which
-old versions kept a job's end."""
+"""How to parse the fields that RQ's `Job` reads, in RQ's order. Two kinds of fields are left out: the payload, and the
+fields in which old versions of RQ kept a job's end."""
 
 _NEVER_EMPTY = {
     b"enqueue_at_front",
     *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
 }
-"""The fields that RQ parses even if they are empty, which damages the job. It skips other empty fields."""
+"""The fields that RQ parses even if they are empty, which fails. RQ skips other empty fields."""
 
-_POLICY = tuple(policy_field.name.encode() for policy_field in fields(Policy))
+_POLICY_FIELDS = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _STREAM = STREAM_FIELD.encode()
 _HELD_FIELDS = frozenset((b"data", _STREAM, *_PARSERS))
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
-    """Return the most bytes of a job's hash in Redis: the payload, the description (which repeats it), other fields."""
+    """Return the most bytes of a job's hash in Redis: a payload, a description that repeats it, and other fields."""
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
 def unpack(packed: bytes, max_bytes: int) -> bytes:
-    """Unpack a payload as RQ does. Stops after `max_bytes` bytes, and raises TooLarge if there are more."""
+    """Unpack a payload as RQ does. Raises TooLarge as soon as there are more than `max_bytes` bytes."""
     text = unpacked(packed, max_bytes)
     if text is None:
         raise TooLarge(
@@ -264,20 +271,20 @@ def unpack(packed: bytes, max_bytes: int) -> bytes:
 
 
 def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
-    """Raise TooLarge if a JSON text holds more lists and objects than `max_bytes` allow. The text is not parsed.
+    """Raise TooLarge if a JSON text holds more lists and objects than its limit of `max_bytes` allows. Parses nothing.
 
     field_name: names the text in the error's message.
     """
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
         return
-    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn.
+    # Brackets in strings do not count. Without escaped characters, each quote begins or ends a string.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
-    # Most strings hold no bracket. Without them there is less to split.
-    strings_with_brackets = quotes_and_brackets.replace(b'""', b"")
-    # Every second piece between quotes is outside strings, from the first on.
-    outside_strings = strings_with_brackets.split(b'"')[::2]
+    # Drop strings without brackets first, which are most, so that there is less to split.
+    without_other_strings = quotes_and_brackets.replace(b'""', b"")
+    # Split at quotes, the first piece and every second one after it are outside strings.
+    outside_strings = without_other_strings.split(b'"')[::2]
     num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:
         raise TooLarge(
@@ -291,7 +298,7 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b'"[{'))
 
 
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
-    """Raise TooLarge if a JSON field other than the payload is beyond its bounds."""
+    """Raise TooLarge if a JSON field other than the payload is longer than its limit, or holds too many lists."""
     for name in _JSON_FIELDS:
         text = values.get(name, b"")
         field_name = name.decode()
@@ -312,7 +319,7 @@ class FunctionCall:
 
 
 def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
-    """Parse a payload's JSON. Raises BadPayload. Raises TooLarge before anything is parsed."""
+    """Parse a payload's JSON. Raises BadPayload, or TooLarge before anything is parsed."""
     check_containers("payload", payload, max_job_bytes)
     try:
         name, instance, args, kwargs = JSONSerializer.loads(payload)

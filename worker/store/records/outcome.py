@@ -1,4 +1,4 @@
-"""Outcome: how a job ended, for the store to write, with its value or error in RQ's form and within bounds."""
+"""Outcome: how a job ended, for the store to write. Values and errors are in RQ's form and have limited sizes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from worker.store.records.next_step import NextStep, Policy, next_step
 
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
-"""See finish.lua. "refused" means that the server takes this end in no form."""
+"""Redis' reply to an end, see finish.lua. "refused" means that the server takes this end in no form."""
 
 MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters from the beginning of a longer traceback. The rest is from its end, which says most."""
+"""Characters that a longer traceback keeps of its beginning. The others are from its end, which says most."""
 
 _MAX_FRAMES = 30
-"""The most calls of a traceback in the log."""
+"""The most calls of a traceback that are logged."""
 
 _SMALL_BYTES = 1 << 18
 """The most bytes of a small value, which is packed within a few milliseconds."""
@@ -49,7 +49,7 @@ class Outcome:
     started_at: datetime | None = None
     """None for a job that ended before it began."""
     retries: bool = False
-    """Whether a failed job with retries left uses one."""
+    """Whether a failed job uses one of its retries, if it has any left."""
     packed: bytes | None = None
     """The value as JSON, once it is packed. None also stands for the value None."""
     changed_policy: Policy | None = None
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a job that failed or was stopped is not tried again."""
+        """Whether a job that failed or was stopped does not run again."""
         return not (self.retries and self.policy.has_retries)
 
     @property
@@ -92,21 +92,18 @@ class Outcome:
     def as_left_by(self, job: Job | None) -> Outcome:
         """Return the outcome with the policy that user code has left in its copy of the job.
 
-        job: the copy; None if there is none. If it holds values that no end can be written with, such as a text for
-        `result_ttl`, an error of any type is raised.
+        job: the copy; None if there is none. Raises an error of any class if the copy holds a value with which no end
+        can be written, such as a text for `result_ttl`.
         """
         if job is None and self.claimed.damage is None:
             return self  # its policy was checked when the job was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
-        outcome.next_step(0)  # raises if a step cannot be made of it
+        outcome.next_step(0)  # raises if the policy gives no next step
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome to write if `as_left_by` has raised: the job has failed with that error.
-
-        RQ's own worker does the same.
-        """
+        """Return the outcome to write after `as_left_by` raised `error`: as in RQ, a failure with this error."""
         text = printable(error)
         return replace(
             self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
@@ -141,9 +138,9 @@ def printable(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return the calls in which an error was raised, innermost first. The error's message is left out.
+    """Return the calls in which an error was raised, innermost first.
 
-    The message may quote a prompt.
+    The error's message is left out, because it may quote a prompt.
     """
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
     return ", ".join(
@@ -158,10 +155,10 @@ def is_small(value: Any) -> bool:
 
 
 def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
-    """Return a value's JSON. Returns None for None, and RQ's placeholder for a value that JSON cannot express.
+    """Return a value's JSON: None for the value None, and RQ's placeholder for a value that JSON cannot express.
 
-    known_small: whether `is_small` is true for the value, so that it is not measured again. Raises ResultTooLarge if
-    the JSON has more than `max_bytes` bytes. Other threads run while a large value is packed.
+    known_small: whether the caller knows that `is_small` is true, so that the value is not measured again. Raises
+    ResultTooLarge if the JSON has more than `max_bytes` bytes. Other threads can run while a large value is packed.
     """
     if value is None:
         return None
@@ -183,7 +180,7 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
 
 
 def _dump_in_pieces(value: Any, max_bytes: int) -> str:
-    """Return a value's JSON. Other threads may run between its pieces. Raises ResultTooLarge."""
+    """Return a value's JSON, made in pieces. Other threads can run between two pieces. Raises ResultTooLarge."""
     text = io.StringIO()
     for piece in json.JSONEncoder().iterencode(value):
         text.write(piece)
@@ -193,9 +190,9 @@ def _dump_in_pieces(value: Any, max_bytes: int) -> str:
 
 
 def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
-    """Return a lower bound of the bytes of a value's JSON, and the number of values in it.
+    """Return the least bytes that a value's JSON may have, and the number of values within the value.
 
-    Measuring stops once the bytes are more than `max_bytes`.
+    Counting stops once there are more than `max_bytes` bytes.
     """
     num_bytes = 0
     num_values = 0
@@ -206,7 +203,7 @@ def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
         if isinstance(item, str):
             num_bytes += len(item) + 2
         elif isinstance(item, (dict, list, tuple)):
-            # Each item takes at least a character and a comma. An empty list takes its brackets.
+            # Each item takes at least a character and a comma. An empty list takes two brackets.
             num_bytes += max(2, 2 * len(item))
             if num_bytes <= max_bytes:
                 unmeasured.extend(item)

@@ -1,4 +1,4 @@
-"""StoredJob: a held job as RQ's `Job`, for the user's code; and the time limits of that code."""
+"""StoredJob: a held job as RQ's `Job`, for the user's code. Also the time limits of the user's code."""
 
 import threading
 from contextlib import suppress
@@ -39,7 +39,7 @@ class StoredJob(Job):
 
     @property
     def data(self) -> bytes:
-        """The payload's JSON. It is unpacked each time and not kept, because it may be large."""
+        """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)
@@ -79,15 +79,15 @@ class StoredJob(Job):
 
 
 def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> StoredJob:
-    """Build the job of a claim, as far as its hash can be read.
+    """Return a claimed job as RQ's job, as far as its hash could be read.
 
-    func_name: the name of its function, if known. The payload may have been dropped then.
+    func_name: the name of the job's function, if it is known. Then the payload may have been dropped.
     """
     record = claimed.record
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    # Unchecked, because a job whose id RQ's client would refuse must be ended too.
+    # Set without RQ's check, because a job with an id that RQ's client would refuse must be ended too.
     job._id = claimed.job_id
     with suppress(Exception):  # its damage was noted when the record was read
         job.restore(record.fields)
@@ -101,15 +101,15 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
 
 
 class ThreadDeathPenalty(TimerDeathPenalty):
-    """RQ's time limit for callbacks, for the threads of a pool.
+    """RQ's time limit for callbacks, made safe for the threads of a pool.
 
-    RQ's own class keeps its message in a class that all threads share, and its timer may interrupt a later call.
+    RQ's own class keeps the error's message in a class that all threads share. Its timer may interrupt a later call.
     """
 
     def __init__(
         self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
     ) -> None:
-        # RQ sets the message on the class that it is given, so each limit has a class of its own.
+        # RQ sets the message on the error's class, so each time limit has a class of its own.
         own_class = type(exception.__name__, (exception,), {})
         super().__init__(timeout, own_class, **kwargs)
         self._call = current_call()
@@ -123,7 +123,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """End the time limit, and let the rest of the call run. RQ's caller swallows the limit's error here."""
+        """End the time limit, and let the rest of the call run. RQ's caller swallows the error of the limit here."""
         try:
             with self._lock:
                 self._is_over = True

@@ -1,4 +1,4 @@
-"""TextPiece: new text of a sample, and the tokens that have made it."""
+"""TextPiece: text that was added to a sample, with its tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ from jobs.context.job_journal import SentTokens
 class TextPiece(NamedTuple):
     """A piece of a followed job's answer.
 
-    sample: its index. part: "reasoning" or "text". offset: the characters of that part before the piece.
-    token_ids: the tokens since the sample's last piece. num_tokens_before: how many came before these.
-    owner: whose tokens they are; see JobJournal.
+    sample: the sample's index. part: "reasoning" or "text". offset: the number of this part's characters before the
+    piece.
+    token_ids: the tokens since the sample's last piece. num_tokens_before: how many tokens came before these.
+    owner: names the owner of the tokens, see JobJournal.
     """
 
     sample: int
@@ -24,7 +25,7 @@ class TextPiece(NamedTuple):
     owner: str
 
     def to_values(self) -> list[Any]:
-        """Return the fields and values of the piece's entry in the job's stream, in turn."""
+        """Return the piece's entry in the job's stream: its fields and values in turn."""
         values = {
             "sample": self.sample,
             "part": self.part,
@@ -45,7 +46,7 @@ NUM_VALUES = 14
 
 
 def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
-    """Return the tokens of an owner's pieces. entries: those of the job's stream. Damaged entries are left out."""
+    """Return the tokens of an owner's pieces. entries: the job's stream. Damaged entries are left out."""
     tokens = []
     for _, names_and_values in entries:
         fields = dict(zip(names_and_values[::2], names_and_values[1::2], strict=False))
@@ -56,6 +57,6 @@ def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
             tokens.append(
                 SentTokens(int(fields[b"sample"]), int(fields[b"num_tokens_before"]), token_ids)
             )
-        except (KeyError, ValueError):  # a reader of the text gets an error
+        except (KeyError, ValueError):  # clients that read this text get an error
             continue
     return tokens
