@@ -32,8 +32,9 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.run_options import RunOptions
+from jobs.runs.watching.failures import failure_text
 from jobs.runs.watching.follow import End, Watch, follow
-from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
 
 if TYPE_CHECKING:
