@@ -21,8 +21,8 @@ from jobs.prompts.template_texts import (
     LIMIT_S,
     JinjaTexts,
     TemplateProblem,
-    as_values,
     template_texts,
+    with_breaks,
 )
 from sandbox import ChildFailed, Limits
 from sandbox.child import Worker
@@ -129,7 +129,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
     for name, value in values.items():
         with_defaults[name] = question["defaults"].get(name) if value is None else value
     try:
-        template_values = as_values(with_defaults, question["control_tokens"])
+        template_values = with_breaks(with_defaults, question["control_tokens"])
         return render(question["texts"], template_values)
     except TemplateProblem as problem:
         return f"the template: {problem}"
