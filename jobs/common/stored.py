@@ -18,7 +18,7 @@ def text(raw: bytes) -> str:
 def unpacked(packed: bytes, most: int) -> bytes | None:
     """Return unpacked bytes; None if there are more than `most`. Unpacks at most one byte more than that.
 
-    packed: compressed by zlib. Bytes that are not compressed are returned as they are, as RQ does it.
+    packed: bytes that zlib has compressed. Like RQ, this function returns other bytes as they are.
     """
     inflater = zlib.decompressobj()
     content = packed

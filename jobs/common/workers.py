@@ -252,16 +252,18 @@ class Worker:
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
     """Return the workers that are registered or wrote a sample within LISTED_S. Raises RedisError.
 
-    names: only these workers; all by default. RQ's lists of each queue's workers are not read, because producers would
-    need rights to them.
+    names: only these workers are returned; by default, all are.
     """
-    names = worker_names(connection) if names is None else names
+    if names is None:
+        # RQ also lists the workers of each queue. Producers have no rights to these lists, so they are not used.
+        names = worker_names(connection)
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hmget(WORKER_PREFIX + name, _FIELDS)
-            for key in (worker_key(name), loading_key(name)):
-                pipe.get(key)
-                pipe.pttl(key)
+            pipe.get(worker_key(name))
+            pipe.pttl(worker_key(name))
+            pipe.get(loading_key(name))
+            pipe.pttl(loading_key(name))
         # Producers may write to these keys too. So a reply may be an error. Then only that worker is left out.
         replies = iter(pipe.execute(raise_on_error=False))
 
@@ -273,19 +275,27 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         left_ms = next(replies)
         loading_record = next(replies)
         loading_left_ms = next(replies)
-        registered: dict[str, bytes] = {}
-        if isinstance(registration, list):
-            fields_and_values = zip(_FIELDS, registration, strict=True)
-            registered = {key: value for key, value in fields_and_values if value}
         serving_sample = _sample(name, record, left_ms)
         loading_sample = _sample(name, loading_record, loading_left_ms)
         sample = _later(serving_sample, loading_sample)
+        worker = _worker(name, registration, sample)
         is_sample_recent = sample is not None and sample.silent_s <= LISTED_S
-        if registered or is_sample_recent:
-            queues = text(registered["queues"]).split(",") if "queues" in registered else []
-            shown = {key: safe_name(value) for key, value in registered.items()}
-            workers.append(Worker(name, queues, shown, sample))
+        if worker.registered or is_sample_recent:
+            workers.append(worker)
     return workers
+
+
+def _worker(name: str, registration: Any, sample: WorkerSample | None) -> Worker:
+    """Return a worker. registration: the values of _FIELDS, or an error of Redis."""
+    queues: list[str] = []
+    registered: dict[str, str] = {}
+    if isinstance(registration, list):
+        for field_name, value in zip(_FIELDS, registration, strict=True):
+            if value:
+                registered[field_name] = safe_name(value)
+            if value and field_name == "queues":
+                queues = text(value).split(",")
+    return Worker(name, queues, registered, sample)
 
 
 def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:

@@ -80,20 +80,9 @@ def line_task(
     "*" stands for any name. endpoint: the only endpoint that a line may name; None for any.
     drops: takes the names of unsupported arguments, which are left out; with None, they are refused.
     """
-    if custom_id(line) is None:
-        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
-    if line.get("method") != "POST":
-        raise unlike("method", line.get("method"), "'POST'")
-    url = line.get("url")
-    body = line.get("body")
-    if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
-    if endpoint not in (None, url):
-        raise InvalidJob(
-            f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
-        )
-    if not isinstance(body, dict):
-        raise unlike("body", body, "an object")
+    _check_line(line, endpoint)
+    url = line["url"]
+    body = line["body"]
     refuse_template(body)
 
     model = body.get("model")
@@ -110,6 +99,24 @@ def line_task(
     if has_seed and body.get("seed") is None:
         body = {**body, "seed": seed}
     return make_task(**body)
+
+
+def _check_line(line: Mapping[str, Any], endpoint: str | None) -> None:
+    """Raise InvalidJob unless a line is a POST request to the endpoint, or to any of ours if that is None."""
+    if custom_id(line) is None:
+        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
+    if line.get("method") != "POST":
+        raise unlike("method", line.get("method"), "'POST'")
+    url = line.get("url")
+    if not isinstance(url, str) or url not in _ENDPOINTS:
+        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
+    if endpoint not in (None, url):
+        raise InvalidJob(
+            f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
+        )
+    body = line.get("body")
+    if not isinstance(body, dict):
+        raise unlike("body", body, "an object")
 
 
 #: Arguments of prompts and chats that become other arguments before the engine gets them.

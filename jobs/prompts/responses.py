@@ -131,7 +131,7 @@ def text_logprobs(
     all_tokens = [*prompt_tokens, *answer_tokens]
     all_rows = [*prompt_rows, *answer_rows]
     for token, row in zip(all_tokens, all_rows, strict=True):
-        if row is None:
+        if row is None:  # this token has no log probability
             tokens.append(token)
             parts.append((token, None))
             logprobs.append(None)
@@ -353,10 +353,14 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return the numbers of tokens. Each prompt counts once, however many samples it has, as with OpenAI."""
-    prompt_tokens = sum(answer.first.num_prompt_tokens for answer in answers)
-    completion_tokens = sum(sum(answer.num_generated) for answer in answers)
-    cached_tokens = sum(answer.first.num_cached_tokens for answer in answers)
+    """Return a response's numbers of tokens. As with OpenAI, the tokens of a prompt with several samples count once."""
+    prompt_tokens = 0
+    cached_tokens = 0
+    completion_tokens = 0
+    for answer in answers:
+        prompt_tokens += answer.first.num_prompt_tokens
+        cached_tokens += answer.first.num_cached_tokens
+        completion_tokens += sum(answer.num_generated)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -128,15 +128,9 @@ def _enqueue_once(
     """
     fields: Any = pipe.hgetall(run_key(state.run))
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
-    last_submission = facts.get("submission")
-    is_last = str(submission) == last_submission and "queue" in facts
-    end_was_notified = facts.get(END_NOTIFIED) == last_submission
-    if not is_last or end_was_notified or not _wants_notices(facts):
-        return
-    # A failed run may go on if a person enqueues its jobs again. So the notice of a failure is noted in another field.
+    # A failed run has not ended, because it goes on if a person enqueues its jobs again.
     is_end = word != "failed"
-    failure_was_notified = facts.get(FAILURE_NOTIFIED) == last_submission
-    if not is_end and (failure_was_notified or "cancelled" in facts):
+    if not _is_due(facts, submission, is_end=is_end):
         return
 
     content = _notice(state.run, facts, word, reason)
@@ -161,7 +155,19 @@ def _enqueue_once(
             retry=Retry(max=RETRIES),
         )
     field = END_NOTIFIED if is_end else FAILURE_NOTIFIED
-    pipe.hset(run_key(state.run), field, last_submission)
+    pipe.hset(run_key(state.run), field, str(submission))
+
+
+def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
+    """Whether a submission's notices must be enqueued. facts: the run's hash. is_end: False for a failure's notices."""
+    is_last = str(submission) == facts.get("submission") and "queue" in facts
+    if not is_last or not _wants_notices(facts):
+        return False
+    if facts.get(END_NOTIFIED) == str(submission):
+        return False
+    if is_end:
+        return True
+    return facts.get(FAILURE_NOTIFIED) != str(submission) and "cancelled" not in facts
 
 
 def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:

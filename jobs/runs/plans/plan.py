@@ -263,8 +263,8 @@ class Plan:
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 as_json=tuple(content.get("as_json", ())),  # earlier plans have none
                 sizes=tuple(content["sizes"]),
-                reused=None if content["reused"] is None else Reused(**content["reused"]),
-                second=_model(content["second"]) if content.get("second") else None,
+                reused=_reused(content["reused"]),
+                second=_second(content.get("second")),
                 planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -288,6 +288,16 @@ def _model(content: dict[str, Any]) -> PinnedModel:
     """Return the model that a plan has written with `_as_object`."""
     adapters = tuple(content.get("adapters", ()))
     return PinnedModel(**{**content, "adapters": adapters})
+
+
+def _second(content: dict[str, Any] | None) -> PinnedModel | None:
+    """Return the second model that a plan has written with `_as_object`; None if it has none."""
+    return _model(content) if content else None
+
+
+def _reused(content: dict[str, Any] | None) -> Reused | None:
+    """Return what a plan has written about earlier runs; None if it has taken nothing."""
+    return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:

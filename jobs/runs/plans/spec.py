@@ -175,7 +175,7 @@ class RunSpec:
 
     @classmethod
     def _check_names(cls, options: Mapping[str, Any]) -> None:
-        """Raise InvalidValue if jobs.score_parquet has no option of a name."""
+        """Raise InvalidValue for a name that is no option of jobs.score_parquet."""
         no_options = {"input", "output", "way_options"}
         known = [field.name for field in fields(cls) if field.name not in no_options]
         known += WAY_OPTIONS

@@ -465,25 +465,27 @@ class RunState:
             records: dict[int, bytes] = {}
             if not is_lost:
                 records = self._records_of(pipe, [*unrecorded, *gone])
-            new = [stats for shard, stats in unrecorded.items() if shard not in records]
-            dropped = [shard for shard, record in gone.items() if records.get(shard) == record]
-
+            fields: dict[Any, Any] = {_TOTAL: total}
             counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
-            for stats in new:
-                counts.update(_counts(stats))
-            for shard in dropped:
-                counts.subtract(_counts(PartStats.from_text(gone[shard])))
+            for shard, stats in unrecorded.items():
+                if shard not in records:
+                    fields[str(shard)] = stats.to_record()
+                    counts.update(_counts(stats))
+            dropped = []
+            for shard, record in gone.items():
+                if records.get(shard) == record:
+                    dropped.append(str(shard))
+                    counts.subtract(_counts(PartStats.from_text(record)))
 
             pipe.multi()
             if is_lost:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
             if dropped:
-                pipe.hdel(self._parts_key, *map(str, dropped))
+                pipe.hdel(self._parts_key, *dropped)
             for name, count in counts.items():
                 pipe.hincrby(self._key, name, count)
-            new_records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
-            pipe.hset(self._parts_key, mapping={_TOTAL: total, **new_records})
+            pipe.hset(self._parts_key, mapping=fields)
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()

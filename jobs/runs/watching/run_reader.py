@@ -125,8 +125,8 @@ class RunReader:
             shard: job_id for shard, job_id in self.started.items() if shard not in with_part
         }
 
-        # A failed job does not count if its shard runs again, or has a part. But if every shard has a part and the run
-        # has not finished, a job has failed while it ended the run.
+        # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
+        # a part and the run has not finished, the job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
@@ -380,7 +380,7 @@ class RunReader:
     ) -> str | None:
         """Return the text of a model that the run needs; None if a worker of the queue serves the model.
 
-        None also if no model is named, or if a worker does not say what it serves.
+        Also returns None if no model is named, or if a worker does not say what it serves.
         identity_fact: the name of the fact with the model's identity. text_fact: the name of the fact with its text.
         """
         models = models_on(workers, queue)
