@@ -219,9 +219,8 @@ class Checks:
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = self._pool.call(lambda child: self._reply(child, options, question))
-        while (
-            "is_stale" in reply
-        ):  # the child imported the function before the function's files changed
+        # A reply is stale if the child imported the function before the function's files changed.
+        while "is_stale" in reply:
             reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])

@@ -43,15 +43,17 @@ def picture_of(url: str, name: str) -> Picture:
             return b64decode(url[data.end() :], validate=True)
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
-    is_unknown_data = url[:5].lower() == "data:"
-    if is_url(url) and not is_unknown_data:  # the URL is not shown, because it may hold keys
+    is_other_data = url[:5].lower() == "data:"
+    is_path = not is_url(url)
+    if not is_path and not is_other_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"
         )
-    if is_unknown_data or not 0 < len(url) <= MAX_PATH_CHARS:
-        expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
-        raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
-    return url
+    has_path_length = 0 < len(url) <= MAX_PATH_CHARS
+    if is_path and has_path_length:
+        return url
+    expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
+    raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
 
 
 def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:

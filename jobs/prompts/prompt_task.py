@@ -134,8 +134,8 @@ class PromptTask(Task):
             row = {"messages": without_pictures}
         elif self.repairs.is_asked_for:
             row = {"prompt": without_breaks(prompt.prompt)}
-        forbidden = control_tokens if self.values_are_text else ()
-        return generated(prompt, self.repairs, row, forbidden)
+        tokens_to_break = control_tokens if self.values_are_text else ()
+        return generated(prompt, self.repairs, row, tokens_to_break)
 
     @property
     def num_samples(self) -> int:
@@ -194,7 +194,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job. It holds all prompts in memory, because Redis has taken the job whole."""
+    """Asks the prompts of one job. It holds all of them in memory, as Redis does."""
 
     runner: ItemRunner[PromptAnswer]
 

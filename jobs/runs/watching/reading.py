@@ -101,13 +101,13 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress. If the worker planned it under another id, read that run instead. Raises UnknownRun.
 
-    The id is made of the output's path, and the worker may see another real path than the client.
+    The id is made of the output's real path, which may be another one on the worker's machine.
     """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = rq_jobs.last_value(connection, snapshot.plan_job).get("run", run)
-        if planned != run:
-            return read_snapshot(connection, planned)
+        planned_run = rq_jobs.last_value(connection, snapshot.plan_job).get("run", run)
+        if planned_run != run:
+            return read_snapshot(connection, planned_run)
     return snapshot
 
 

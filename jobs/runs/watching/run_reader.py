@@ -1,7 +1,6 @@
 """Collects what Redis holds about one run, and makes a snapshot of it."""
 
 import time
-from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -338,21 +337,26 @@ class RunReader:
             if progress.worker in computing:
                 running[shard] = progress
 
-        # Shards are started in the order of their numbers. So the parts that were done last stand before the shards
-        # under way. Parts after the shards under way come from an earlier submission, and count as older.
         state = RunState(connection, self.run)
         recorded = state.recorded()
-        in_order = sorted(recorded)
-        last_running = max(self.running, default=-1)
-        num_before = bisect(in_order, last_running)
-        oldest_first = [*in_order[num_before:], *in_order[:num_before]]
-        latest = state.parts_of(oldest_first[-MAX_LATEST_PARTS:])
+        latest_shards = self._oldest_first(recorded)[-MAX_LATEST_PARTS:]
+        parts = PartsDone(recorded, state.parts_of(latest_shards), self.counts)
 
         # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
-        parts = PartsDone(recorded, latest, self.counts)
         return time_left(shares, self.shards, rows, parts, running, time.time())
+
+    def _oldest_first(self, recorded: Collection[int]) -> list[int]:
+        """Return the shards that have a part, in the order in which the parts were probably done.
+
+        Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
+        Parts after the running shards come from an earlier submission, and count as the oldest.
+        """
+        last_running = max(self.running, default=-1)
+        before = sorted(shard for shard in recorded if shard <= last_running)
+        after = sorted(shard for shard in recorded if shard > last_running)
+        return after + before
 
     def _plan_error(self, connection: Redis) -> str | None:
         """Say why the last planning made no plan; None if it made one, or may still make one."""
