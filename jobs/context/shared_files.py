@@ -123,9 +123,10 @@ class SharedFiles:
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
         """Take the idle reader of a key that is nearest before a shard; None if there is none."""
         with self._lock:
-            candidates = [
-                idle for idle in self._idle if idle.key == key and idle.reader.reaches(shard)
-            ]
+            candidates = []
+            for idle in self._idle:
+                if idle.key == key and idle.reader.reaches(shard):
+                    candidates.append(idle)
             if not candidates:
                 return None
             # All candidates stand before the shard, so the one that has read most is the nearest.

@@ -56,14 +56,6 @@ def call_webhook(
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    all_headers = {"Connection": "close"}
-    for name, value in (headers or {}).items():
-        if name.lower() not in _OWN_HEADERS:
-            all_headers[name] = value
-    target = parts.path or "/"
-    if parts.query:
-        target += f"?{parts.query}"
-
     deadline = time.monotonic() + DEADLINE_S
     addresses = _allowed_addresses(parts, hosts, resolve)
     sock = _connected(addresses)
@@ -74,13 +66,7 @@ def call_webhook(
     timer = threading.Timer(seconds_left, _shut_down, [copy])
     timer.start()
     try:
-        connection = HTTPConnection(str(parts.hostname), parts.port)
-        if parts.scheme == "https":
-            sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
-            connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
-        connection.sock = sock
-        connection.request(method, target, body, all_headers)
-        status = connection.getresponse().status
+        status = _send(sock, parts, method, headers or {}, body)
     except (OSError, HTTPException):
         if time.monotonic() < deadline:
             raise
@@ -92,6 +78,34 @@ def call_webhook(
     if time.monotonic() >= deadline:
         raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
     return status
+
+
+def _send(
+    sock: socket.socket,
+    parts: SplitResult,
+    method: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+) -> int:
+    """Send a request over a connected socket, and return the status of the response. parts: the URL's."""
+    target = parts.path or "/"
+    if parts.query:
+        target += f"?{parts.query}"
+    all_headers = {"Connection": "close"}
+    for name, value in headers.items():
+        if name.lower() not in _OWN_HEADERS:
+            all_headers[name] = value
+
+    connection = HTTPConnection(str(parts.hostname), parts.port)
+    if parts.scheme == "https":
+        connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
+        sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
+    connection.sock = sock
+    try:
+        connection.request(method, target, body, all_headers)
+        return connection.getresponse().status
+    finally:
+        sock.close()
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -202,6 +202,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     body_without_prompt = {name: value for name, value in line["body"].items() if name != "input"}
 
     def response(answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the response object for a chat's answer."""
         _, _, job_id = answer["id"].partition("-")  # "chatcmpl-" and the job's id
         return response_object(answer, body_without_prompt, job_id, answer["created"])
 

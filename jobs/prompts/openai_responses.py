@@ -183,10 +183,7 @@ def _format(text: Any) -> dict[str, Any] | None:
     if isinstance(wanted, dict) and wanted.get("type") == "json_object":
         return {"type": "json_object"}
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        schema = {
-            name: value for name, value in wanted.items() if name != "type" and value is not None
-        }
-        return {"type": "json_schema", "json_schema": schema}
+        return {"type": "json_schema", "json_schema": _without_type(wanted)}
     raise InvalidJob("text.format has no type text, json_object or json_schema")
 
 
@@ -195,8 +192,16 @@ def _tool(tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         raise InvalidValue("tools has a {}, which is not built: functions alone are", brief(kind))
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": _without_type(tool)}
+
+
+def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, without its type."""
+    remaining = {}
+    for name, value in fields.items():
+        if name != "type" and value is not None:
+            remaining[name] = value
+    return remaining
 
 
 def response_object(

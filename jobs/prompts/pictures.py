@@ -139,6 +139,7 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     pictures = pictures_in(messages)
 
     def task_with_files(context: JobContext) -> Task:
+        """Read the pictures' files, and return the task."""
         assert context.picture_reader is not None, "a process that runs jobs lends one"
         read_file = context.picture_reader(context)
         files = loaded(pictures, read_file)

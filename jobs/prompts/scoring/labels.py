@@ -4,7 +4,7 @@ Calibration subtracts the log-likelihoods that the labels have after a prompt wi
 "Calibrate Before Use".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, fsum, isfinite
@@ -162,13 +162,10 @@ def classify_task(
 
     def task(kind: str, value: object) -> Task:
         """Return the task for a prompt or a chat. kind: "prompt" or "messages"."""
-        is_chat = kind == "messages"
-        known = CHAT_NAMES if is_chat else (SPLIT_TOKENS,)
-        for name in options:
-            if name not in known:
-                raise InvalidValue("{} is no argument of jobs.classify", brief(name))
-        if is_chat:
+        if kind == "messages":
+            _check_names(options, known=CHAT_NAMES)
             return pictured_task(normal_messages(value), chat_task)
+        _check_names(options, known=(SPLIT_TOKENS,))
         requests = [scoring.request(one_prompt(value, "prompt"))]
         if is_calibrated:
             without_content = one_prompt(_prompt_without_content(calibrate), "prompt")
@@ -183,6 +180,13 @@ def classify_task(
         prompt_template=prompt_template,
         messages_template=messages_template,
     )
+
+
+def _check_names(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise InvalidValue for an option of jobs.classify that is not known."""
+    for name in options:
+        if name not in known:
+            raise InvalidValue("{} is no argument of jobs.classify", brief(name))
 
 
 def _prompt_without_content(calibrate: object) -> str:

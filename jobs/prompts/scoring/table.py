@@ -35,9 +35,14 @@ SCORING_JOBS = (
     ScoringJob("jobs.loglikelihood", loglikelihood_task),
 )
 
-#: The scorings that runs may ask for, by the value of a run's option `task`.
-RUN_SCORINGS: Mapping[str, type[Scoring]] = {
-    job.run_task: job.scoring
-    for job in SCORING_JOBS
-    if job.run_task is not None and job.scoring is not None
-}
+
+def _run_scorings() -> dict[str, type[Scoring]]:
+    """Return the scorings that runs may ask for, by the value of a run's option `task`."""
+    scorings = {}
+    for job in SCORING_JOBS:
+        if job.run_task is not None and job.scoring is not None:
+            scorings[job.run_task] = job.scoring
+    return scorings
+
+
+RUN_SCORINGS: Mapping[str, type[Scoring]] = _run_scorings()

@@ -105,22 +105,29 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             raise InvalidValue(
                 f"{name} has {{}}, expected the name of a sampling value", brief(sampling_name)
             )
-        if sampling_name == "n":
-            raise InvalidJob(
-                "n cannot come from a column: all rows of a run have the same number of completions"
-            )
-        if sampling_name in CHAT_NAMES and sampling_name != "tools":
-            raise InvalidJob(
-                f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
-            )
-        if sampling_name in RESPONSE_NAMES:
-            raise InvalidJob(
-                f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
-            )
-    return {
-        sampling_name: column_name(f"the column for {sampling_name}", column)
-        for sampling_name, column in sorted(value.items())
-    }
+        _check_from_column(sampling_name)
+    columns = {}
+    for sampling_name in sorted(value):
+        columns[sampling_name] = column_name(
+            f"the column for {sampling_name}", value[sampling_name]
+        )
+    return columns
+
+
+def _check_from_column(sampling_name: str) -> None:
+    """Raise InvalidJob for a sampling value that cannot come from a column."""
+    if sampling_name == "n":
+        raise InvalidJob(
+            "n cannot come from a column: all rows of a run have the same number of completions"
+        )
+    if sampling_name in CHAT_NAMES and sampling_name != "tools":
+        raise InvalidJob(
+            f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
+        )
+    if sampling_name in RESPONSE_NAMES:
+        raise InvalidJob(
+            f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
+        )
 
 
 def defaults(name: str, value: Any) -> dict[str, str]:

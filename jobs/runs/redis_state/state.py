@@ -180,6 +180,7 @@ class RunState:
         outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
 
         def write(pipe: Pipeline) -> None:
+            """Write the facts, and put the run first in the list of runs."""
             pipe.multi()
             self._put(pipe, facts, *outdated)
             self._list_run(pipe)
@@ -244,37 +245,18 @@ class RunState:
             # The clock counts too, because Redis may have lost the numbers of earlier submissions.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
-        facts: dict[str, str | int] = {
+        facts = {
             "output": output,
-            "queue": submission.queue,
             "plan_job": plan_job,
             "submission": number,
-            "max_errors": str(submission.limit),
             "format": FORMAT,
-            **submission.calls,
+            **_submission_facts(submission),
         }
-        if submission.model is not None:
-            facts["plan_model"] = submission.model
-        if submission.deadline is not None:
-            facts[DEADLINE] = str(submission.deadline)
-        if submission.priority != 1:
-            facts[PRIORITY] = submission.priority
         if by:
             facts[SUBMITTED_BY] = by
-        outdated = (
-            "cancelled",
-            SUBMITTED_BY,
-            "stopped",
-            "plan_model",
-            DEADLINE,
-            PRIORITY,
-            PLAN_ERROR,
-            *SUBMISSION_TOTALS,
-            *NOTICES,
-        )
 
         pipe.multi()
-        self._put(pipe, facts, *outdated)
+        self._put(pipe, facts, *_OUTDATED_BY_SUBMISSION)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
@@ -308,6 +290,7 @@ class RunState:
         """
 
         def mark(pipe: Pipeline) -> None:
+            """Mark the submission cancelled, in a transaction."""
             pipe.multi()
             self.mark_cancelled(pipe, submission, **reason)
 
@@ -327,6 +310,7 @@ class RunState:
         """
 
         def checked(pipe: Pipeline) -> T:
+            """Make the change unless a later submission came."""
             number: Any = pipe.hget(self._key, "submission")
             if _number(number) != submission:
                 raise RunResubmitted(self.run)
@@ -424,6 +408,7 @@ class RunState:
         """
 
         def unmark(pipe: Pipeline) -> None:
+            """Remove the mark if the folder has none."""
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
@@ -460,6 +445,7 @@ class RunState:
         """
 
         def amend(pipe: Pipeline) -> PartCount:
+            """Compare the listing with the records of this moment, and write what differs."""
             # If Redis has lost the old records, the new ones take their place.
             is_lost = self._is_lost(pipe)
             records: dict[int, bytes] = {}
@@ -545,11 +531,42 @@ class RunState:
             return transact(self.connection, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
+            """Make the change if the job is still held."""
             if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
         return transact(self.connection, checked, lease.key, *watched)
+
+
+#: Fields of a run's hash that a new submission removes, before it writes its own facts.
+_OUTDATED_BY_SUBMISSION = (
+    "cancelled",
+    "stopped",
+    "plan_model",
+    SUBMITTED_BY,
+    DEADLINE,
+    PRIORITY,
+    PLAN_ERROR,
+    *SUBMISSION_TOTALS,
+    *NOTICES,
+)
+
+
+def _submission_facts(submission: Submission) -> dict[str, str | int]:
+    """Return a submission's arguments as fields of its run's hash."""
+    facts: dict[str, str | int] = {
+        "queue": submission.queue,
+        "max_errors": str(submission.limit),
+        **submission.calls,
+    }
+    if submission.model is not None:
+        facts["plan_model"] = submission.model
+    if submission.deadline is not None:
+        facts[DEADLINE] = str(submission.deadline)
+    if submission.priority != 1:
+        facts[PRIORITY] = submission.priority
+    return facts
 
 
 def _counts(part: PartStats) -> dict[str, int]:

@@ -192,8 +192,15 @@ class Reasons:
         return objects
 
 
-#: The upper bounds of the ranges in which lengths are counted: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
-BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 3)))
+def _bounds() -> tuple[int, ...]:
+    """Return the upper bounds of the ranges in which lengths are counted: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on."""
+    bounds = [0, 1, 2, 3]
+    for power in range(1, 30):
+        bounds += [2 << power, 3 << power]
+    return tuple(bounds)
+
+
+BOUNDS = _bounds()
 
 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:

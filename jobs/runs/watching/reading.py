@@ -309,8 +309,8 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
     """Return values of Redis as texts, by their names. A missing value is left out."""
-    return {
-        name: stored.text(value)
-        for name, value in zip(names, values, strict=True)
-        if value is not None
-    }
+    texts = {}
+    for name, value in zip(names, values, strict=True):
+        if value is not None:
+            texts[name] = stored.text(value)
+    return texts
