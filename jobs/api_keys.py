@@ -187,11 +187,14 @@ def _hash(secret: str) -> str:
 def _key(digest: str, record: Any) -> ApiKey:
     """Return the key that a record of Redis describes. digest: the key's hash."""
     values = stored.json_object(record)
-    project = values.get("project")
-    name = values.get("name")
     return ApiKey(
         id=digest[:ID_CHARS],
-        project=safe_name(project) if isinstance(project, str) else "",
-        name=safe_name(name) if isinstance(name, str) else "",
+        project=_shown(values.get("project")),
+        name=_shown(values.get("name")),
         created_at=stored.count(values.get("created_at")) or 0,
     )
+
+
+def _shown(value: object) -> str:
+    """Return a text of a record, safe to show; "" for anything else."""
+    return safe_name(value) if isinstance(value, str) else ""

@@ -116,16 +116,30 @@ def _shut_down(sock: socket.socket) -> None:
 
 def _parsed(url: Any) -> SplitResult:
     """Return the parts of a URL of http or https. Raises InvalidJob."""
-    if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        with suppress(ValueError):  # urlsplit and `port` raise it for URLs that are not valid
-            parts = urlsplit(url)
-            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-                if "@" in parts.netloc:  # HTTPConnection takes no user and password
-                    raise InvalidJob(
-                        "webhook: a URL with user or password, expected one such as https://host/path"
-                    )
-                return parts
-    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
+    parts = _split_url(url)
+    if parts is None:
+        raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
+    if "@" in parts.netloc:  # HTTPConnection takes no user and password
+        raise InvalidJob(
+            "webhook: a URL with user or password, expected one such as https://host/path"
+        )
+    return parts
+
+
+def _split_url(url: Any) -> SplitResult | None:
+    """Return the parts of a URL of http or https; None for anything else."""
+    if not isinstance(url, str) or len(url) > MAX_URL_CHARS:
+        return None
+    if not url.isascii() or not url.isprintable():
+        return None
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return None
+    return parts
 
 
 def _allowed_addresses(

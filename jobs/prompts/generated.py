@@ -209,12 +209,12 @@ class _Tally:
         """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
-        has_logprobs = answer.logprobs is not None
+        logprobs = None if answer.logprobs is None else self._logprobs
         return PlainCompletion.of(
             answer,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
-            logprobs=self._logprobs if has_logprobs else None,
+            logprobs=logprobs,
             prompt_logprobs=self._first.prompt_logprobs,
             prompt_text=self._first.prompt_text,
             prompt_tokens=self._first.prompt_tokens,

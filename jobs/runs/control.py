@@ -113,7 +113,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     that would cut the same rows again.
     """
     if max_tokens is not None:
-        _check_raised(plan.spec, max_tokens)
+        _check_larger(plan.spec, max_tokens)
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
@@ -138,7 +138,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **arguments)
 
 
-def _check_raised(spec: RunSpec, max_tokens: int) -> None:
+def _check_larger(spec: RunSpec, max_tokens: int) -> None:
     """Raise InvalidJob if this max_tokens would not let the run's answers get longer."""
     column = spec.sampling_columns.get("max_tokens")
     if column is not None:

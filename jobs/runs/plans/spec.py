@@ -135,10 +135,10 @@ class RunSpec:
         cls._check_names(options)
         options = {name: value for name, value in options.items() if value is not None}
         options, way_options = split_way(options)
-        sources = _sources(options)
+        source = _source(options)
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
-            sources = [OPENAI_BATCH]
+            source = OPENAI_BATCH
             # The value becomes OPENAI_BATCH below. The parser of single_file refuses that value, because producers may
             # not give it.
             options["single_file"] = True
@@ -146,9 +146,9 @@ class RunSpec:
         arguments = {"input": input, "output": output, **options}
         if options.get("task") == checks.RERANK:
             arguments = {"query_column": "query", "document_column": "document", **arguments}
-            if sources:
+            if source is not None:
                 raise InvalidJob(
-                    f"task 'rerank' asks query_column and document_column: leave {sources[0]} out"
+                    f"task 'rerank' asks query_column and document_column: leave {source} out"
                 )
 
         values = {}
@@ -156,15 +156,15 @@ class RunSpec:
             parse = _PARSERS.get(name)
             values[name] = value if parse is None else parse(name, value)
         values["way_options"] = way_options
-        completes_column = sources in ([], ["prompt_column"]) and "query_column" not in arguments
+        completes_column = source in (None, "prompt_column") and "query_column" not in arguments
         if not completes_column:
             values["prompt_column"] = None
-        if sources == [OPENAI_BATCH]:
+        if source == OPENAI_BATCH:
             values["single_file"] = OPENAI_BATCH
             values["keep"] = ["custom_id"]
 
         has_chat_template = isinstance(values.get("template"), list)
-        is_chat = has_chat_template or sources in (["messages_column"], ["prompts"])
+        is_chat = has_chat_template or source in ("messages_column", "prompts")
         rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
         values["sampling"] = prompt_steps.run_sampling(
             values.get("sampling", {}), rows_per_shard, is_chat=is_chat
@@ -374,8 +374,8 @@ def _from_json(schema: Any) -> Any:
         raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
 
 
-def _sources(options: Mapping[str, Any]) -> list[str]:
-    """Return a list of the one option that says what each row asks; [] if the default column of prompts says it.
+def _source(options: Mapping[str, Any]) -> str | None:
+    """Return the name of the option that says what each row asks; None if no option says it, or the default column.
 
     Raises InvalidJob for more than one such option.
     """
@@ -385,7 +385,7 @@ def _sources(options: Mapping[str, Any]) -> list[str]:
     sources = [name for name in possible if name in options]
     if len(sources) > 1:
         raise InvalidJob(f"{' and '.join(sources)} each say what to ask: give one of them")
-    return sources
+    return sources[0] if sources else None
 
 
 def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:

@@ -290,12 +290,13 @@ class _ShardJobs:
             args.append(self._queue_name)
             description += ", again"
         # In a cascade, RQ deletes the first model's job when it ends. So only the second model's job is left.
-        has_result = self._is_second or plan.second is None
+        deletes_itself = plan.second is not None and not self._is_second
+        result_ttl = 0 if deletes_itself else RESULT_TTL_S
         return prepared_job(
             "jobs.score_shard",
             args=tuple(args),
             timeout=-1,
-            result_ttl=RESULT_TTL_S if has_result else 0,
+            result_ttl=result_ttl,
             failure_ttl=FAILURE_TTL_S,
             description=description,
             job_id=job_id,
