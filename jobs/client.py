@@ -197,7 +197,7 @@ class Run:
         reader = self.reader("table()")
         if not reader.has_ended:
             raise RunNotHere(
-                self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output
+                self.id, self.output, f"it has no {SUCCESS} yet, which marks the run's end"
             )
         return reader.table()
 
@@ -244,13 +244,11 @@ class Run:
         with _needs_pyarrow(purpose):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
-            raise RunNotHere(
-                self.id, "there is no such folder on this machine, nothing can be read", self.output
-            )
+            raise RunNotHere(self.id, self.output, "there is no such folder on this machine")
         reader = FolderReader(real_path(self.output))
         if reader.planned_run not in (self.id, self._planned_id()):
             raise RunNotHere(
-                self.id, f"there is run {reader.planned_run}, not this one,", self.output
+                self.id, self.output, f"there is run {reader.planned_run}, not this one"
             )
         return reader
 

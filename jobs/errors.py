@@ -271,7 +271,7 @@ class ConvertedInputGone(InputError):
 
 
 class NewRowsGone(InputError):
-    """{path}, which holds this run's rows of {input}, is gone: submit into another output, and --reuse {output} too"""
+    """{path}, which holds this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
 
 
 class OutputError(RunError):
@@ -321,8 +321,8 @@ class CannotReuse(OutputError):
 
 
 class PathSwapped(RunError, fault="server"):
-    """{path} is not where it was ({reason}): put the folder or file itself back in its place, no link to it, then
-    submit again; finished parts stay"""
+    """{path} is not where it was ({reason}): put the folder or file itself back, not a link to it, then submit again;
+    finished parts stay"""
 
 
 class RunOfAnotherModel(RunError):
@@ -387,4 +387,5 @@ class WebhookRefused(RunError):
 
 
 class RunNotHere(RunError):
-    """run {run}: {missing} in {folder}: name its folder as this machine knows it, once it is there"""
+    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or name it as this machine knows
+    it"""
