@@ -78,7 +78,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt that cannot be asked. The other prompts of its list are asked. reason: why it cannot."""
+    """Stands for a prompt that cannot be asked, in a list whose other prompts are asked. reason: why it cannot be."""
 
     reason: str
 

@@ -173,9 +173,8 @@ class _Tally:
     def __init__(self) -> None:
         self.answer: Completion | None = None
         self.num_generated = 0
-        self._first: Completion | None = (
-            None  # only this one has the prompt's values; see _FIRST_ONLY
-        )
+        # The first completion. Only this one has the prompt's values; see _FIRST_ONLY.
+        self._first: Completion | None = None
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0

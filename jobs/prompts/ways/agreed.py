@@ -74,9 +74,9 @@ class Agreement(Way):
             sampling = {**request.sampling, "n": min(ROUND, votes.num_left)}
             if rounds:
                 sampling = reseeded(sampling, f"sample {len(votes.samples)}")
-            [drawn] = yield [replace(request, sampling=sampling)]
-            rounds.append(drawn)
-            good_samples = [sample for sample in drawn if sample.finish_reason != "error"]
+            [samples] = yield [replace(request, sampling=sampling)]
+            rounds.append(samples)
+            good_samples = [sample for sample in samples if sample.finish_reason != "error"]
             if not good_samples:
                 break  # the earlier samples decide
             for sample in good_samples:

@@ -342,21 +342,25 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
         return {"bin_s": 0.0, "tokens": [all_tokens] if parts else []}
 
     tokens = [0.0] * num_bins
-    last_bin = num_bins - 1
     for part in parts:
         # `began` and `ended` are in working seconds, so that idle times do not count.
         busy_index = bisect_right(starts, part.start) - 1
         began = worked_before[busy_index] + part.start - starts[busy_index]
         ended = began + max(0.0, part.end - part.start)
-        first_bin = min(last_bin, int(began / bin_s))
-        final_bin = min(last_bin, int(ended / bin_s))
-        if first_bin == final_bin:
-            tokens[first_bin] += part.tokens
-            continue
-        for bin_index in range(first_bin, final_bin + 1):
-            bin_start = bin_index * bin_s
-            bin_end = bin_start + bin_s
-            overlap_s = min(ended, bin_end) - max(began, bin_start)
-            share = overlap_s / (ended - began)
-            tokens[bin_index] += part.tokens * share
+        _spread(part.tokens, began, ended, tokens, bin_s)
     return {"bin_s": bin_s, "tokens": [round(count, 1) for count in tokens]}
+
+
+def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
+    """Add tokens to the bins in which they were generated, evenly from `began` to `ended`."""
+    last_bin = len(bins) - 1
+    first = min(last_bin, int(began / bin_s))
+    final = min(last_bin, int(ended / bin_s))
+    if first == final:
+        bins[first] += num_tokens
+        return
+    for index in range(first, final + 1):
+        bin_start = index * bin_s
+        bin_end = bin_start + bin_s
+        overlap_s = min(ended, bin_end) - max(began, bin_start)
+        bins[index] += num_tokens * overlap_s / (ended - began)

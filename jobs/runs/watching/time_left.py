@@ -74,14 +74,9 @@ def time_left(
     if len(shares) < shards:
         shares = [1] * shards  # as if all shards were equal
 
-    spans = []
-    for shard, part in parts.latest.items():
-        if shard < shards:
-            generated_work = shares[shard] * _generated_share(vars(part))
-            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
-
     # Equal rows are answered once, so only rows with a new text take time.
     new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    spans = _finished_work(parts.latest, shares)
     remaining = []
     for shard in range(shards):
         if shard not in parts.shards and shard not in running:
@@ -95,6 +90,16 @@ def time_left(
             spans.append(Span(progress.worker, progress.started_at, now, generated_work))
             remaining.append(shares[shard] * (1 - share_done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
+
+
+def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
+    """Return the work that was done on finished shards. shares: each shard's share of the run's work."""
+    spans = []
+    for shard, part in latest.items():
+        if shard < len(shares):
+            generated_work = shares[shard] * _generated_share(vars(part))
+            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
+    return spans
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
