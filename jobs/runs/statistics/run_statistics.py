@@ -363,4 +363,5 @@ def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_
         bin_start = index * bin_s
         bin_end = bin_start + bin_s
         overlap_s = min(ended, bin_end) - max(began, bin_start)
-        bins[index] += num_tokens * overlap_s / (ended - began)
+        share = overlap_s / (ended - began)
+        bins[index] += num_tokens * share
