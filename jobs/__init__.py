@@ -1,12 +1,12 @@
 """What producers enqueue: job functions for prompts and Parquet runs, and the `tokenmill` command line.
 
-A producer needs only `rq` and these names as strings:
+A producer needs only `rq` and the names of these functions as strings:
 
     Queue("prompts", connection=redis, serializer="json").enqueue("jobs.complete", "Hello", max_tokens=16)
 
-A stock `rq worker` calls the functions below; `worker.BatchWorker` knows them by jobs/table.py. Runs are made and
-awaited by `jobs.submit` and `jobs.run`, which no worker calls (jobs/client.py). Importing this package loads no torch,
-transformers, pyarrow or pydantic.
+A stock `rq worker` calls the functions below. `worker.BatchWorker` makes tasks of them by jobs/table.py. Programs make
+and await runs by `jobs.submit` and `jobs.run` (jobs/client.py), which no worker calls. Importing this package loads no
+torch, transformers, pyarrow or pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,8 @@ def __getattr__(name: str) -> Any:
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    options: the fields of engine.SamplingParams. `prompt_template` takes the place of a prompt. `model` is the name of
-    the served model. Raises InvalidJob, AnswerMissing or RequestFailed. RequestFailed names the prompt that the engine
-    refused.
+    options: the fields of engine.SamplingParams, prompt_template in place of a prompt, and model, the name of the model
+    that must answer. Raises InvalidJob, AnswerMissing, or RequestFailed if all prompts failed.
     """
     return run_job("jobs.complete", (prompt,), options)
 
@@ -75,9 +74,9 @@ def classify(
     """Return the exact probability of each label after a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
-    options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, prompt_template, messages_template.
-    `calibrate` divides the probability of each label by its probability after a prompt without content, and scales the
-    results to a sum of 1 (Zhao et al. 2021). Raises the errors of `complete`.
+    options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, prompt_template, messages_template,
+    calibrate. With `calibrate`, the probability of each label is divided by its probability after a prompt without
+    content, and the results are scaled to a sum of 1 (Zhao et al. 2021). Raises the errors of `complete`.
     """
     return run_job("jobs.classify", (prompt, labels), options)
 
@@ -85,8 +84,8 @@ def classify(
 def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Classify texts with a model that has a sequence-classification head, such as a filter or a reward model.
 
-    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`. A
-    head with one output gives only the `score`. options: truncate_prompt_tokens, model. Raises the errors of `embed`.
+    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`. If the head
+    has one output, there is only the `score`. options: truncate_prompt_tokens, model. Raises the errors of `embed`.
     """
     return run_job("jobs.classify_text", (input,), options)
 
@@ -130,12 +129,12 @@ def score_parquet(
 
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
-    """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
+    """Return what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
     return run_job("jobs.survey_parquet", (input,), arguments)
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Send a host the notice of a run's end; enqueued if a run was submitted with a webhook."""
+    """POST the notice of a run's end to a webhook; enqueued if a run was submitted with a webhook."""
     return run_job("jobs.post_run_end", (webhook, content), {})
 
 
@@ -145,5 +144,5 @@ def score_shard(run: str, plan: str, shard: int, *more: Any) -> dict[str, Any]:
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
-    """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`."""
+    """Compute a sample of a finished run's rows again, and compare the answers; enqueued by `tokenmill verify`."""
     return run_job("jobs.verify_rows", (run, plan, sample, seed), {})

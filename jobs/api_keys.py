@@ -1,8 +1,7 @@
-"""The keys that clients of `tokenmill serve` send, and the limits of their projects. Each key belongs to one project.
+"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects. A key has one project.
 
-Redis holds only the hashes of keys.
-
-A key has 256 random bits, so one round of SHA-256 is enough: nobody can try all keys.
+Redis holds only the hashes of keys. A key has 256 random bits, so nobody can try all keys, and one round of SHA-256 is
+enough.
 """
 
 import hmac
@@ -24,9 +23,9 @@ from jobs.errors import unlike
 
 #: The beginning of every key.
 PREFIX = "tm-"
-#: Characters of the hash by which a key is named in lists, and revoked.
+#: How many first characters of a key's hash are its id, which lists show and by which a key is revoked.
 ID_CHARS = 12
-#: A field that stands beside the keys, and stays when all keys are revoked.
+#: A field beside the keys. It is set when a key is revoked, and never removed.
 _HAD_KEYS = "had-keys"
 
 
@@ -34,7 +33,7 @@ _HAD_KEYS = "had-keys"
 class ApiKey:
     """A key without its secret.
 
-    id: the beginning of its hash. name: what a person calls it. created_at: Unix seconds.
+    id: the beginning of the secret's hash. name: what people call the key. created_at: Unix seconds.
     """
 
     id: str
@@ -48,9 +47,9 @@ _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 def add_key(connection: Redis, project: str, name: str) -> str:
-    """Make a key and return it. Nobody can read it again, because Redis keeps only its hash.
+    """Make a key, and return its secret. Nobody can read the secret again, because Redis keeps only its hash.
 
-    name: what people call the key. Raises InvalidValue if no project may be called `project`.
+    name: what people call the key. Raises InvalidValue for a name that no project may have.
     """
     _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)
@@ -72,14 +71,15 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # `_HAD_KEYS` is set first: without any field here, a local server would take every request.
+            # `_HAD_KEYS` is set before the key is removed. If the hash were empty, a local server would accept any
+            # request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key. They do once a key was made, even if all keys were revoked."""
+    """Whether requests need a key: whether any key was ever made, even if all keys were revoked."""
     return bool(connection.exists(API_KEYS_KEY))
 
 
@@ -92,10 +92,10 @@ def _records(connection: Redis) -> dict[bytes, bytes]:
 
 @dataclass(frozen=True)
 class ProjectLimits:
-    """What a project's clients may take; None for no limit.
+    """The limits of a project; None for no limit.
 
-    open_batches: batches that have not ended. stored_bytes: the bytes of all its uploads. tokens_queued: the tokens to
-    read and to generate for calls that clients await and for open batches.
+    open_batches: the most batches that have not ended. stored_bytes: the most bytes of all uploads.
+    tokens_queued: the most tokens of prompts and answers, over all open batches and all calls that clients await.
     """
 
     requests_per_minute: int | None = None
@@ -114,7 +114,7 @@ def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:
 class KnownKeys:
     """All keys and limits at one moment.
 
-    needs_key: requests need a key, because a key exists or was revoked. keys: by their hashes. limits: by project.
+    needs_key: whether requests need a key; see has_keys. keys: the keys by their hashes. limits: the limits by project.
     """
 
     needs_key: bool
@@ -125,7 +125,7 @@ class KnownKeys:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
         key_of_secret = None
-        # All keys are looked at, so that the time tells nothing.
+        # The search does not stop at the key, so that its duration tells nothing.
         for known_digest, key in self.keys.items():
             if hmac.compare_digest(known_digest, digest):
                 key_of_secret = key
@@ -142,15 +142,18 @@ def known_keys(connection: Redis) -> KnownKeys:
         pipe.hgetall(API_KEYS_KEY)
         pipe.hgetall(API_LIMITS_KEY)
         records, limit_records = pipe.execute()
-    digests = [digest for digest in records if digest != _HAD_KEYS.encode()]
-    keys = {stored.text(digest): _key(stored.text(digest), records[digest]) for digest in digests}
+    needs_key = bool(records)  # the field _HAD_KEYS counts too
+    keys = {}
+    for field_name, record in records.items():
+        digest = stored.text(field_name)
+        if digest != _HAD_KEYS:
+            keys[digest] = _key(digest, record)
     limits = {stored.text(name): _limits(record) for name, record in limit_records.items()}
-    # The field _HAD_KEYS counts too.
-    return KnownKeys(needs_key=bool(records), keys=keys, limits=limits)
+    return KnownKeys(needs_key, keys, limits)
 
 
 def _limits(record: bytes) -> ProjectLimits:
-    """Return the limits in a record. A value that is no count means that there is no limit."""
+    """Return the limits in a record. A value that is no count counts as no limit."""
     values = stored.json_object(record)
     limits = {}
     for field in fields(ProjectLimits):
@@ -163,7 +166,7 @@ def count_request(connection: Redis, project: str, now: float) -> int:
     key = api_rate_key(project, int(now // 60))
     with connection.pipeline(transaction=False) as pipe:
         pipe.incr(key)
-        pipe.expire(key, 120)  # until the minute is surely over
+        pipe.expire(key, 120)  # the minute is over by then
         count, _ = pipe.execute()
     return int(count)
 
@@ -184,11 +187,14 @@ def _hash(secret: str) -> str:
 def _key(digest: str, record: Any) -> ApiKey:
     """Return the key that a record of Redis describes. digest: the key's hash."""
     values = stored.json_object(record)
-    project = values.get("project")
-    name = values.get("name")
     return ApiKey(
-        digest[:ID_CHARS],
-        safe_name(project) if isinstance(project, str) else "",
-        safe_name(name) if isinstance(name, str) else "",
-        stored.count(values.get("created_at")) or 0,
+        id=digest[:ID_CHARS],
+        project=_shown(values.get("project")),
+        name=_shown(values.get("name")),
+        created_at=stored.count(values.get("created_at")) or 0,
     )
+
+
+def _shown(value: object) -> str:
+    """Return a text of a record, safe to show; "" for anything else."""
+    return safe_name(value) if isinstance(value, str) else ""

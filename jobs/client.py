@@ -1,10 +1,10 @@
-"""Runs from Python: what the command line does, for programs.
+"""Submits, watches and reads runs from Python, as the command line does.
 
     run = jobs.submit(frame, "scored", template="Is this positive? {text}", max_tokens=4)
     run.wait()
     table = run.table()
 
-Nothing here is a job.
+No function here is a job.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.run_options import RunOptions
-from jobs.runs.watching.follow import End, Watch, follow
-from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.failures import failure_text
+from jobs.runs.watching.follow import End, Followed, Watch, follow
+from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
-#: Ends the name of the folder into which a given table is written, beside the output.
+#: The ending of the folder beside the output into which an input table is written.
 INPUT_SUFFIX = ".input"
-#: Options of the command line with another name than the arguments of jobs.score_parquet.
+#: The options of the command line whose names differ from the arguments of jobs.score_parquet, with these arguments.
 _ARGUMENT_OF = {
     "messages_template": "template",
     "column": "sampling_columns",
     "default": "defaults",
     "output_format": "single_file",
 }
-#: Options of the command line that describe a check, and the kind of check of each.
+#: The options of the command line that describe a check, with the kind of check of each.
 _CHECK_KINDS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
 
 
@@ -61,15 +62,16 @@ def submit(
     input_folder: str | os.PathLike[str] | None = None,
     **options: Unpack[RunOptions],
 ) -> Run:
-    """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
+    """Submit a run of a file, a folder, a glob, a list of these, or a table, and return the run.
 
-    Submitting the same again resumes the run. For mistakes that can be seen here, raises InvalidJob or InputError
-    before anything is enqueued.
+    Submitting the same again resumes the run. Raises InvalidJob or InputError before anything is enqueued, for mistakes
+    that this machine can find.
 
-    input: a table is a DataFrame, or anything with an Arrow stream. It is written into input_folder, and stays there.
-    input_folder: by default `<output>.input`. connection: by default to RQ_REDIS_URL.
-    options: the options of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. None leaves
-    an option out.
+    input: paths, or a table: a DataFrame, or any object with an Arrow stream. A table is written into input_folder, and
+    stays there.
+    input_folder: by default `<output>.input`. connection: by default a connection to RQ_REDIS_URL.
+    options: the options of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. An option
+    that is None is left out.
     """
     client = _connection(connection)
     _check_names(options)
@@ -120,7 +122,7 @@ class Run:
         return f"<Run {self.id} in {self.output!r}>"
 
     def status(self) -> RunSnapshot:
-        """Return the state of the run: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
+        """Return the run's state, such as its `state`, `rows_done`, `rows` and `errors`. Raises UnknownRun."""
         return read_planned(self._connection, self.id)
 
     def wait(
@@ -133,14 +135,15 @@ class Run:
     ) -> RunSnapshot:
         """Wait until the run has finished, and return its state.
 
-        timeout: seconds. progress: whether a bar shows rows, speed and the time left, on stderr or in a notebook.
-        Raises TimeoutError or RunFailed.
+        timeout: the most seconds to wait; None for no limit. progress: whether a bar shows rows, speed and the time
+        left, on stderr or in a notebook.
+        Raises TimeoutError after the timeout, and RunFailed if the run ended otherwise.
         """
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
-            """Sleep, but not past the timeout."""
+            """Sleep, but not beyond the timeout. Raises TimeoutError after the timeout."""
             if until is not None:
                 left_s = until - clock()
                 if left_s <= 0:
@@ -150,7 +153,7 @@ class Run:
             sleep(seconds)
 
         if progress:
-            from jobs.runs.watching.progress_bar import Bar  # tqdm is needed here alone
+            from jobs.runs.watching.progress_bar import Bar  # loads tqdm
 
             with closing(Bar()) as bar:
                 followed = follow(watch, nap, bar.show, bar.warn)
@@ -159,17 +162,19 @@ class Run:
         problem = followed.problem
         if problem is None:
             return self.status()
+        raise RunFailed(self.id, "; ".join([*self._failures(followed), problem]))
 
-        reasons = []
-        if followed.end is not End.FINISHED:
-            snapshot = followed.snapshot
-            if snapshot.plan_error:
-                reasons.append(snapshot.plan_error)
-            if snapshot.failed_jobs:
-                reasons.append(failure_text(self._connection, snapshot.failed_jobs[0]))
-        reasons.append(problem)
-        known_reasons = [reason for reason in reasons if reason]
-        raise RunFailed(self.id, "; ".join(known_reasons))
+    def _failures(self, followed: Followed) -> list[str]:
+        """Return why a run that did not finish has failed: the errors of its planning and of its first failed job."""
+        snapshot = followed.snapshot
+        if followed.end is End.FINISHED:
+            return []
+        failures = []
+        if snapshot.plan_error:
+            failures.append(snapshot.plan_error)
+        if snapshot.failed_jobs:
+            failures.append(failure_text(self._connection, snapshot.failed_jobs[0]))
+        return failures
 
     async def wait_async(
         self, timeout: float | None = None, *, progress: bool = False
@@ -178,7 +183,7 @@ class Run:
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
-            """Sleep, but end the thread if nobody awaits it any more."""
+            """Sleep. Raises InterruptedError, which ends the thread, if the task that awaits it was cancelled."""
             if is_cancelled.wait(seconds):
                 raise InterruptedError
 
@@ -192,7 +197,7 @@ class Run:
         reader = self.reader("table()")
         if not reader.has_ended:
             raise RunNotHere(
-                self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output
+                self.id, self.output, f"it has no {SUCCESS} yet, which marks the run's end"
             )
         return reader.table()
 
@@ -207,59 +212,63 @@ class Run:
         return polars.from_arrow(self.table())
 
     def errors(self, limit: int = 1000, *, cut: bool = False) -> list[FailedRow]:
-        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError.
+        """Return at most `limit` first rows with an error, even while the run goes on. Raises RunNotHere, StoreError.
 
-        cut: whether to return rows whose answer was cut at its limit of tokens, too.
+        cut: whether rows whose answer was cut at its limit of tokens are returned too.
         """
         _reasons, rows = self.reader("errors()").errors(limit, cut)
         return rows
 
     def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
-        """Submit the run again into another output. Rows without an error keep their answers.
+        """Submit the run again into another output, and return the new run. Rows without an error keep their answers.
 
-        max_tokens: a larger limit. Then rows whose answer was cut at the old limit are asked again, too. Raises the
-        errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
+        max_tokens: a larger limit, with which rows whose answer was cut at the old limit are asked again too. Raises
+        the errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
         """
         plan = self.reader("retry()").plan
         run = retry_run(self._connection, plan, os.fspath(output), max_tokens)
         return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:
-        """Take waiting jobs from the queue, stop running jobs, keep the parts. Raises UnknownRun or RunResubmitted."""
+        """Take the run's waiting jobs off the queue and stop its running jobs. Parts stay.
+
+        Raises UnknownRun or RunResubmitted.
+        """
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, purpose: str) -> FolderReader:
-        """Return a reader of the run's folder. Raises RunNotHere if there is no folder, or it holds another run.
+        """Return a reader of the run's folder. Raises RunNotHere if the folder is missing or holds another run.
 
-        purpose: what needs the reader, for the message if pyarrow is missing.
+        purpose: what needs the reader, for the error if pyarrow is missing.
         """
         with _needs_pyarrow(purpose):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
-            raise RunNotHere(
-                self.id, "there is no such folder on this machine, nothing can be read", self.output
-            )
+            raise RunNotHere(self.id, self.output, "there is no such folder on this machine")
         reader = FolderReader(real_path(self.output))
         if reader.planned_run not in (self.id, self._planned_id()):
             raise RunNotHere(
-                self.id, f"there is run {reader.planned_run}, not this one,", self.output
+                self.id, self.output, f"there is run {reader.planned_run}, not this one"
             )
         return reader
 
     def _planned_id(self) -> str:
-        """Return the id under which the run was planned. It differs from `id` if a worker sees other real paths."""
+        """Return the id under which the run was planned.
+
+        It differs from `id` if the output has another real path on the worker's machine.
+        """
         with suppress(UnknownRun):
             return self.status().run
         return self.id
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise the errors of planning that this machine can find. Engine, pyarrow or input may be missing here."""
+    """Raise the errors of planning that this machine can find, with or without pyarrow, the engine and the input."""
     spec.check_values(check_sampling)
 
     try:
         from jobs.parquet.planning.inputs import check_columns_here
-    except ImportError:  # no pyarrow, because a producer's installation has none
+    except ImportError:  # a producer may have no pyarrow
         return
     check_columns_here(spec)
 
@@ -277,7 +286,10 @@ def _connection(connection: Redis | None) -> Redis:
 
 
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return submit_run's arguments for options of the command line. Raises InvalidJob for an option with two names."""
+    """Return submit_run's arguments for options of the command line.
+
+    Raises InvalidJob if an argument is given by two of its names.
+    """
     arguments = {}
     for name, value in options.items():
         if value is not None:
@@ -295,7 +307,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
     adapter_column = arguments.pop("adapter_column", None)
     if adapter_column is not None:
-        # The command line has `column` for what is `sampling_columns` elsewhere.
+        # `column` is the command line's name for `sampling_columns`.
         name = "column" if "column" in arguments else "sampling_columns"
         columns = arguments.get(name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
@@ -327,7 +339,7 @@ def response_format(model: type) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: its name."""
+    """Return an option's value as JSON: a schema for a pydantic model's class, a text for a path."""
     if isinstance(value, type):
         return response_format(value) if name == "response_format" else json_schema_of(value)
     if isinstance(value, os.PathLike):
@@ -345,8 +357,8 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name in known:
             continue
-        near = get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        closest = get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {closest[0]}? " if closest else ""
         raise InvalidValue(
             f"{{}} is no argument of jobs.submit; {hint}it has {', '.join(sorted(known))}",
             brief(name),
@@ -355,9 +367,9 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _signature() -> inspect.Signature:
     """Return the signature of `submit` with each option by name, for `help` and for shells that complete names."""
-    plain = inspect.signature(submit)
+    signature = inspect.signature(submit)
     parameters = []
-    for parameter in plain.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             parameters.append(parameter)
     for name, annotation in RunOptions.__annotations__.items():
@@ -365,15 +377,15 @@ def _signature() -> inspect.Signature:
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
         parameters.append(option)
-    return plain.replace(parameters=parameters)
+    return signature.replace(parameters=parameters)
 
 
 submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
-    """Add an argument. Raises InvalidJob if it is there already, by another name."""
-    # single_file=True may stand beside output_format, which is more exact and replaces it.
+    """Add an argument. Raises InvalidJob if it was given by another name already."""
+    # output_format may stand beside single_file=True, which it replaces.
     is_given = argument in arguments and arguments[argument] is not True
     if is_given:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
@@ -381,7 +393,7 @@ def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
 
 
 def _paths(source: Any) -> list[str] | None:
-    """Read an input. Return the paths that it names; None for a table. Raises InvalidValue for anything else."""
+    """Return the paths that an input names; None if the input is a table. Raises InvalidValue for anything else."""
     sources = source if isinstance(source, list | tuple) else [source]
     if all(isinstance(path, str | os.PathLike) for path in sources):
         return [os.fspath(path) for path in sources]
@@ -392,7 +404,7 @@ def _paths(source: Any) -> list[str] | None:
 
 @contextmanager
 def _needs_pyarrow(purpose: str) -> Iterator[None]:
-    """If an import in the block fails, raise ImportError that says what to install, and for which purpose."""
+    """Turn an ImportError of the body into one that says what to install, and for which purpose."""
     try:
         yield
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Everything that a job of ours can fail with.
+"""Every error with which a job of ours can fail.
 
-Every message says what was found, what was expected and what to do. All values are positional `args`,
-so that an error pickles and its text can be rebuilt in another process.
+Each message says what was found, what was expected and what to do. The values in a message are the error's positional
+`args`, so that an error pickles and its text can be made again in another process.
 """
 
 import re
@@ -30,20 +30,23 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. The names in its braces are the positional arguments, in order."""
+    """Base of errors whose docstring is the message. A name in its braces stands for a positional argument.
+
+    The arguments have the order in which their names first stand in the docstring.
+    """
 
     message: ClassVar[str] = "{0}"
     argument_names: ClassVar[tuple[str, ...]] = ()
     fault: ClassVar[Fault] = "client"
 
     def __init_subclass__(cls, fault: Fault | None = None) -> None:
-        """Make the message of the docstring: each name in braces becomes the number of its argument."""
+        """Make the class's message from its docstring: each name in braces becomes the number of its argument."""
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
-            """Return a brace with a number in place of a name. What follows, such as `!r}`, is not matched."""
+            """Return a brace and the number of a name. What follows the name, such as `!r}`, is not matched."""
             name = match[1]
             return "{" + str(names.index(name))
 
@@ -52,11 +55,11 @@ class ToldError(Exception):
             cls.argument_names = tuple(names)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Return the argument of this name in the message. default: returned if the message has no such name."""
+        """Return the argument with this name in the message; `default` if the message has no such name."""
         if name not in self.argument_names:
             return default
-        place = self.argument_names.index(name)
-        return self.args[place]
+        index = self.argument_names.index(name)
+        return self.args[index]
 
     def __str__(self) -> str:
         try:
@@ -66,7 +69,7 @@ class ToldError(Exception):
 
 
 class JobsError(ToldError):
-    """Base of every error of this package. A note says whose fault it is."""
+    """Base of every error of this package. A note of the error says whose fault it is."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -74,7 +77,7 @@ class JobsError(ToldError):
 
     @property
     def log_text(self) -> str:
-        """Return the message without anything that may be a part of a prompt."""
+        """Return the message for logs, without anything that may be a part of a prompt."""
         return str(self)
 
 
@@ -87,9 +90,9 @@ class NotBuilt(InvalidJob):
 
 
 class InvalidValue(InvalidJob):
-    """Raised when an argument has an impossible value.
+    """Raised when an argument of a job has an impossible value.
 
-    Its arguments are the message, then a value for each {} in the message. Logs hide these values.
+    The error's arguments are the message, then a value for each {} in the message. Logs hide these values.
     """
 
     def __str__(self) -> str:
@@ -104,18 +107,16 @@ class InvalidValue(InvalidJob):
 
 
 def _filled(text: str, values: Sequence[object]) -> str:
-    """Put a value in the place of each {}. If there are more {} than values, the first ones stay.
+    """Return a text with a value in place of each {}. If there are more {} than values, the first {} stay.
 
-    All other braces stay too, such as JSON's.
+    All other braces, such as those of JSON, stay as they are.
     """
     if not values:
         return text
-    values_left = list(values)
-    filled = ""
-    for piece in text.rsplit("{}", len(values)):
-        filled += piece
-        if values_left:  # none is left after the last piece
-            filled += str(values_left.pop(0))
+    pieces = text.rsplit("{}", len(values))
+    filled = pieces[0]
+    for value, piece in zip(values, pieces[1:], strict=False):
+        filled += f"{value}{piece}"
     return filled
 
 
@@ -125,7 +126,7 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
 
 
 def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
-    """Raise InvalidJob if a number is above its limit. sentence: names the number as {}. remedy: what to do."""
+    """Raise InvalidJob if a number is above its limit. sentence: with {} for the number. remedy: what to do."""
     if number > limit:
         text = f"{sentence.format(number)}, more than the limit of {limit}"
         if remedy:
@@ -156,9 +157,9 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Return the message up to the reason's first colon.
+        """Return the message with the reason up to its first colon.
 
-        A chat template's own words may follow the colon, and parts of a prompt among them.
+        After the colon, there may be the text of an error that a chat template raised, with parts of a prompt.
         """
         index, reason = self.args
         beginning, _, _ = str(reason).partition(": ")
@@ -270,7 +271,7 @@ class ConvertedInputGone(InputError):
 
 
 class NewRowsGone(InputError):
-    """{path}, which holds this run's rows of {input}, is gone: submit into another output, and --reuse {output} too"""
+    """{path}, which holds this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
 
 
 class OutputError(RunError):
@@ -320,8 +321,8 @@ class CannotReuse(OutputError):
 
 
 class PathSwapped(RunError, fault="server"):
-    """{path} is not where it was ({reason}): put the folder or file itself back in its place, no link to it, then
-    submit again; finished parts stay"""
+    """{path} is not where it was ({reason}): put the folder or file itself back, not a link to it, then submit again;
+    finished parts stay"""
 
 
 class RunOfAnotherModel(RunError):
@@ -386,4 +387,5 @@ class WebhookRefused(RunError):
 
 
 class RunNotHere(RunError):
-    """run {run}: {missing} in {folder}: name its folder as this machine knows it, once it is there"""
+    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or name it as this machine knows
+    it"""

@@ -1,7 +1,7 @@
-"""Finds what jobs need of the engine and the worker, as entry points.
+"""Calls the engine and the worker, which are found by entry points.
 
-Engine and worker import this package, so this package cannot import them. Thus a producer's `import jobs` loads
-neither, and a stock `rq worker` can still run our jobs.
+Engine and worker import this package, so this package cannot import them. A producer's `import jobs` loads neither of
+them, and a stock `rq worker` can still run our jobs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,5 +49,5 @@ def describe_model(model: str) -> str:
 
 @cache
 def _load(name: str) -> Any:
-    """Return what the entry point of this name stands for; see pyproject.toml."""
+    """Return the object that the entry point of this name names in pyproject.toml."""
     return entry_points(group="tokenmill")[name].load()

@@ -1,6 +1,6 @@
-"""The function names that may be enqueued, and the task that a worker makes of each.
+"""The names of the functions that may be enqueued, and what makes the task of each.
 
-Names are compared exactly. A pattern such as `jobs.*` would admit `jobs.os.system`, because RQ resolves a name
+Names are compared exactly. A pattern such as `jobs.*` would allow `jobs.os.system`, because RQ resolves a name
 attribute by attribute.
 """
 
@@ -18,7 +18,10 @@ from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
-    """A task over files. Its function, which _FILE_JOBS names, is called when the task is opened."""
+    """A task over files. Opening it calls the function that _FILE_JOBS names.
+
+    args, kwargs: the arguments of that function, after the job's context.
+    """
 
     blocking = True
     reads_rows = True
@@ -48,7 +51,7 @@ _OWN_FUNCTIONS: Mapping[str, str] = {
     "jobs.post_run_end": "jobs.runs.end_notices.post_run_end",
 }
 
-#: What makes the task of a job that needs the engine.
+#: The functions that make the tasks of jobs that need the engine, by the names of the jobs.
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
     "jobs.chat": chat_task,
@@ -77,14 +80,17 @@ def task_of(
     try:
         task = factory(*args, **task_arguments)
     except TypeError:
-        # The arguments are checked only now, because that takes longer than all the rest.
+        # The arguments are checked only after a TypeError, because the check takes longer than all the rest.
         _check_binding(function_name, factory, args, task_arguments)
         raise
     return task if deadline is None else TimedTask(task, deadline)
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
-    """Return the function of a job that needs no engine; None for any other job. It takes the job's context first."""
+    """Return the function of a job that needs no engine; None for any other job.
+
+    The function takes the job's context, and then the job's own arguments.
+    """
     if function_name not in _OWN_FUNCTIONS:
         return None
     return partial(_call, function_name)

@@ -15,11 +15,9 @@ from jobs.context import JobContext
 from jobs.context.deadlines import parse_deadline
 from jobs.errors import DeadlinePassed
 
+#: The messages of a chat, or the parts of a prompt. A part is {"type": "text", "text": ...} or {"type": "image",
+#: "image": the bytes of a file}. The content of a message may be a list of such parts.
 Parts = list[dict[str, Any]]
-"""Messages of a chat, or parts of a prompt.
-
-A part is {"type": "text", "text": ...} or {"type": "image", "image": the bytes of a file}. The content of a message may
-be a list of such parts."""
 
 Prompt = str | list[int] | Parts
 
@@ -28,8 +26,9 @@ Prompt = str | list[int] | Parts
 class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
-    sampling: keyword arguments of the parameters that engine.request_params makes for this kind.
+    sampling: the keyword arguments from which engine.request_params makes the parameters of this kind of request.
     chat_options: keyword arguments of engine.Engine.chat_token_ids.
+    kind: what is asked: "generate", "score", "embed" or "classify".
     continued: token ids of an answer that was cut. The completion goes on after them.
     resumed: token ids that another worker has computed after `continued`, by the index of the sample.
     """
@@ -54,7 +53,7 @@ class Request:
 
 
 def _hashed(value: Any) -> Any:
-    """Return JSON for a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
+    """Return what JSON writes for a value that it does not know: a picture's bytes, a mapping, a range of ids."""
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
     if isinstance(value, Mapping):
@@ -130,25 +129,28 @@ class Completion(Protocol):
 
 
 class Task(abc.ABC):
-    """A job for the engine. Its arguments have been checked, but nothing else has been read or checked yet."""
+    """A job for the engine. Its arguments have been checked. Nothing else has been read or checked yet."""
 
-    #: True if `open` and `result` touch files. The worker then makes both calls in threads.
+    #: Whether `open` and `result` use files. If so, the worker makes both calls in threads.
     blocking: bool = False
 
-    #: True if `open` takes memory for the rows of a file. It may have to wait for that memory.
+    #: Whether `open` takes memory for the rows of a file. If so, it may have to wait for that memory.
     reads_rows: ClassVar[bool] = False
 
     def made(self, context: JobContext) -> Task:
-        """Return the task that is to be opened. A subclass may have to read something to make it. Raises JobsError."""
+        """Return the task that is to be opened: by default this one. Raises JobsError.
+
+        A subclass may have to read something to make the task.
+        """
         return self
 
     @abc.abstractmethod
     def open(self, context: JobContext) -> OpenTask:
-        """Get ready to yield requests. Raises JobsError when the job cannot run, and leaves nothing open."""
+        """Return the open task, which yields requests. Raises JobsError if the job cannot run; then nothing is open."""
 
 
 class LateTask(Task):
-    """Stands for a task that `make` makes when it is opened. blocking: whether opening it touches files."""
+    """Stands for a task that is made when it is opened. make: makes it. blocking: see Task."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make
@@ -164,9 +166,9 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that is not begun after its deadline. A task that another worker has begun goes on.
+    """A task that is not begun after its deadline. If another worker has begun it in time, it goes on.
 
-    deadline: as for parse_deadline. A duration counts from the making of the job.
+    deadline: in any form that parse_deadline reads. A duration counts from the time at which the job was made.
     """
 
     def __init__(self, task: Task, deadline: Any) -> None:
@@ -184,7 +186,7 @@ class TimedTask(Task):
 
     @staticmethod
     def _has_begun(context: JobContext) -> bool:
-        """Whether a worker has begun the job before, as the job's journal says."""
+        """Whether another worker has begun the job. The job's journal shows it."""
         journal = context.journal
         return journal is not None and bool(journal.sent or journal.read())
 
@@ -194,29 +196,31 @@ class TimedTask(Task):
 
 
 class OpenTask(abc.ABC):
-    """An engine job under way: a lazy stream of requests and a place to deliver completions.
+    """A job under way in the engine: yields requests, and takes their completions.
 
-    First `requests` and `deliver` are called in turns, then `result`, then `close`. `close` is always called, whatever
-    happened before. All methods except inspect, result and close are cheap, and are called from one thread.
+    `requests` and `deliver` are called in turns, then `result`, then `close`. `close` is called in any case. `inspect`,
+    `result` and `close` may take long. All other methods are cheap, and are called in one thread.
     """
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
-        """Yield the requests lazily. They are numbered from 0 in the order in which they are pulled.
+        """Yield the requests lazily. They are numbered from 0, in the order in which they are pulled.
 
-        A delivery may lead to further requests. The stream yields these requests before all others, while their
-        prefixes are in the cache. If `has_more` is true after the stream's end, the worker asks for another stream. Its
-        numbers continue those of the first.
+        A delivery may lead to further requests. These are yielded before all others, while their prefixes are in the
+        cache. If `has_more` is true after the last request, the worker calls this method again. The numbers go on.
         """
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests` would yield something now. Read after each delivery once the stream has ended."""
+        """Whether `requests` would yield something now. Read after each delivery, once `requests` has ended."""
         return False
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. It times a worker's next claim."""
+        """Return how many requests the task yields in all; None if that is unknown.
+
+        By this number, a worker decides when to claim further jobs.
+        """
         return None
 
     @property
@@ -225,30 +229,31 @@ class OpenTask(abc.ABC):
         return False
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
-        """Look at the completions of request `index` before they are delivered. Raises JobsError to fail the job.
+        """Check the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        It is called in any thread, for several requests at the same time, and may take as long as a check. It keeps its
-        findings for `deliver`, which may never be called."""
+        This method is called in any thread, for several requests at the same time, and may take as long as a check. It
+        keeps its findings for `deliver`, which may never be called.
+        """
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take all samples of request `index`, in any order of indices.
+        """Take the completions of request `index`: all of its samples. Requests are delivered in any order.
 
-        A request that the engine refused arrives as one completion with finish_reason "error" and `error`.
+        If the engine refused a request, its one completion has the finish_reason "error" and an `error`.
         """
 
     def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
         """Return a function that writes what another worker needs to go on; None if nothing is new.
 
-        The function may be called in any thread. If it raises, the function of the next call of `keep` writes all that
-        is not written yet.
-        tokens: the tokens of requests that were sent and not delivered, by request index and sample index, together
-        with the tokens that they continue.
+        The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
+        everything that is not written yet.
+        tokens: the tokens of requests that were sent and not delivered, by request index and sample index. They include
+        the tokens that a request continues.
         """
         return None
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how far the job is, as small JSON, for `PROGRESS_FIELD`; None if there is nothing to show."""
+        """Return the job's progress as a small object of JSON, for PROGRESS_FIELD; None if there is nothing to show."""
         return None
 
     @abc.abstractmethod
@@ -256,4 +261,4 @@ class OpenTask(abc.ABC):
         """Return the job's JSON value, once every request was delivered. Raises JobsError to fail the job."""
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
-        """Release files; may be called more than once."""
+        """Release files. May be called more than once."""

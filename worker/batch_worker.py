@@ -27,7 +27,7 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
 from jobs.common.display import shown_error
-from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
+from jobs.common.plain_log import AUTO, VARIABLE, remove_handlers
 from worker.errors import ForeignJobsPackage, NameTaken, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import LastingTrouble, start_log
@@ -135,7 +135,7 @@ class BatchWorker(BaseWorker):
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
-                    give_up_handlers("transformers")  # importing it adds a handler
+                    remove_handlers("transformers")  # importing it adds a handler
                 self._log_ready(engine, settings, time.monotonic() - started)
                 self._exit_if_stopped()
                 self._sign_on(logging_level, date_format, log_format)

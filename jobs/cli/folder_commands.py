@@ -256,7 +256,7 @@ def reader_of(run: client.Run) -> FolderReader:
     except RunNotHere:
         raise
     except (ImportError, RunError) as error:
-        raise RunNotHere(run.id, f"nothing can be read ({error})", run.output) from None
+        raise RunNotHere(run.id, run.output, str(error)) from None
 
 
 def _errors_json(

@@ -16,9 +16,10 @@ from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
+from jobs.runs.watching.failures import failure_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
 from jobs.runs.watching.progress_bar import Bar, speed_text
-from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
 #: Printed if there is no worker at all.

@@ -19,7 +19,7 @@ from jobs.errors import TrialFailed
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import read_earlier
 from jobs.runs.redis_state.submission import Submission
-from jobs.runs.watching.reading import failure_text
+from jobs.runs.watching.failures import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 #: The most characters of one prompt or answer that are shown.

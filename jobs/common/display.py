@@ -1,12 +1,15 @@
-"""Makes values safe to show, because arguments may hold prompts, and names may be anything that somebody wrote."""
+"""Makes values fit to be shown: short, printable, and in a form for people or for JSON."""
 
 import datetime
 import json
 import math
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
+#: The most characters of a value's repr in a message.
 MAX_SHOWN_CHARS = 80
+#: Stands for a value that a log does not show.
 HIDDEN = "..."
 
 
@@ -17,7 +20,7 @@ def brief(value: object) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message, or a text that says that it cannot be made."""
+    """Return an error's message. If the error's class fails to make one, return a text that says so."""
     try:
         return str(error)
     except Exception as second:  # noqa: BLE001  # an error's class may have any methods
@@ -29,14 +32,14 @@ def shown_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
-#: Most characters of a column's or queue's name, and of a job's id in a message.
+#: The most characters of a column's or queue's name, and of a job's id in a message.
 MAX_NAME_CHARS = 255
-#: Most characters that are shown of a longer text, such as a path or an error.
+#: The most characters that are shown of a longer text, such as a path or an error.
 MAX_TEXT_CHARS = 2000
 
 
 def printable(text: str | bytes, allowed: str = "") -> str:
-    """Escape the characters that a terminal might obey or cannot show. allowed: characters that are not escaped."""
+    """Escape characters that a terminal might obey or cannot show. allowed: such characters that are not escaped."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     if text.isprintable():
@@ -51,7 +54,7 @@ def printable(text: str | bytes, allowed: str = "") -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether files and Redis can hold a text. They cannot hold half of a surrogate pair."""
+    """Whether a text can be written as UTF-8. Half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -60,9 +63,9 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Make a text that somebody chose fit for messages: printable, and cut after `most` characters."""
-    cut = name[:most]
-    return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
+    """Return a text that somebody chose, made printable and cut after `most` characters."""
+    shown = printable(name[:most])
+    return shown if len(name) <= most else f"{shown}..."
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -90,7 +93,7 @@ def duration_text(seconds: float) -> str:
 
 
 def price_text(price: float) -> str:
-    """Return an amount of any currency: with two decimals, or with three significant digits below 1."""
+    """Return an amount of any currency with two decimals. Below 1, return it with three significant digits."""
     if price >= 1 or price <= 0:
         return f"{price:,.2f}"
     num_decimals = 2 - math.floor(math.log10(price))  # 3 from 0.1 on, 4 from 0.01 on
@@ -107,18 +110,17 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
     A time becomes a text in ISO 8601. An exact decimal becomes a number. An infinite number becomes null.
     """
+    dumps = partial(
+        json.dumps, ensure_ascii=False, allow_nan=False, default=_replacement, indent=indent
+    )
     try:
-        return json.dumps(
-            value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent
-        )
+        return dumps(value)
     except ValueError:  # an infinite number
-        return json.dumps(
-            _finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent
-        )
+        return dumps(_without_infinite(value))
 
 
-def _written(value: Any) -> Any:
-    """Return what JSON writes in place of a value that it cannot write."""
+def _replacement(value: Any) -> Any:
+    """Return a value that JSON can write in place of one that it cannot."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -128,12 +130,12 @@ def _written(value: Any) -> Any:
     return str(value)
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with null in place of each infinite number."""
+def _without_infinite(value: Any) -> Any:
+    """Return a value with None in place of each number that is infinite or NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_without_infinite(item) for item in value]
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _without_infinite(item) for key, item in value.items()}
     return value

@@ -10,10 +10,11 @@ import structlog
 
 from jobs.common.plain_log import JOB_ID
 
-#: The most that a line holds of an exception: characters of its text, and frames of its traceback.
+#: The most characters of an exception's text in a line.
 MAX_EXCEPTION_CHARS = 2000
+#: The most frames of an exception's traceback in a line.
 MAX_FRAMES = 20
-#: One encoder for all lines. json.dumps would make an encoder for each line, which takes as long as all the rest.
+#: One encoder serves all lines. json.dumps would make an encoder for each line, which would double a line's time.
 _json = json.JSONEncoder(default=str).encode
 
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
@@ -22,7 +23,7 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 class JsonLine(logging.Formatter):
     """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
 
-    bound: the fields of every line. job_fields: returns further fields for a job's id.
+    bound: fields that are added to every line. job_fields: returns further fields for lines about a job, from its id.
     """
 
     def __init__(

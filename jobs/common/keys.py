@@ -48,65 +48,68 @@ With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and 
 import os
 from hashlib import blake2b
 
-#: What RQ's keys begin with, which RQ reads when it is imported, and what ours begin with.
+#: The beginning of RQ's keys. RQ reads the same variable when it is imported.
 RQ = os.environ.get("RQ_KEY_PREFIX", "rq")
+#: The beginning of our own keys.
 OWN = "tokenmill" if RQ == "rq" else f"{RQ}:tokenmill"
 
 
 def prefixed(key: str) -> str:
-    """Return a key in which the prefix replaces `rq:` or `tokenmill:`."""
+    """Return a key with its real beginning. key: begins with `rq:` or `tokenmill:`."""
     owner, _, name = key.partition(":")
     prefix = RQ if owner == "rq" else OWN
     return f"{prefix}:{name}"
 
 
 def executions_key(job_id: str) -> str:
-    """Return the key of RQ's registry of a job's executions, which is there while a worker holds the job.
+    """Return the key of RQ's registry of a job's executions. The registry exists while a worker holds the job.
 
-    This function is here and not with RQ's other keys, because contexts of jobs need it without loading RQ.
+    This function is not with RQ's other keys in rq_jobs.py, because jobs.context needs it without loading RQ.
     """
     return f"{RQ}:executions:{job_id}"
 
 
-#: Raise this by one if something that workers share changes its meaning: plans, journals, the steps of items (which
-#: journals hold), and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer
-#: workers, and reads no journal or plan with a lower one.
+#: Raise this number by one if the meaning of something that workers share changes: plans, journals, the steps of items
+#: (which journals hold), or payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to
+#: newer workers, and reads no journal or plan with a lower number.
 FORMAT = 11
-#: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
+#: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A job that a producer enqueued has no such
+#: field.
 FORMAT_FIELD = "tokenmill_format"
-#: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
+#: A field in RQ's job hash: how many sequences the job needs. So one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-#: A field in RQ's job hash: the only model that may run the job, by one of ServedModel.names. Further lines name
-#: adapters. Workers that do not serve each line leave the job queued.
+#: A field in RQ's job hash: what a worker must serve to run the job. The first line is one of ServedModel.names. Each
+#: further line is a pinned adapter. Other workers leave the job queued.
 MODEL_FIELD = "tokenmill_model"
-#: A field in RQ's job hash: FUNCTION for a job that calls a function, FILE for a shard. Each kind has places of its
-#: own.
+#: A field in RQ's job hash: FUNCTION for a job that calls a function, FILE for a shard. A worker claims only a limited
+#: number of jobs of each kind.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION = "function"
 FILE = "file"
 #: A field in RQ's job hash: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
-#: A field in RQ's job hash: whether somebody reads the job's text as it grows, from `text_stream_key`.
+#: A field in RQ's job hash: whether a client follows the job's text while it grows, by `text_stream_key`.
 STREAM_FIELD = "tokenmill_stream"
 #: A field in the hash of a shard's job: the submission of its run that enqueued the job, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write. The files are enough to resume the run.
 RUN_TTL_S = 30 * 24 * 3600
-#: Which workers died while they held jobs.
+#: The list of workers that died while they held jobs.
 DEATHS_KEY = f"{OWN}:worker-deaths"
-#: The key by which workers see that Redis came back with older data.
+#: The list of marks by which workers notice that Redis came back with older data.
 EPOCHS_KEY = f"{OWN}:epochs"
 #: While this key is set, workers claim nothing.
 RESTORED_KEY = f"{OWN}:restored"
-#: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
+#: The runs that were submitted within twice RUN_TTL_S. The key begins with `tokenmill:run:`, because producers may
+#: write such keys.
 RUNS_KEY = f"{OWN}:run:index"
-#: Records of API servers for others to show. They are below `tokenmill:run:` too, because the dashboard is a producer.
+#: What API servers record, for the dashboard. These keys begin like RUNS_KEY, so that the dashboard may read them.
 API_BATCHES_KEY = f"{OWN}:run:api-batches"
 API_LIMITED_KEY = f"{OWN}:run:api-limited"
 
-#: The log of what people did in the dashboard. Only its Redis user writes below `tokenmill:dashboard:`.
+#: The log of what people did in the dashboard. Only the dashboard's Redis user may write keys like this one.
 ACTIONS_KEY = f"{OWN}:dashboard:actions"
-#: The beginning of the keys of what dashboards keep for charts.
+#: The beginning of the keys of the values that dashboards keep for charts.
 HISTORY_PREFIX = f"{OWN}:dashboard:history"
 
 #: The keys of the API server's clients.
@@ -115,9 +118,10 @@ API_KEYS_KEY = f"{OWN}:api-keys"
 API_LIMITS_KEY = f"{OWN}:api-limits"
 
 WORKER_STATS_TTL_S = 3600
-#: How far ahead the scores of workers' entries in RQ's `started` registry lie, so that no stock cleanup reaches these.
+#: How far in the future the scores of workers' entries in RQ's `started` registry lie. So RQ's own cleanup does not
+#: remove these entries.
 FAR_S = 10 * 365 * 86_400
-#: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
+#: How long the journal of a job of prompts is kept. If its worker dies, another worker goes on from the journal.
 JOURNAL_TTL_S = 24 * 3600
 #: A worker writes its sample every two seconds. After this long without a sample, it is frozen, cut off or dead.
 SILENT_S = 10
@@ -139,7 +143,7 @@ def served_key(name: str) -> str:
 
 
 def fleet_key(queue: str) -> str:
-    """Return the key of a queue's workers. RQ's list is not used: producers may write it, and so throttle workers."""
+    """Return the key of a queue's workers. RQ's own list is not used, because producers may write to it."""
     return f"{OWN}:fleet:{queue}"
 
 
@@ -164,7 +168,7 @@ def api_tokens_key(project: str) -> str:
 
 
 def api_once_key(project: str, digest: str) -> str:
-    """Return the key of what a request with an Idempotency-Key has made. digest: of that key."""
+    """Return the key of what a request with an Idempotency-Key has made. digest: the hash of the Idempotency-Key."""
     return f"{OWN}:api-once:{project}:{digest}"
 
 

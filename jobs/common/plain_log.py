@@ -9,16 +9,18 @@ from typing import Any, TextIO
 
 from jobs.common.display import printable
 
+#: The most characters of each value in a message. RQ logs a job's id before anybody checks the id's length.
 MAX_ARGUMENT_CHARS = 1000
-"""Most characters of each value in a message: a job's id is logged before its length is checked."""
 
+#: The colours that RQ puts around names on a terminal. They are removed, because a producer may write them too.
 _COLOUR = re.compile(r"\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m")
-"""The colours that RQ puts around names on a terminal. They are removed, because a producer may write them too."""
 
 #: The attribute of a log record that names its job.
 JOB_ID = "job_id"
 
+#: A job's id in the format of a message.
 _JOB = re.compile(r"\b[Jj]ob %s")
+#: Any value in the format of a message.
 _VALUE = re.compile(r"%[a-z.0-9]")
 
 
@@ -29,9 +31,9 @@ class PlainLine(logging.Filter):
         """Change a record. Returns True, so that it is written."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
-            place = _place_of_job(record.msg)
-            if place is not None and place < len(record.args):
-                setattr(record, JOB_ID, printable(str(record.args[place])))
+            index = _index_of_job(record.msg)
+            if index is not None and index < len(record.args):
+                setattr(record, JOB_ID, printable(str(record.args[index])))
         record.msg = printable(_COLOUR.sub("", record.getMessage()))
         record.args = None
         return True
@@ -42,8 +44,11 @@ PLAIN = PlainLine()
 
 
 @lru_cache(maxsize=256)
-def _place_of_job(message: object) -> int | None:
-    """Return the place of the job's id among a message's values; None if it has none. The id stands after "job"."""
+def _index_of_job(message: object) -> int | None:
+    """Return the index of the job's id among a message's values; None if the message has no such id.
+
+    message: the format of the message, in which the id follows the word "job".
+    """
     if not isinstance(message, str):
         return None
     match = _JOB.search(message)
@@ -79,9 +84,9 @@ def is_json(wanted: str, stream: TextIO) -> bool:
 
 
 def handle_all(formatter: logging.Formatter, logger_names: Iterable[str] = ()) -> None:
-    """Write the records of all loggers: errors to stderr, the rest to stdout.
+    """Write the records of all loggers: errors to stderr, and everything else to stdout.
 
-    logger_names: loggers that lose their own handlers.
+    logger_names: loggers whose own handlers are removed.
     """
     to_stdout = logging.StreamHandler(sys.stdout)
     to_stdout.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -91,12 +96,12 @@ def handle_all(formatter: logging.Formatter, logger_names: Iterable[str] = ()) -
         handler.setFormatter(formatter)
         logging.getLogger().addHandler(handler)
     for name in logger_names:
-        give_up_handlers(name)
+        remove_handlers(name)
     logging.captureWarnings(True)
 
 
-def give_up_handlers(name: str) -> None:
-    """Have a logger leave its records to the root logger's handlers."""
+def remove_handlers(name: str) -> None:
+    """Remove a logger's own handlers. The root logger's handlers then write its records."""
     logger = logging.getLogger(name)
     logger.propagate = True
     logger.handlers.clear()

@@ -8,9 +8,10 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether Redis refused a command because its memory is full. For scripts the error is a plain ResponseError."""
+    """Whether Redis refused a command or a script because its memory is full."""
     if isinstance(error, OutOfMemoryError):
         return True
+    # For scripts, redis-py raises a plain ResponseError.
     return isinstance(error, ResponseError) and str(error).startswith("OOM ")
 
 
@@ -20,10 +21,10 @@ WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave
 
 @dataclass(frozen=True)
 class RedisHealth:
-    """How full a Redis is, and which files it could not write to its disk.
+    """How full Redis is, and which files it could not write to its disk.
 
-    limit_bytes: `maxmemory`, or all memory of its machine if no limit is set; 0 if neither is known.
-    failed_writes: those of WRITES that failed the last time.
+    limit_bytes: `maxmemory`; without it, all memory of the machine; 0 if that is not known either.
+    failed_writes: the fields of WRITES whose last write failed.
     """
 
     used_bytes: int

@@ -13,7 +13,7 @@ _GIT_LIMIT_S = 10.0
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Return the commit that was installed, or the one of this checkout; "" if neither is known."""
+    """Return the commit that was installed, or that is checked out; "" if neither is known."""
     return _installed_commit() or _checked_out_commit(Path(__file__).parents[2])
 
 

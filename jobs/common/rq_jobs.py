@@ -1,7 +1,7 @@
 """Enqueues jobs and names RQ's keys. Only this module and the stock worker's module import rq.
 
-RQ's keys are read directly. RQ's own accessors also clean up, which only workers should do, and they unpack anything
-that somebody wrote.
+RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. And they
+unpack whatever a producer wrote.
 """
 
 import json
@@ -29,11 +29,13 @@ from jobs.common import stored
 from jobs.common.keys import RQ
 from jobs.common.keys import executions_key as executions_key
 
-#: A set of the keys of all queues, and the beginning of such a key.
+#: The key of a set: the keys of all queues.
 QUEUES_KEY = Queue.redis_queues_keys
+#: The beginning of a queue's key.
 QUEUE_PREFIX = Queue.redis_queue_namespace_prefix
-#: A set of the keys of all workers, and the beginning of such a key.
+#: The key of a set: the keys of all workers.
 WORKERS_KEY = REDIS_WORKER_KEYS
+#: The beginning of a worker's key.
 WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
 #: While this key is set, no worker claims anything.
@@ -43,15 +45,15 @@ RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 JOB_PREFIX = Job.redis_job_namespace_prefix
 #: How a job ended, in the entries of `results_key`.
 ResultType = Result.Type
-#: The text in such an entry for a value that JSON cannot hold.
+#: What stands in an entry of `results_key` for a value that JSON cannot hold.
 NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
 class QueueKeys:
     """The keys of a queue.
 
-    waiting: a list of job ids. popped: a list of the ids that RQ's own workers are taking. All other keys are sorted
-    sets. `started` holds `<job>:<execution>`, the others hold job ids.
+    waiting: a list of the ids of waiting jobs. popped: a list of the ids of jobs that RQ's own workers are taking off
+    the queue. All other keys are sorted sets: `started` of `<job>:<execution>`, the rest of job ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,7 +91,7 @@ def execution_key(job_id: str, execution_id: str) -> str:
 
 
 def rate_limit_key(limit: str) -> str:
-    """Return the key of a rate limit's hash, which holds how many of its jobs may be queued or run."""
+    """Return the key of a rate limit's hash, which says how many of the limit's jobs may be queued or run."""
     return f"{RQ}:rl:{limit}"
 
 
@@ -130,18 +132,18 @@ def time_text() -> str:
 
 
 def job_queue(connection: Redis, name: str) -> Queue:
-    """Return RQ's queue of this name, for jobs whose payload is JSON. RQ asks the server once for its version."""
+    """Return RQ's queue of this name, for jobs whose payload is JSON. This may ask Redis for its version."""
     return Queue(name, connection=connection, serializer=JSONSerializer)
 
 
 #: Describes a job that is enqueued together with others.
 prepared_job = Queue.prepare_data
-#: The most bytes of an error's text, unpacked. A worker writes far less.
+#: The most bytes of an error's text after unpacking. A worker writes far less.
 MAX_ERROR_BYTES = 1 << 20
 
 
 def error_text(entry: Mapping[bytes, bytes]) -> str:
-    """Return the error in an entry of a job's results; "" if there is none."""
+    """Return the traceback in an entry of a job's results; "" if there is none."""
     packed = _decoded(entry, b"exc_string")
     return stored.text(stored.unpacked(packed, MAX_ERROR_BYTES) or b"")
 

@@ -11,14 +11,17 @@ MAX_OBJECT_BYTES = 1 << 20
 
 
 def text(raw: bytes) -> str:
-    """Return a stored name. Bytes that are not UTF-8 become escapes. None of our names has such escapes."""
+    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes, which equal none of our names."""
     return raw.decode(errors="backslashreplace")
 
 
 def unpacked(packed: bytes, most: int) -> bytes | None:
-    """Return unpacked bytes; None if they are more than `most`. Never unpacks more than `most` bytes."""
+    """Return unpacked bytes; None if there are more than `most`. Unpacks at most one byte more than that.
+
+    packed: bytes that zlib has compressed. Like RQ, this function returns other bytes as they are.
+    """
     inflater = zlib.decompressobj()
-    content = packed  # bytes that are not packed stay as they are, because RQ takes them so
+    content = packed
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
         is_whole = inflater.eof
@@ -29,7 +32,7 @@ def unpacked(packed: bytes, most: int) -> bytes | None:
 
 
 def json_object(raw: object) -> dict[str, Any]:
-    """Read a stored JSON object. Return {} for anything else, such as None, another type or an error of Redis."""
+    """Read a stored JSON object. Return {} for anything else, such as None or an error of Redis."""
     if not isinstance(raw, bytes) or len(raw) > MAX_OBJECT_BYTES:
         return {}
     try:
@@ -40,14 +43,14 @@ def json_object(raw: object) -> dict[str, Any]:
 
 
 def count(value: object) -> int | None:
-    """Read a stored count. It may be an int, or a text of digits. Return None for anything else."""
+    """Read a stored count, which is an int or a text of digits. Return None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         return int(value)
     return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def seconds(text: str | None) -> float | None:
-    """Read a text of seconds. Return None for anything else."""
+    """Read a text that is a number of seconds. Return None for anything else."""
     try:
         value = float(text or "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Remembers which workers died while they held jobs. The worker that takes over the jobs writes this record."""
+"""Records which workers died while they held jobs. The worker that takes over the jobs writes the record."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from jobs.common.display import safe_name
 from jobs.common.keys import DEATHS_KEY
 from jobs.common.stored import count, json_object, seconds
 
-#: The most deaths that are kept, the latest ones.
+#: The most deaths that are kept. Earlier deaths are dropped.
 MAX_DEATHS = 200
 #: The most jobs that a record of a death names.
 MAX_JOBS = 20
@@ -23,8 +23,8 @@ DEATHS_TTL_S = 30 * 24 * 3600
 class WorkerDeath:
     """A worker that died, was cut off or froze while it held jobs.
 
-    at: when others took its jobs over, in Unix seconds. num_jobs: how many jobs it had begun. job_ids: some of these
-    jobs.
+    at: when another worker took over the jobs, in Unix seconds. num_jobs: how many jobs the dead worker had begun.
+    job_ids: the ids of some of these jobs.
     """
 
     worker: str
@@ -34,7 +34,7 @@ class WorkerDeath:
 
 
 def record_deaths(client: Redis, ids_by_worker: Mapping[str, Sequence[str]]) -> None:
-    """Record that workers have died. ids_by_worker: the ids of the jobs that each of them had begun."""
+    """Record that workers have died. ids_by_worker: the ids of the jobs that each worker had begun, by its name."""
     if not ids_by_worker:
         return
     moment = time.time()
@@ -55,7 +55,7 @@ def record_deaths(client: Redis, ids_by_worker: Mapping[str, Sequence[str]]) -> 
 
 
 def read_deaths(connection: Redis) -> list[WorkerDeath]:
-    """Return the last deaths, the latest first. All but the job ids are safe to show. Raises RedisError."""
+    """Return the last deaths, the latest first. The names of workers are safe to show. Raises RedisError."""
     entries: Any = connection.lrange(DEATHS_KEY, 0, MAX_DEATHS - 1)
     deaths = [_death(json_object(entry)) for entry in entries]
     return [death for death in deaths if death is not None]

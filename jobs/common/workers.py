@@ -1,7 +1,7 @@
-"""Reads the records of workers: the state of each, points of the last hour, and RQ's registration.
+"""Reads the records of workers in Redis: their state now, their points of the last hour, and RQ's registration.
 
-A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
-`tokenmill:samples:<name>`, the latest first, every ten seconds. Names follow vLLM's metrics.
+A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds. Every ten seconds, it puts a `Point`
+at the head of the list `tokenmill:samples:<name>`. Names of fields follow vLLM's metrics.
 """
 
 import json
@@ -25,9 +25,9 @@ from jobs.common.stored import count, json_object, text
 
 #: Seconds between two points.
 POINT_PERIOD_S = 10.0
-#: How many points are kept: the points of an hour.
+#: The most points that are kept. They cover an hour.
 MAX_POINTS = 360
-#: The most jobs that a sample names. These are the oldest jobs that the worker holds.
+#: The most jobs that a sample names. They are the oldest jobs that the worker holds.
 MAX_HELD_NAMED = 20
 #: The state of a worker that loads its model.
 LOADING = "loading"
@@ -42,7 +42,7 @@ RESTORED_TEXT = (
 #: The state of a worker that claims nothing because of `rq suspend`.
 SUSPENDED = "suspended"
 SUSPENDED_TEXT = "all workers are suspended and claim nothing: `rq resume` lets them go on"
-#: How long a silent worker is still listed. RQ keeps it as long, with the default --worker-ttl.
+#: How long a silent worker is still listed. RQ keeps its registration for the same time by default (--worker-ttl).
 LISTED_S = 480.0
 #: The most characters of a text in a worker's record.
 MAX_TEXT_CHARS = 4096
@@ -65,7 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    """Read a list, and return its texts that are fit to be shown. Return None for a very long list, or no list."""
+    """Read a list, and return its texts that are fit to be shown. Return None for no list, or a very long one."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -97,13 +97,14 @@ _READ: Mapping[Any, Callable[[object], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One moment of one worker. Counts are since its start.
+    """The numbers of one worker at one moment. Counts begin with the worker's start.
 
-    at: Unix seconds by the worker's clock. prompt_tokens: computed or cached. num_requests_running: sequences in the
-    batch. kv_cache_usage: 0 to 1. jobs_held: claimed and not ended. rows: answered rows of files. depth: the waiting
-    jobs of each of its queues, the most urgent queue first.
-    ended, ended_badly, waited_ms, ran_ms: by queue, the jobs that ended here, how many of them did not finish, and how
-    long all these jobs together have waited and run.
+    at: Unix seconds by the worker's clock. prompt_tokens: tokens of prompts, computed or cached.
+    num_requests_running: sequences in the batch. kv_cache_usage: a share from 0 to 1.
+    jobs_held: jobs that the worker has claimed and not ended. rows: answered rows of files.
+    depth: the waiting jobs of each of the worker's queues, the most urgent queue first.
+    ended: the jobs that ended here, by queue. ended_badly: how many of them did not finish successfully.
+    waited_ms, ran_ms: how long the ended jobs of a queue have waited and run, all together.
     """
 
     at: float = 0.0
@@ -142,9 +143,9 @@ class Point:
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Read a record. Producers may write records too, so a value of another type counts as missing.
+        """Return the record of an object of JSON. more: further fields, which no stored record has.
 
-        more: fields that no record has.
+        Producers may write records too. So a value of another type counts as missing.
         """
         values: dict[str, Any] = {}
         for record_field in fields(cls):
@@ -157,19 +158,20 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """The state of a worker now.
+    """The state of a worker, as it was when the worker wrote it last.
 
-    silent_s: the seconds since it wrote this sample, by Redis' clock. started_at: Unix seconds.
-    state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
-    model) or "stopped".
-    models: all names by which jobs may ask for its model or for an adapter. adapters: the adapters' names.
+    silent_s: the seconds since then, by Redis' clock. started_at: Unix seconds.
+    state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes its running jobs),
+    "loading" (its model) or "stopped".
+    models: all names by which jobs may ask for the worker's model or for an adapter. adapters: the adapters' names.
     fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
-    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: where its process
-    runs, its id and its memory.
-    format: the format of plans that it reads (FORMAT in jobs.common.keys).
-    queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
-    MAX_HELD_NAMED. claimed: for each of its queues, how many jobs all workers have taken and not begun.
+    model_source: the folder or hub id from which the model was loaded.
+    host, pid, memory_bytes: the worker's machine, and the id and memory of its process.
+    format: the format of plans that the worker reads (FORMAT in jobs.common.keys).
+    queues: the worker's queues, the most urgent first. held: how many jobs it holds, by queue.
+    held_jobs: the ids of the oldest held jobs, at most MAX_HELD_NAMED.
+    claimed: for each of the worker's queues, how many jobs all workers have claimed and not begun.
     """
 
     name: str = ""
@@ -199,7 +201,10 @@ class WorkerSample(Point):
 
     @property
     def up_s(self) -> float:
-        """The seconds since it started: by its own clock until its last sample, and since then by Redis' clock."""
+        """Return the seconds since the worker started.
+
+        They are counted by the worker's clock until its last sample, and by Redis' clock since then.
+        """
         return max(0.0, self.at - self.started_at) + self.silent_s
 
     @property
@@ -227,10 +232,10 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker in Redis.
+    """A worker, as Redis knows it.
 
-    queues: the queues that it serves. registered: RQ's fields, safe to show; {} once the fields of a killed worker have
-    expired. sample: the last sample that it wrote; None for RQ's own workers, which write no samples.
+    queues: the queues that it serves. registered: the fields that RQ stores, safe to show; {} once the fields of a
+    killed worker have expired. sample: the last sample that it wrote; None for RQ's own workers, which write none.
     """
 
     name: str
@@ -247,16 +252,18 @@ class Worker:
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
     """Return the workers that are registered or wrote a sample within LISTED_S. Raises RedisError.
 
-    names: only these workers; all by default. RQ's lists of each queue's workers are not read, because producers would
-    need rights to them.
+    names: only these workers are returned; by default, all are.
     """
-    names = worker_names(connection) if names is None else names
+    if names is None:
+        # RQ also lists the workers of each queue. Producers have no rights to these lists, so they are not used.
+        names = worker_names(connection)
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.hmget(WORKER_PREFIX + name, _FIELDS)
-            for key in (worker_key(name), loading_key(name)):
-                pipe.get(key)
-                pipe.pttl(key)
+            pipe.get(worker_key(name))
+            pipe.pttl(worker_key(name))
+            pipe.get(loading_key(name))
+            pipe.pttl(loading_key(name))
         # Producers may write to these keys too. So a reply may be an error. Then only that worker is left out.
         replies = iter(pipe.execute(raise_on_error=False))
 
@@ -268,23 +275,34 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         left_ms = next(replies)
         loading_record = next(replies)
         loading_left_ms = next(replies)
-        registered: dict[str, bytes] = {}
-        if isinstance(registration, list):
-            fields_and_values = zip(_FIELDS, registration, strict=True)
-            registered = {key: value for key, value in fields_and_values if value}
-        loaded_sample = _sample(name, record, left_ms)
+        serving_sample = _sample(name, record, left_ms)
         loading_sample = _sample(name, loading_record, loading_left_ms)
-        sample = _later(loaded_sample, loading_sample)
+        sample = _later(serving_sample, loading_sample)
+        worker = _worker(name, registration, sample)
         is_sample_recent = sample is not None and sample.silent_s <= LISTED_S
-        if registered or is_sample_recent:
-            queues = text(registered["queues"]).split(",") if "queues" in registered else []
-            shown = {key: safe_name(value) for key, value in registered.items()}
-            workers.append(Worker(name, queues, shown, sample))
+        if worker.registered or is_sample_recent:
+            workers.append(worker)
     return workers
 
 
+def _worker(name: str, registration: Any, sample: WorkerSample | None) -> Worker:
+    """Return a worker. registration: the values of _FIELDS, or an error of Redis."""
+    queues: list[str] = []
+    registered: dict[str, str] = {}
+    if isinstance(registration, list):
+        for field_name, value in zip(_FIELDS, registration, strict=True):
+            if value:
+                registered[field_name] = safe_name(value)
+            if value and field_name == "queues":
+                queues = text(value).split(",")
+    return Worker(name, queues, registered, sample)
+
+
 def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
-    """Return a worker's sample; None if it has none. left_ms: how long its key still lives, which shows its age."""
+    """Return the sample in a stored record; None if there is none.
+
+    left_ms: how long the record's key still lives. This shows the sample's age.
+    """
     record = json_object(raw)
     if not record:
         return None
@@ -296,11 +314,14 @@ def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
-def _later(sample: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return the later of a worker's two samples. A killed worker's sample stays while its successor loads a model."""
-    if sample is None or loading is None:
-        return sample or loading
-    return loading if loading.silent_s < sample.silent_s else sample
+def _later(serving: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
+    """Return the later of two samples of a worker's name.
+
+    There may be two, because a killed worker's sample stays while its successor of the same name loads a model.
+    """
+    if serving is None or loading is None:
+        return serving or loading
+    return loading if loading.silent_s < serving.silent_s else serving
 
 
 def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
@@ -309,7 +330,10 @@ def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
 
 
 def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
-    """Return the names of the models and adapters that a queue's workers serve; None if a worker does not say which."""
+    """Return the names of the models and adapters that a queue's workers serve.
+
+    Returns None if a worker of RQ's own listens on the queue, because it does not say what it serves.
+    """
     models: set[str] = set()
     for worker in listening_on(workers, queue):
         if worker.sample is None:
@@ -320,9 +344,9 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
 
 
 def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
-    """Say which worker of a queue serves a pinned model with another length; "" if none does.
+    """Return a sentence about a worker of a queue that serves a model with another length limit; "" if none does.
 
-    pin: see PinnedModel.pin.
+    pin: names the model with its length limit; see PinnedModel.pin.
     """
     # The first line is `<fingerprint>/<length>`. Further lines name adapters.
     model_line, _, _ = pin.partition("\n")
@@ -348,20 +372,20 @@ def are_suspended(workers: Iterable[Worker]) -> bool:
 
 
 def _is_any(state: str, workers: Iterable[Worker]) -> bool:
-    """Whether a worker that is not silent is in a state."""
-    samples = [
-        worker.sample for worker in workers if worker.sample is not None and not worker.is_silent
-    ]
-    return any(sample.state == state for sample in samples)
+    """Whether any worker that is not silent is in a state."""
+    for worker in workers:
+        sample = worker.sample
+        if sample is not None and sample.state == state and not worker.is_silent:
+            return True
+    return False
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return how many jobs of each queue are taken and not begun, as the latest sample says."""
+    """Return how many jobs of each queue are claimed and not begun, as the latest sample about the queue says."""
     samples = [worker.sample for worker in workers if worker.sample is not None]
-    oldest_first = sorted(samples, key=lambda sample: -sample.silent_s)
+    samples.sort(key=lambda sample: sample.silent_s, reverse=True)  # the oldest first
     claimed: dict[str, int] = {}
-    for sample in oldest_first:
-        # A later sample replaces what an earlier one says of a queue.
+    for sample in samples:
         claimed.update(sample.claimed)
     return claimed
 
@@ -378,11 +402,15 @@ def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
         return []
-    served: Any = connection.mget([served_key(text(name)) for name in names])
-    samples = [WorkerSample.from_object(json_object(raw)) for raw in served if raw is not None]
-    return [sample for sample in samples if queue in sample.queues]
+    served_texts: Any = connection.mget([served_key(text(name)) for name in names])
+    samples = []
+    for served in served_texts:
+        sample = WorkerSample.from_object(json_object(served))
+        if queue in sample.queues:
+            samples.append(sample)
+    return samples
 
 
 def served_text(facts: Mapping[str, Any]) -> str:
-    """Return the text of a worker's `served_key`: some fields of its sample."""
+    """Return the text that a worker writes to its `served_key`: some of the facts about it, as JSON."""
     return json.dumps({name: facts[name] for name in _SERVED if name in facts})

@@ -1,4 +1,4 @@
-"""Gives a running job what it needs from the process that runs it."""
+"""Defines what a job may use of the process that runs it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,47 +15,50 @@ from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
 
-#: The most bytes of a job's result, as JSON. Redis takes at most 512 MB, and a waiting client reads it whole.
+#: The most bytes of a job's result as JSON. Redis takes at most 512 MB, and a client reads the whole result at once.
 MAX_RESULT_BYTES = 16 << 20
 
 
 def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
-    """Accept any values. For processes that have no engine to check them."""
+    """Accept any values. Used in processes that have no engine to check sampling values."""
 
 
 def never_interrupted() -> None:
-    """Do nothing. For processes whose jobs are only interrupted by ending the process."""
+    """Do nothing. Used in processes whose jobs can only be interrupted by ending the process."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The mark in Redis that an execution still holds its job: `execution_id` is in the sorted set `key`."""
+    """The right of an execution to write for its job, as long as `execution_id` is in the sorted set `key`."""
 
     job_id: str
     execution_id: str
 
     @property
     def key(self) -> str:
-        """The key of RQ's registry of the job's executions."""
+        """Return the key of RQ's registry of the job's executions."""
         return executions_key(self.job_id)
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What the process that runs a job lends to it.
+    """What a job may use of the process that runs it.
 
     connection: a client of Redis that only the calling thread uses.
-    data_roots: absolute real paths, and paths in object stores.
+    data_roots: the folders below which a job may use files: absolute real paths, and paths in object stores.
+    model: the model that the process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use.
-    files, answers, shard_bytes: shared by the shards of this process.
-    check_interrupted: raises if the job was stopped or taken over, or is late. Long work calls it.
-    lease: without it, writes are refused, because another worker has the job; None if nobody can take the job over.
-    file_timeout_s: the time in which a file's store must answer.
-    picture_reader: returns the function that reads a picture's file by its path.
-    meter: returns a PromptMeter, and loads an engine if none is loaded; None if this process cannot count prompts.
+    files, answers, shard_bytes: shared by all shards that the process works on.
+    check_interrupted: raises if the job was stopped, was taken over by another worker, or has run too long. Long work
+    calls it again and again.
+    lease: a job with a lease writes only while the lease holds; None if no other worker can take over the job.
+    file_timeout_s: the seconds in which a store of files must answer.
+    picture_reader: returns a function that reads a picture's file by its path; None if no paths are read here.
+    meter: returns a PromptMeter, and loads an engine if none is loaded; None if this process cannot count tokens.
+    webhook_hosts, allowed_functions: what the operator allows jobs to call.
     trace: W3C's trace context, for the meta of jobs that this job enqueues.
     journal: the journal of a job of prompts; None for other jobs.
-    creation: when the job was made, as RQ has stored it.
+    creation: the time at which the job was made, as RQ has stored it.
     adapters: the adapters that the job's requests may name.
     """
 

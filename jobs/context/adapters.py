@@ -1,7 +1,7 @@
-"""Adapters: the LoRA adapters that jobs may name, each pinned to its files.
+"""Pins the LoRA adapters that jobs may name to their files.
 
-A pinned adapter is a text, the name with a hash of the files: the engine computes with these files or refuses. Once a
-job's adapter is pinned, the keys of its answers, of its journals and of the engine's cache contain the pinned text.
+A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with these very files, or
+refuses. The keys of answers, of journals and of the engine's cache contain the pinned text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,8 @@ from jobs.errors import InvalidJob, UnknownAdapter
 ADAPTER = "adapter"
 #: The most names that an error lists.
 MAX_LISTED = 20
-#: Stands for the hash of an adapter's files if it was not there when its run was planned: the engine's NO_FILES.
+#: Stands for the hash of an adapter's files if the adapter was not there when its run was planned. The engine has the
+#: same value as NO_FILES.
 _NO_FILES = "0" * 32
 
 
@@ -47,7 +48,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Adapters:
-    """Some pinned adapters, by name. is_live: whether `refresh` may find others."""
+    """A set of pinned adapters. is_live: whether `refresh` may change the set."""
 
     is_live: ClassVar[bool] = False
 
@@ -55,7 +56,7 @@ class Adapters:
         self._by_name = _by_name(pinned)
 
     def refresh(self) -> None:
-        """Look for adapters again. May take long, because new adapters are read. Does nothing if they never change."""
+        """Look for adapters again, if the set is live. This may take long, because new adapters are read."""
 
     @property
     def pinned(self) -> Sequence[str]:
@@ -64,12 +65,12 @@ class Adapters:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the texts by which a job may ask for an adapter: names and pinned texts."""
+        """Return all texts by which a job may ask for an adapter: the names and the pinned texts."""
         return [*sorted(self._by_name), *self.pinned]
 
     def pin(self, name: str) -> str:
         """Return the pinned text of an adapter. name: its name or its pinned text. Raises UnknownAdapter."""
-        by_name = self._by_name  # another thread may replace it
+        by_name = self._by_name  # one value for the whole call, because `refresh` may replace it
         if name in by_name:
             return by_name[name]
         is_pinned_text = by_name.get(name_of(name)) == name
@@ -84,7 +85,7 @@ class Adapters:
         return _listed(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return sampling values with their adapter pinned. Raises UnknownAdapter."""
+        """Return sampling values with the pinned text of their adapter. Raises UnknownAdapter."""
         name = sampling.get(ADAPTER)
         if name is None:
             return sampling
@@ -92,22 +93,22 @@ class Adapters:
 
 
 class LiveAdapters(Adapters):
-    """The adapters of this process, as they were at the last `refresh`. Any thread may use it.
+    """The adapters that this process can use, as they were at the last `refresh`. Thread-safe.
 
-    look: returns the pinned adapters that can be used, and by name why others cannot.
+    find: returns the pinned adapters that can be used, and why each other adapter cannot, by its name.
     """
 
     is_live = True
 
-    def __init__(self, look: Callable[[], tuple[Iterable[str], Mapping[str, str]]]) -> None:
+    def __init__(self, find: Callable[[], tuple[Iterable[str], Mapping[str, str]]]) -> None:
         super().__init__()
-        self._look = look
+        self._find = find
         self._problems: Mapping[str, str] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Look for adapters again."""
-        pinned, self._problems = self._look()
+        pinned, self._problems = self._find()
         self._by_name = _by_name(pinned)
 
     def pin(self, name: str) -> str:
@@ -118,7 +119,7 @@ class LiveAdapters(Adapters):
 
 
 class PlannedAdapters(Adapters):
-    """The adapters that a run has pinned. Any other adapter is pinned to no files, so the engine refuses its row."""
+    """The adapters that a run has pinned. Any other name is pinned to no files, so the engine refuses its rows."""
 
     def pin(self, name: str) -> str:
         """Return the pinned text of an adapter. name: its name or its pinned text."""

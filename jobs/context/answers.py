@@ -1,4 +1,4 @@
-"""Defines a row's answer, and the memory of answers, by which the shards of a process compute equal rows once."""
+"""Defines the answer of a row, and the memory of answers. With it, the shards of a process compute equal rows once."""
 
 import sys
 import threading
@@ -15,9 +15,9 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    If a row has several completions, fields about a completion are tuples with a value for each.
-    tool_calls: JSON. columns: further columns by name; a value may be an Arrow array of length 1. attempts and
-    check_error: see PromptAnswer. reused: the earlier run's row that the answer was taken from.
+    If a row has several completions, each field about completions is a tuple with a value for each of them.
+    tool_calls: as JSON. columns: further columns by name. A value may be an Arrow array of length 1.
+    attempts, check_error: see PromptAnswer. reused: the row of an earlier run from which the answer was taken.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -42,16 +42,16 @@ class Answer:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a completion ended at its limit of tokens. Any completion counts if the row has several."""
+        """Whether any completion of the row ended at its limit of tokens."""
         if self.error is not None or not self.all_completion_tokens:
             return False
         return "length" in self.all_finish_reasons
 
     @property
     def all_finish_reasons(self) -> list[str]:
-        """Return why each completion ended. With several prompts, these are the completions of all prompts."""
+        """Return the finish reason of each completion, over all prompts of the row."""
         reasons = []
-        # With several prompts, each prompt has its own column of reasons.
+        # A row with several prompts has a column of finish reasons for each prompt.
         for name, value in self.columns.items():
             if name.endswith("finish_reason") and value is not None:
                 reasons.append(value)
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def all_completion_tokens(self) -> int:
-        """Return the tokens of all completions together."""
+        """Return the number of tokens of all completions together."""
         tokens = self.completion_tokens
         return tokens if isinstance(tokens, int) else sum(tokens)
 
@@ -86,20 +86,21 @@ def failed_answer(
     )
 
 
-#: The most bytes of the answers that a worker remembers.
+#: The default of AnswerMemo's `max_bytes`.
 DEFAULT_BYTES = 16 << 20
-#: The bytes of an answer without its text: its key, object and numbers, and its entry in the memory.
+#: The bytes of an answer without its texts: its key, object and numbers, and its entry in the memory.
 ENTRY_BYTES = 400
-#: The bytes of a label and its probability. The label's text belongs to the run.
+#: The bytes of a label and its probability. The label's text is not counted, because all answers of a run share it.
 PAIR_BYTES = 96
 
 
 class AnswerMemo:
     """Remembers the answers of one process, and which answers are being computed. Thread-safe.
 
-    It is like the log of answers (jobs/parquet/reuse/answer_log.py), but in memory. Both use the same keys, which name
-    what a row asks, and the model. If the answers take more than `max_bytes`, those that were unused for longest are
-    dropped. num_bytes: the estimated bytes of all answers.
+    This is the log of answers (jobs/parquet/reuse/answer_log.py) in memory. Both have the same keys, which name what a
+    row asks and the model that answers.
+    max_bytes: if the answers take more, the least recently used ones are dropped.
+    num_bytes: the estimated bytes of all answers.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -130,7 +131,7 @@ class AnswerMemo:
                 self.num_bytes -= _size(oldest)
 
     def begin(self, key: bytes) -> bool:
-        """Note that a job computes an answer; return False if another job already computes it."""
+        """Note that a job begins to compute an answer. Return False if another job computes the answer already."""
         with self._lock:
             if key in self._begun:
                 return False
@@ -138,13 +139,13 @@ class AnswerMemo:
             return True
 
     def end(self, key: bytes) -> None:
-        """Note that the job that computed an answer has ended or given up."""
+        """Note that a job no longer computes an answer, because it is done or has given up."""
         with self._lock:
             self._begun.discard(key)
 
 
 def _size(answer: Answer) -> int:
-    """Return about how many bytes an answer takes."""
+    """Return an estimate of the bytes that an answer takes."""
     columns = [
         answer.completion,
         answer.reasoning,

@@ -1,4 +1,4 @@
-"""Checks answers in a child process. Imports no more than a check needs."""
+"""Checks answers, and calls tools, in a child process. Imports no more than a check needs."""
 
 import inspect
 import json
@@ -27,15 +27,15 @@ class Unusable(Exception):
 
 
 def check(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Answer a question about a check. What the check's function prints goes to the log."""
+    """Reply to a question about a check. What the check's function prints goes to the log."""
     yield _reply(worker.question)
 
 
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
     """Return the reply to a question.
 
-    Each question has a check, which is compiled. It may also have a text to check, or ask for the function's version.
-    The reply is stale if the function's files have changed since this process imported them.
+    Each question names a check, which is compiled. A question may also have a text to check, or ask for the version of
+    the check's function. The reply is stale if the function's files have changed since this process imported them.
     """
     try:
         check = _compiled(question["check"])
@@ -80,12 +80,12 @@ def _files(check: Check) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _version(check: Check) -> str:
-    """Return the hash of a function's files when this process imported it. The process runs that version."""
+    """Return the hash that a function's files had when this process imported the function."""
     return hash_of(_files(check))
 
 
 def _reason(check: Check, row: Any, text: str) -> str | None:
-    """Check a text. Returns the reason why it is not valid, or None."""
+    """Check a text. Return why it is not valid; None if it is valid."""
     try:
         reason = check(row, text)
     except BaseException as error:  # noqa: BLE001  # a function raises what it likes
@@ -100,7 +100,7 @@ def _reason(check: Check, row: Any, text: str) -> str | None:
 
 
 def _cut(text: str) -> str:
-    """Return a reason as valid Unicode, and at most MAX_REASON_CHARS of it."""
+    """Return a reason as valid Unicode, cut after MAX_REASON_CHARS."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
@@ -110,7 +110,7 @@ _known: Recent[Check] = Recent()
 
 
 def _compiled(text: str) -> Check:
-    """Return a compiled check. The child remembers the checks that it compiled last."""
+    """Return a compiled check. text: the check as JSON. The last compiled checks are cached."""
     check = _known.get(text)
     if check is None:
         kind, rule = _kind_and_rule(text)
@@ -130,7 +130,7 @@ def _pattern(pattern: str) -> Check:
         raise Unusable(f"regex of check is no pattern of Python's re: {error}") from None
 
     def check(row: Any, text: str) -> str | None:
-        """Say that a text does not match; None if it does."""
+        """Return None if a text matches; otherwise, say that it does not."""
         if expression.fullmatch(text):
             return None
         return f"it does not match the pattern {pattern}"
@@ -176,7 +176,7 @@ def _schema(schema: dict[str, Any]) -> Check:
     validator = validator_class(schema, registry=REGISTRY)
 
     def check(row: Any, text: str) -> str | None:
-        """Say how a text violates the schema; None if it follows the schema."""
+        """Return None if a text follows the schema; otherwise, say how it violates the schema."""
         try:
             value = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -190,9 +190,9 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make a function that hashes the compared part of a text. It returns None for a text without that part.
+    """Make a function that returns a hash of the compared part of a text, or None for a text without that part.
 
-    agree_on: names the part: "json" for all of a JSON text, a JSON pointer, or a pattern.
+    agree_on: names the part: "json" for the whole text as JSON, a JSON pointer, or a pattern. Raises Unusable.
     """
     part_of: Callable[[str], str | None]
     if agree_on == "json":
@@ -216,7 +216,7 @@ def _agreement(agree_on: str) -> Check:
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the pattern's first group where it is found, or all of it without a group; None if it is not found."""
+    """Return the text that a pattern's first group matches, or the whole match without a group; None for no match."""
     match = pattern.search(text)
     if match is None:
         return None
@@ -265,7 +265,7 @@ def _tool(dotted: str) -> Check:
 
     @wraps(function)
     def call(row: Any, text: str) -> str:
-        """Call the tool with the arguments that the model wrote. Anything may be wrong with them."""
+        """Call the tool with the arguments in a text that the model wrote. Return JSON with the result or the error."""
         try:
             arguments = json.loads(text or "{}")  # a call without arguments may have no text
         except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Checks of answers: which checks exist, and the child processes that run them within a time limit.
+"""Checks answers in child processes, within a time limit.
 
-A pattern that backtracks holds Python's lock, and a user's function may do anything. In the worker's own process both
-would hold up the engine.
+A pattern that backtracks holds Python's global lock, and a user's function may do anything. In the worker's own
+process, both would hold up the engine.
 """
 
 import json
@@ -15,19 +15,21 @@ from jobs.context.values import some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
+#: The kinds of checks that producers may ask for.
 KINDS = ("function", "json", "regex")
-#: Kinds of checks that producers cannot ask for. AGREE_ON hashes the part of a text that is compared with other texts.
-#: TOOL carries out a call of a tool.
-AGREE_ON, TOOL = "agree_on", "tool"
+#: A further kind, for our own use: it hashes the part of a text that is compared with other texts.
+AGREE_ON = "agree_on"
+#: A further kind, for our own use: it carries out the call of a tool.
+TOOL = "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 #: The most characters of a check's schema, pattern or function.
 MAX_CHARS = 1 << 20
 #: The most characters of a repair template. Each prompt that is tried again holds the template's text.
 MAX_REPAIR_CHARS = 1 << 16
-#: The reason may stand this many times in a repair template.
+#: How many times the reason may stand in a repair template.
 MAX_REASONS = 8
-#: Stands for the reason in the text that follows a failed answer.
+#: Stands for the reason in a repair template.
 REASON = "{reason}"
 
 CHAT_REPAIR = f"This answer is not valid: {REASON}\nAnswer again, with the corrected answer alone."
@@ -39,9 +41,9 @@ class RepairOptions:
     """How answers are checked, and when a prompt is asked again.
 
     check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
-    max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
-    with "length" is continued. repair_template: the text that asks for another answer; None for CHAT_REPAIR or
-    PROMPT_REPAIR.
+    max_attempts: how often a prompt is asked at most, the first time included.
+    continue_on_length: whether an answer that ended with "length" is continued.
+    repair_template: the text that asks for another answer; None for CHAT_REPAIR or PROMPT_REPAIR.
     """
 
     check: Mapping[str, Any] | None = None
@@ -66,7 +68,7 @@ class RepairOptions:
         return check.get("function") or check.get(TOOL)
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
-        """Return the text that follows an answer that is not valid, and asks for another one."""
+        """Return the text that follows a wrong answer and asks for another one. reason: why the answer is wrong."""
         usual_template = CHAT_REPAIR if is_chat else PROMPT_REPAIR
         template = self.repair_template or usual_template
         return template.replace(REASON, reason)
@@ -76,7 +78,10 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments into those that are not RepairOptions, and the RepairOptions. Raises InvalidJob."""
+    """Split keyword arguments into RepairOptions and all others.
+
+    Returns the other arguments, then the RepairOptions. Raises InvalidJob.
+    """
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
     for name, parse in PARSERS.items():
@@ -86,7 +91,7 @@ def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Rep
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
-    """Return a check that is valid, with its schema as an object. Raises InvalidJob."""
+    """Return a check in one form, with its schema as an object. Raises InvalidJob."""
     is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
     if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
@@ -129,7 +134,7 @@ def _repair_template(name: str, value: Any) -> str:
     return text
 
 
-#: By the name of an option: checks a value, and brings it into one form.
+#: A function for each option, by its name. It checks a value, and returns it in one form.
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "check": _check,
     "continue_on_length": truth,
@@ -143,16 +148,18 @@ REPAIR_OPTIONS = PARSERS.keys()
 
 #: The most seconds of a check.
 DEFAULT_LIMIT_S = 5.0
-#: The most seconds to import a function, or to compile a schema or a pattern.
-BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
+#: The most seconds for importing a function.
+IMPORT_LIMIT_S = 60.0
+#: The most seconds for compiling a schema or a pattern.
+COMPILE_LIMIT_S = 2.0
 
 _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers, for each thread in a child process of its own. Thread-safe.
+    """Checks answers in child processes. Each thread that checks has a child of its own. Thread-safe.
 
-    limit_s: the most seconds of a check.
+    allowed: the dotted names of functions that this worker may call. limit_s: the most seconds of a check.
     """
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
@@ -161,7 +168,7 @@ class Checks:
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
-        """Raise InvalidJob for a function that this worker does not allow."""
+        """Raise InvalidJob if the check calls a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
             is_tool = options.check is not None and TOOL in options.check
@@ -171,8 +178,9 @@ class Checks:
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Raise InvalidJob for a check that can never work. Returns the child's reply. May take as long as an import.
+        """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
+        This may take as long as importing a function.
         question: what else the child is asked, such as the function's version.
         """
         self.admit(options)
@@ -182,17 +190,18 @@ class Checks:
             raise _useless(error) from None
 
     def version(self, options: RepairOptions) -> str:
-        """Return the version of a check's function. It changes with the function's file. Raises InvalidJob."""
+        """Return a text that changes when the files of a check's function change. Raises InvalidJob."""
         if options.function is None:
             return ""
         reply = self.prepare(options, version=True)
         return str(reply["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. row: the row for a check function. Raises InvalidJob.
+        """Return why an answer's text is not valid; None if it is valid. Raises InvalidJob.
 
-        For AGREE_ON it returns a hash of the part that is compared, or None if the text has no such part. For TOOL it
-        returns JSON with the result or the error of the call.
+        A check of kind AGREE_ON returns a hash of the compared part of the text, or None if the text has no such part.
+        A check of kind TOOL returns JSON with the result or the error of the call.
+        row: the row that a check function gets.
         """
         self.admit(options)
         try:
@@ -210,7 +219,8 @@ class Checks:
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = self._pool.call(lambda child: self._reply(child, options, question))
-        while "is_stale" in reply:  # that child imported the function before its file changed
+        # A reply is stale if the child imported the function before the function's files changed.
+        while "is_stale" in reply:
             reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])
@@ -219,24 +229,24 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, question: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return one child's reply to a question. The check is compiled first, with a time limit of its own.
+        """Return a child's reply to a question about a check. A child whose reply is stale is closed.
 
-        A child whose reply is stale is closed.
+        A child that has not compiled the check yet is first asked to do so, with a time limit of its own.
         """
-        about_check = {"check": options.check_text}
+        check_question = {"check": options.check_text}
         reply: dict[str, Any] = {}
         has_compiled = child.notes.get(options.check_text)
         if not has_compiled:
-            limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
+            limit_s = IMPORT_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, about_check, Limits(limit_s))
+                reply, _ = child.ask(_TASK, check_question, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
-            # The child puts the check in its own memory too. So both forget the same checks.
+            # The child keeps its last checks in the same order as these notes. So both forget the same checks.
             child.notes.put(options.check_text, True)
             if question:
-                reply, _ = child.ask(_TASK, {**about_check, **question}, Limits(self._limit_s))
+                reply, _ = child.ask(_TASK, {**check_question, **question}, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply
@@ -247,5 +257,5 @@ class Checks:
 
 
 def _useless(error: ChildFailed) -> InvalidJob:
-    """Return the error for a check that failed before it could look at an answer."""
+    """Return the error for a check that failed before it could check an answer."""
     return InvalidJob(f"the check {error} before it could check anything")

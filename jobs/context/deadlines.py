@@ -1,4 +1,4 @@
-"""Deadlines of runs and jobs: how they are written, and the error of work that was not begun in time."""
+"""Reads the deadlines of runs and jobs."""
 
 import re
 import time
@@ -7,16 +7,17 @@ from typing import Any
 
 from jobs.errors import unlike
 
+#: The error of a row that was not begun before the run's deadline.
 EXPIRED = "the deadline passed before this row was begun"
-"""The error of a row that was not begun before the run's deadline."""
 
+#: A deadline, in any form that parse_deadline reads.
 Deadline = str | float | datetime | timedelta
-"""A deadline as parse_deadline takes it."""
 
 _DURATION = re.compile(r"(?P<count>\d{1,6})(?P<unit>[smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
-#: A smaller number is an error: somebody meant seconds from now.
+#: The earliest deadline as a number of Unix seconds. A smaller number is refused, because it may mean seconds from now.
 _EARLIEST = 1e9
+#: The latest deadline, in Unix seconds.
 _LATEST = 1e11
 _FORMS = (
     "a duration from now like 90s, 15m, 2h or 7d, a time like 2026-12-01T08:00:00+01:00, "
@@ -27,8 +28,8 @@ _FORMS = (
 def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     """Return a deadline in Unix seconds. Raises InvalidJob.
 
-    value: a duration, Unix seconds, or a time with its offset, as ISO 8601 or a datetime. now: the Unix seconds from
-    which a duration counts; by default this moment.
+    value: a duration (a text like "2h", or a timedelta), Unix seconds, or a time with its offset (ISO 8601, or a
+    datetime). now: Unix seconds, from which a duration counts; by default the present time.
     """
     start = time.time() if now is None else now
     moment: float | None = None

@@ -11,17 +11,17 @@ from redis import Redis, WatchError
 
 from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journal_key
 
-#: The most bytes of one job's journal. The whole journal is written each time, and read with the job's claim.
+#: The most bytes of one job's journal. Each write replaces the whole journal, and a claim of the job reads it.
 MAX_BYTES = 256 << 10
 
 
 def short_name(owner: str) -> str:
-    """Return a short name of a journal's owner. It is stored beside sent tokens."""
+    """Return a hash of a journal's owner, which is stored beside sent tokens. owner: see JobJournal."""
     return blake2b(owner.encode(), digest_size=8).hexdigest()
 
 
 class SentTokens(NamedTuple):
-    """Tokens of a sample whose text somebody may have read. num_before: how many of its tokens come before these."""
+    """Tokens of a sample that were sent to a client. num_before: how many tokens of the sample come before them."""
 
     sample: int
     num_before: int
@@ -30,12 +30,13 @@ class SentTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class JobJournal:
-    """The journal of one execution of a job. Its first line names the owner; each other line is a prompt's record.
+    """The journal of a job, as one execution reads and writes it.
 
-    owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
-    job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
-    None if it is always written. sent: the tokens that earlier executions have sent to a client that follows the job,
-    in the order of sending.
+    Its first line is the owner. Each further line is the record of a prompt, as JSON.
+    owner: a text that names the job, its time of creation, its payload and its model.
+    stored: the journal when the job was claimed; None if there was none.
+    execution_id: the journal is written only while this execution holds the job; None if it is always written.
+    sent: the tokens that earlier executions have sent to a client that follows the job, in the order of sending.
     """
 
     connection: Redis
@@ -47,11 +48,11 @@ class JobJournal:
 
     @property
     def owner_digest(self) -> str:
-        """Return a short name of the owner."""
+        """Return the hash of the owner."""
         return short_name(self.owner)
 
     def read(self) -> list[Any]:
-        """Return the prompts' records as they were written; no records if the journal is damaged or of another job."""
+        """Return the prompts' records as they were written; [] if the journal is damaged or has another owner."""
         owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
         if owner != self.owner:
             return []
@@ -63,20 +64,24 @@ class JobJournal:
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """Return the tokens of a prompt's samples, from the journal and from what was sent to a client.
 
-        tokens: the journal's tokens, by sample. Where the two differ, the sent tokens count.
+        tokens: the journal's tokens, by sample. Where they differ from the sent tokens, the sent tokens count.
         """
-        merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
-        for sample, num_before, token_ids in self.sent:
-            known_ids = merged.setdefault(sample, [])
-            end = num_before + len(token_ids)
-            has_gap = num_before > len(known_ids)
-            if not has_gap and known_ids[num_before:end] != token_ids:
-                # The journal's later tokens were computed after other tokens than these.
-                merged[sample] = [*known_ids[:num_before], *token_ids]
-        return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
+        merged: dict[int, list[int]] = {}
+        for sample, token_ids in tokens.items():
+            if token_ids:
+                merged[sample] = list(token_ids)
+        for sent in self.sent:
+            known_ids = merged.get(sent.sample, [])
+            if len(known_ids) < sent.num_before:  # the tokens in between are not known
+                continue
+            end = sent.num_before + len(sent.token_ids)
+            if known_ids[sent.num_before : end] != sent.token_ids:
+                # The journal's later tokens follow other tokens than those that were sent, so they are dropped.
+                merged[sent.sample] = [*known_ids[: sent.num_before], *sent.token_ids]
+        return merged
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:
-        """Write the records that have room, unless the execution has lost its job."""
+        """Write the records that fit into MAX_BYTES, unless the execution has lost its job."""
         contents = self.owner
         for record in records:
             line = json.dumps(record)
@@ -84,7 +89,7 @@ class JobJournal:
                 contents += "\n" + line
         executions = executions_key(self.job_id)
         with self.connection.pipeline() as pipe:
-            # The worker that ends the job deletes its journal. If that happens from here on, the write below fails.
+            # The worker that ends the job deletes the journal. If this happens from here on, the write below fails.
             pipe.watch(executions)  # type: ignore[no-untyped-call]
             if self.execution_id is not None and pipe.zscore(executions, self.execution_id) is None:
                 return

@@ -1,12 +1,12 @@
-"""Finds the files that a user's module imports from its own package, so that they are hashed with it."""
+"""Finds the files that a user's module imports from its own package, so that all of them are hashed."""
 
 import ast
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+#: The most files that are returned. In a larger package, only the files that are found first are returned.
 MAX_FILES = 1000
-"""The most files that count. In a larger package, only the files that are found first count."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -14,11 +14,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 def own_files(module: str, path: Path) -> list[Path]:
     """Return a module's file, and all files that it imports from its own package, directly or not.
 
-    For a module without a package, the files beside it count, unless the module is installed. Other packages do not
-    count. Only import statements are followed, at any place in a file.
+    A module without a package may import modules from its folder. Their files are returned too, unless the module is
+    installed. Files of other packages are not returned. Only import statements are followed, anywhere in a file.
     """
     *packages, _ = module.split(".")
-    num_folders = len(packages)  # between the file and the root of imports
+    num_folders = len(packages)  # the folders between the root of imports and the file
     if path.name == "__init__.py":
         num_folders += 1
     root = path.parents[num_folders]
@@ -27,21 +27,21 @@ def own_files(module: str, path: Path) -> list[Path]:
         package, _, _ = module.partition(".")
     if package is None and root.name in _INSTALLED:
         return [path]
-    counted: set[Path] = set()
+    files: set[Path] = set()
     # The import of a module also runs the __init__ of each package around it.
-    waiting = [path, *_files_of(root, module.split("."), package)]
-    while waiting and len(counted) < MAX_FILES:
-        file = waiting.pop()
-        if file in counted:
+    to_visit = [path, *_files_of(root, module.split("."), package)]
+    while to_visit and len(files) < MAX_FILES:
+        file = to_visit.pop()
+        if file in files:
             continue
-        counted.add(file)
+        files.add(file)
         for name in _imports(file, root):
-            waiting.extend(_files_of(root, name, package))
-    return sorted(counted)
+            to_visit.extend(_files_of(root, name, package))
+    return sorted(files)
 
 
 def hash_of(files: list[Path]) -> str:
-    """Return a hash of what files hold now. A missing file has a hash too."""
+    """Return a hash of the present contents of files. A file that cannot be read counts as missing."""
     digest = blake2b(digest_size=16)
     for file in files:
         try:
@@ -54,7 +54,7 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield each name that a file imports, split at its dots. `from a import b` gives a.b, as b may be a module."""
+    """Yield each name that a file imports, split at its dots. `from a import b` yields a.b, as b may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -77,9 +77,9 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
 
 
 def _files_of(root: Path, parts: list[str], package: str | None) -> Iterator[Path]:
-    """Yield the files that importing a name runs: the files of its packages, and its own file.
+    """Yield the files that run when a name is imported: the files of its packages, and its own file.
 
-    package: the outermost package, or None. A name of another package has no files here.
+    package: the only package whose files are yielded; None for any.
     """
     if not parts:
         return

@@ -15,10 +15,10 @@ from jobs.errors import InvalidJob, ModelNotServed
 class PinnedModel:
     """The model that answers a run's rows, as it was when the run was planned.
 
-    fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype. max_model_len: the
-    most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that the chat template
-    wrote when the run was planned; "" if the template writes none. adapters: the adapters that the run names, pinned to
-    their files.
+    fingerprint: a text that changes with the weights, the tokenizer, the chat template or the dtype.
+    max_model_len: the most tokens of prompt and answer together; 0 if that is not known.
+    clock: the date or time that the chat template wrote when the run was planned; "" if it writes none.
+    adapters: the adapters that the run names, pinned to their files.
     """
 
     name: str
@@ -49,21 +49,24 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return the parts of the model that decide every answer.
+        """Return a text that changes with everything that decides all answers: the fingerprint and the clock.
 
-        The length limit does not. An adapter decides the answers of its own rows, whose keys name it.
+        The length limit decides no answer. An adapter decides only the answers of its rows, whose keys name it.
         """
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
 @dataclass(frozen=True)
 class ServedModel(PinnedModel):
-    """One model as one process serves it.
+    """A model as a process serves it.
 
-    aliases: its other names. embedding_size: 0 for a model without embeddings. embedding_prompts: the names of prompts
-    that may stand before a text. classes: the labels of its sequence-classification head; empty without such a head.
-    control_tokens: the texts of tokens that open or end turns. A value in a prompt must not become such a token.
-    clock_formats: the formats in which its chat template writes the time; None if they cannot be known beforehand.
+    aliases: the model's other names. generates: whether it has an LM head.
+    embedding_size: how many numbers an embedding has; 0 for a model without embeddings. embedding_prompts: the names of
+    the checkpoint's prompts that may stand before a text to embed.
+    classes: the labels of the sequence-classification head; empty without such a head.
+    control_tokens: the texts of tokens that begin or end turns. A value in a prompt must not become such a token.
+    clock_formats: the strftime formats in which the chat template writes the time; None if they are not known
+    beforehand.
     """
 
     attention_backend: str = ""
@@ -105,14 +108,15 @@ class ServedModel(PinnedModel):
 
 
 def is_served(pin: str, names: Collection[str]) -> bool:
-    """Whether a worker serves all lines of a PinnedModel.pin. names: the names and pins of what the worker serves."""
-    return all(part in names for part in pin.split("\n"))
+    """Whether a worker serves every line of a PinnedModel.pin. names: of the models and adapters that it serves."""
+    return all(line in names for line in pin.split("\n"))
 
 
 def clock_text(formats: Sequence[str] | None, now: float) -> str:
-    """Return the texts that a chat template writes for a Unix time. formats: see ServedModel.clock_formats.
+    """Return what a chat template writes for a time, one line for each format.
 
-    If the formats are not known, the text is random, so that it equals no other.
+    formats: see ServedModel.clock_formats. If they are None, a random text is returned, so that no two are equal.
+    now: Unix seconds.
     """
     if formats is None:
         return token_hex(8)
@@ -137,11 +141,11 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts as this process' engine would.
+    """Counts the tokens of prompts as the engine of this process would.
 
-    token_ids: returns the tokens of a request's prompt (see tasks.Request). May be called in any thread. Raises
-    InvalidJob if the engine would refuse the prompt. max_num_seqs: the most sequences that run at once. block_size: the
-    tokens of a block, the unit of the prefix cache.
+    token_ids: returns the tokens of the prompt of a tasks.Request. It may be called in any thread, and raises
+    InvalidJob if the engine would refuse the prompt.
+    max_num_seqs: the most sequences that run at once. block_size: the tokens of a block of the prefix cache.
     """
 
     token_ids: Callable[[Any], Sequence[int]]

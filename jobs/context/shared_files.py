@@ -15,14 +15,14 @@ DECODERS = Pool()
 """Children that only decode pictures. The decoders are written in C, so these children read nothing else."""
 
 
-#: The most plans that are kept. A run's shards come one after the other, so few plans are in use at once.
+#: The most plans that are kept. Few plans are in use at once, because a run's shards come one after the other.
 MAX_PLANS = 4
 #: The most readers that are open at once. Each reader has its own child, which holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
 R = TypeVar("R")
-#: The path of a file, then values that name its state, and its columns.
+#: Names what a reader reads: the path of a file, then values that tell the file's state and the columns.
 ReaderKey = tuple[Hashable, ...]
 
 
@@ -40,13 +40,13 @@ class _IdleReader(NamedTuple):
 
 
 class NoRoomYet(Exception):
-    """Raised if a shard must wait until other shards have released memory. Begin it again later."""
+    """Raised if a shard must wait until other shards have released memory or readers. Begin the shard again later."""
 
 
 class SharedFiles:
-    """Holds plans, and readers of files with an open shard. An idle worker holds no reader. Thread-safe.
+    """Keeps plans, and readers of files that have open shards. Thread-safe.
 
-    current_call: see Turns.
+    current_call: see Turns. num_readers: the number of open readers.
     """
 
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
@@ -58,8 +58,8 @@ class SharedFiles:
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
-        """Return a file's plan, which is loaded once. key: names one state of one file."""
-        with self._turns.at(key):  # one thread loads it, other threads wait
+        """Return a file's plan, which is loaded once. key: names the file and its state. load: reads the plan."""
+        with self._turns.at(key):  # one thread loads the plan, and other threads wait
             plan: P | None = self._plans.get(key)
             if plan is None:
                 plan = load()
@@ -83,7 +83,7 @@ class SharedFiles:
         self.close_idle(self._open_shards)
 
     def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
-        """Close the readers that nobody uses. paths_to_keep: the files whose readers stay open."""
+        """Close the readers that nobody uses. paths_to_keep: the paths of files whose readers stay open."""
         unused = []
         with self._lock:
             still_idle = []
@@ -98,10 +98,11 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) that has not read past a shard: the nearest reader, or a new one.
+        """Lend a RowReader (jobs/parquet/tables) for a shard: the nearest idle reader of the key, or a new one.
 
-        Only one reader of a key is lent at a time, and other shards wait for it. The reader is closed if the body
-        raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are lent.
+        Only one reader of a key is lent at a time, and other shards of the file wait for it. The reader is closed if
+        the body of the `with` raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS
+        readers are lent.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard)
@@ -120,14 +121,15 @@ class SharedFiles:
                 self._close(reader)
 
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that is nearest to a shard; None if there is none."""
+        """Take the idle reader of a key that is nearest before a shard; None if there is none."""
         with self._lock:
-            candidates = [
-                idle for idle in self._idle if idle.key == key and idle.reader.reaches(shard)
-            ]
+            candidates = []
+            for idle in self._idle:
+                if idle.key == key and idle.reader.reaches(shard):
+                    candidates.append(idle)
             if not candidates:
                 return None
-            # No candidate has read past the shard, so the one that has read most is nearest.
+            # All candidates stand before the shard, so the one that has read most is the nearest.
             nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
             return nearest.reader
@@ -151,23 +153,23 @@ class SharedFiles:
             raise
 
     def _close(self, reader: Any) -> None:
-        """Close a reader, and count it no more."""
+        """Close a reader, and subtract it from the open readers."""
         with self._lock:
             self.num_readers -= 1
         reader.close()
 
 
-#: Enough for 250,000 prompts of 1 KB.
+#: The default limit of ShardBytes. It is enough for 250,000 prompts of 1 KB.
 DEFAULT_BYTES = 256 << 20
-#: No further shard begins once the open shards hold 1 / BEGIN_SHARE of the limit. The rest is left for the open shards.
+#: No further shard begins once the open shards hold 1 / BEGIN_SHARE of the limit. The open shards may use the rest.
 BEGIN_SHARE = 2
 
 
 class ShardBytes:
-    """Counts the bytes of prompts that all open shards hold. Thread-safe.
+    """Counts the bytes of prompts that the open shards hold. Thread-safe.
 
-    limit: the most bytes that they may hold together. A shard that would exceed the limit waits, and holds nothing
-    meanwhile. A shard that is alone never waits, because a file has limits of its own.
+    limit: the most bytes that the shards may hold together. A shard that would exceed the limit must wait, and hold
+    nothing meanwhile. A shard that is alone never waits, because a file has limits of its own.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
@@ -176,15 +178,15 @@ class ShardBytes:
         self.held = 0
 
     def check_room(self) -> None:
-        """Raise NoRoomYet if the open shards hold so much that a further one might not fit."""
+        """Raise NoRoomYet if the open shards hold so many bytes that no further shard may begin."""
         if self.held >= self.limit // BEGIN_SHARE:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
-        """Count bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
+        """Add bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
         with self._lock:
-            others_hold = self.held > already_held  # a shard that is alone never waits
-            if others_hold and self.held + num_bytes > self.limit:
+            is_alone = self.held <= already_held
+            if not is_alone and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 

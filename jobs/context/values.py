@@ -16,7 +16,7 @@ def truth(name: str, value: Any) -> bool:
 
 
 def whole_number(name: str, value: Any, most: int | None = None) -> int:
-    """Return an integer from 1 on. most: the largest integer that is allowed."""
+    """Return an integer that is at least 1. most: the largest integer that is allowed; None for no limit."""
     if isinstance(value, str):
         raise InvalidValue(
             f"{name} arrived as the text {{}}: write {name}:={{}}",
@@ -38,7 +38,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list of `least` to `most` values. kind_of_list: what was expected, in the error."""
+    """Return a list of `least` to `most` values. kind_of_list: words for the error about a value that is no list."""
     if not isinstance(value, list | tuple):
         raise unlike(name, value, kind_of_list)
     if not least <= len(value) <= most:
@@ -65,14 +65,14 @@ def share(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_shard(count: int, what: str, rows: int, most: int) -> None:
+def check_shard(count: int, noun: str, rows: int, most: int) -> None:
     """Raise InvalidJob if a shard would hold more than `most` values.
 
-    count: how many values each row has. what: the values' name. rows: how many rows a shard has.
+    count: how many values each row has. noun: what the values are, for the error. rows: how many rows a shard has.
     """
     check_limit(
         count * rows,
         most,
-        f"{count} {what} make {{}} in a shard of {rows} rows",
+        f"{count} {noun} make {{}} in a shard of {rows} rows",
         "give fewer rows_per_shard",
     )

@@ -15,16 +15,16 @@ from urllib.parse import SplitResult, urlsplit
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue
 
-#: The most seconds of one call, from looking up the host's name to the answer's headers.
+#: The most seconds of one call, from looking up the host's name to the headers of the response.
 DEADLINE_S = 10.0
 
 MAX_URL_CHARS = 2000
-#: Headers that only this module sets. With other values, a request could go to another place than it shows.
+#: Headers that only this module sets. With other values, a request could reach another server than its URL names.
 _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 
 
 def host_of(url: Any) -> str:
-    """Return a URL's host. Raises InvalidValue if it is not a URL of http or https."""
+    """Return a URL's host. Raises InvalidJob if the text is no URL of http or https, or names a user."""
     return str(_parsed(url).hostname)
 
 
@@ -46,40 +46,31 @@ def call_webhook(
     body: bytes | None = None,
     resolve: Callable[..., Any] = socket.getaddrinfo,
 ) -> int:
-    """Make one HTTP request and return the answer's status. Follows no redirect and asks no proxy.
+    """Make one HTTP request, and return the status of the response. Follows no redirect and uses no proxy.
 
     hosts: names and addresses that an operator allows. A loopback or private address is called only if it is in
-    `hosts`. The call goes to the very address that was checked. Raises InvalidJob for an address that is not allowed.
-    Raises OSError, HTTPException or ValueError if no answer came within DEADLINE_S. Looking up a name can take longer.
+    `hosts`. The request goes to the very address that was checked.
+    resolve: looks up the addresses of a name. Nothing interrupts it, so it may take longer than DEADLINE_S.
+    Raises InvalidJob for an address that is not allowed. Raises OSError, HTTPException or ValueError if no response
+    came within DEADLINE_S.
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    user_headers = {
-        name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
-    }
-    target = parts.path or "/"
-    if parts.query:
-        target += f"?{parts.query}"
-
     deadline = time.monotonic() + DEADLINE_S
     addresses = _allowed_addresses(parts, hosts, resolve)
     sock = _connected(addresses)
-    sock.settimeout(DEADLINE_S)  # for one read; the timer ends the whole call
-    copy = sock.dup()  # TLS takes over `sock`, and the copy shuts down the same connection
+    sock.settimeout(DEADLINE_S)  # limits a single read; the timer limits the whole call
+    # TLS takes over `sock`. So the timer shuts the connection down by a copy.
+    copy = sock.dup()
     seconds_left = deadline - time.monotonic()
     timer = threading.Timer(seconds_left, _shut_down, [copy])
     timer.start()
     try:
-        connection = HTTPConnection(str(parts.hostname), parts.port)
-        if parts.scheme == "https":
-            sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
-            connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
-        connection.sock = sock
-        connection.request(method, target, body, {**user_headers, "Connection": "close"})
-        status = connection.getresponse().status
+        status = _send(sock, parts, method, headers or {}, body)
     except (OSError, HTTPException):
         if time.monotonic() < deadline:
-            raise  # else the timer has caused the error, and TimeoutError is raised below
+            raise
+        # Otherwise the timer has caused the error, and TimeoutError is raised below.
     finally:
         timer.cancel()
         copy.close()
@@ -87,6 +78,34 @@ def call_webhook(
     if time.monotonic() >= deadline:
         raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
     return status
+
+
+def _send(
+    sock: socket.socket,
+    parts: SplitResult,
+    method: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+) -> int:
+    """Send a request over a connected socket, and return the status of the response. parts: the URL's."""
+    target = parts.path or "/"
+    if parts.query:
+        target += f"?{parts.query}"
+    all_headers = {"Connection": "close"}
+    for name, value in headers.items():
+        if name.lower() not in _OWN_HEADERS:
+            all_headers[name] = value
+
+    connection = HTTPConnection(str(parts.hostname), parts.port)
+    if parts.scheme == "https":
+        connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
+        sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
+    connection.sock = sock
+    try:
+        connection.request(method, target, body, all_headers)
+        return connection.getresponse().status
+    finally:
+        sock.close()
 
 
 def _shut_down(sock: socket.socket) -> None:
@@ -97,22 +116,39 @@ def _shut_down(sock: socket.socket) -> None:
 
 def _parsed(url: Any) -> SplitResult:
     """Return the parts of a URL of http or https. Raises InvalidJob."""
-    if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        with suppress(ValueError):  # what urlsplit and its port raise
-            parts = urlsplit(url)
-            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-                if "@" in parts.netloc:  # HTTPConnection takes no user and password
-                    raise InvalidJob(
-                        "webhook: a URL with user or password, expected one such as https://host/path"
-                    )
-                return parts
-    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
+    parts = _split_url(url)
+    if parts is None:
+        raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
+    if "@" in parts.netloc:  # HTTPConnection takes no user and password
+        raise InvalidJob(
+            "webhook: a URL with user or password, expected one such as https://host/path"
+        )
+    return parts
+
+
+def _split_url(url: Any) -> SplitResult | None:
+    """Return the parts of a URL of http or https; None for anything else."""
+    if not isinstance(url, str) or len(url) > MAX_URL_CHARS:
+        return None
+    if not url.isascii() or not url.isprintable():
+        return None
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return None
+    return parts
 
 
 def _allowed_addresses(
     parts: SplitResult, hosts: Collection[str], resolve: Callable[..., Any]
 ) -> list[tuple[str, int]]:
-    """Look the host up, and return each address that may be called, with its port. Raises InvalidJob."""
+    """Look up the host of a URL, and return the addresses that may be called, each with the port.
+
+    Raises InvalidJob if there is no such address.
+    """
     usual_port = 443 if parts.scheme == "https" else 80
     port = parts.port or usual_port
     addresses = []
@@ -137,7 +173,10 @@ def _may_call(address: str, hosts: Collection[str]) -> bool:
 
 
 def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
-    """Connect to the first address that answers. Each address may take an equal share of the time. Raises OSError."""
+    """Connect to the first address that answers. Raises OSError if none does.
+
+    Each address may take an equal share of DEADLINE_S.
+    """
     *earlier_addresses, last_address = addresses
     share_s = DEADLINE_S / len(addresses)
     for address in earlier_addresses:
@@ -148,5 +187,5 @@ def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the settings of TLS for all hosts. Made once, because reading the authorities' certificates takes long."""
+    """Return the settings of TLS for all hosts. Cached, because reading the authorities' certificates takes long."""
     return ssl.create_default_context()

@@ -13,14 +13,15 @@ from jobs.context.adapters import ADAPTER
 from jobs.context.values import some_text, truth
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
-#: The most bytes of a prompt. A longer prompt exceeds every context, and would only cost a tokenizer's time and Redis'
-#: memory.
+#: The most bytes of a prompt. A longer prompt exceeds every model's length, and would only cost the tokenizer's time
+#: and Redis' memory.
 MAX_PROMPT_BYTES = 1 << 20
-#: The limits of a job, which holds all its answers until the last one is there. Larger work is a run over files.
+#: The most prompts and the most choices of a job. A job holds all its answers until the last one is there. Larger work
+#: is a run over files.
 MAX_PROMPTS = 10_000
 MAX_CHOICES = 10_000
 
-#: Sampling values that are never text. If such a value is text, `=` was written where `:=` was meant.
+#: Sampling values that are never text. If such a value is text, somebody wrote `=` in place of `:=` for RQ's CLI.
 NOT_TEXT = frozenset(
     {
         "allow_whitespace",
@@ -58,11 +59,11 @@ NOT_TEXT = frozenset(
     }
 )
 
-#: An option of chats and of prompts from templates: whether control tokens in their values are text.
+#: The option of chats and templates that says whether control tokens in messages and values are read as plain text.
 SPLIT_TOKENS = "split_special_tokens"
 #: A variable of chat templates that OpenAI's clients send as an argument of its own.
 EFFORT = "reasoning_effort"
-#: Whether answers that are JSON may have blanks and line breaks between their parts.
+#: The option that says whether JSON answers may have blanks and line breaks between their parts.
 WHITESPACE = "allow_whitespace"
 #: Options that only chats have.
 CHAT_ONLY = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
@@ -77,14 +78,16 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt that cannot be asked. The other prompts of its list go on."""
+    """Stands for a prompt that cannot be asked, in a list whose other prompts are asked. reason: why it cannot be."""
 
     reason: str
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for, or None. Raises InvalidJob if the argument cannot be a name."""
-    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
+    """Return the model that a job's argument names; None for None. Raises InvalidJob if the value is no name."""
+    if model is None:
+        return None
+    return some_text("model", model, MAX_MODEL_CHARS)
 
 
 def text_problem(text: object, name: str = "prompt") -> str | None:
@@ -103,7 +106,7 @@ def text_problem(text: object, name: str = "prompt") -> str | None:
 
 
 def checked_text(text: Any, name: str) -> str:
-    """Return a text. Raises InvalidJob for a value that cannot be a prompt's text."""
+    """Return a text as it is. Raises InvalidJob for a value that cannot be a prompt's text."""
     problem = text_problem(text, name)
     if problem:
         raise InvalidJob(problem)
@@ -136,7 +139,7 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 
 
 def one_prompt(prompt: object, name: str) -> Prompt:
-    """Return a prompt that is a string or token ids. Raises InvalidJob."""
+    """Return one prompt: a string or token ids. name: names it in errors. Raises InvalidJob."""
     if isinstance(prompt, list) and _are_token_ids(prompt):
         check_limit(len(prompt), MAX_PROMPT_BYTES, f"{name} has {{}} token ids", "shorten it")
         return list(prompt)
@@ -148,7 +151,7 @@ def one_prompt(prompt: object, name: str) -> Prompt:
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling` without values that change nothing. The engine checks names and ranges.
+    """Return a copy of `sampling` without values that change nothing. The engine checks names and ranges later.
 
     Raises InvalidJob for a number that arrived as text, and for an argument that is not built.
     """
@@ -162,7 +165,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
             )
     values = {}
     for name, value in sampling.items():
-        # Null is as if the value were left out. The engine refuses unknown names, null or not.
+        # A known name with null is left out. An unknown name is kept, because the engine must refuse it.
         if value is not None or name not in SAMPLING_NAMES:
             values[name] = value
     return without_neutral(values)
@@ -178,7 +181,7 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def splits_control_tokens(values: Mapping[str, Any]) -> bool:
-    """Say whether control tokens in the values of a template are text. Raises InvalidJob."""
+    """Whether control tokens in messages and in the values of a template are read as plain text. Raises InvalidJob."""
     splits = values.get(SPLIT_TOKENS)
     if splits is not None and not isinstance(splits, bool):
         raise unlike(SPLIT_TOKENS, splits, "true or false")
@@ -186,7 +189,7 @@ def splits_control_tokens(values: Mapping[str, Any]) -> bool:
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
-    """Raise InvalidJob if a job would hold more than MAX_CHOICES answers, `n` for each prompt."""
+    """Raise InvalidJob if a job would have more than MAX_CHOICES answers. Each prompt has `n` answers."""
     n = sampling.get("n", 1)
     if isinstance(n, int):
         problem = f"the job's {num_prompts} prompts ask for {{}} answers"
@@ -194,35 +197,43 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    """Whether all items are integers. Truth values are not."""
+    """Whether a list has items, and all of them are integers, not truth values."""
     return set(map(type, items)) == {int}  # a loop would take longer than all other checks together
 
 
-#: Arguments that are not built, each with the values that change nothing. Null is always such a value.
+#: Arguments that are not built, each with the values that change nothing. Null changes nothing in any of them.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
-    **dict.fromkeys(
-        ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
-        (False,),
-    ),
-    **dict.fromkeys(
-        ("audio", "guided_decoding", "prediction", "stream_options", "web_search_options"), ()
-    ),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_decoding": (),
+    "length_penalty": (1,),
     "modalities": (["text"],),
+    "prediction": (),
+    "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream": (False,),
+    "stream_options": (),
     "suffix": ("",),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "web_search_options": (),
 }
 
-#: Arguments for a service's operator. They mean nothing to the model.
+#: Arguments for the operator of a service. They change no answer.
 FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without values that change nothing. Raises InvalidJob if one is not built."""
+    """Return values under our names, without arguments of NEUTRAL and FOR_OPERATORS.
+
+    Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
+    """
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name in FOR_OPERATORS:
@@ -238,9 +249,9 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
                 brief(value),
             )
     if used.get("parallel_tool_calls") is True:
-        # The default is left out, so that equal requests look alike.
+        # The default is left out, so that equal requests have equal values.
         del used["parallel_tool_calls"]
-    # OpenAI's newer name for max_tokens.
+    # max_completion_tokens is OpenAI's newer name for max_tokens.
     max_completion_tokens = used.pop("max_completion_tokens", None)
     if max_completion_tokens is not None:
         if used.get("max_tokens") not in (None, max_completion_tokens):
@@ -252,21 +263,21 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
-    """Say whether an argument of NEUTRAL has a value that changes nothing. values: all arguments."""
+    """Whether an argument of NEUTRAL has a value that changes nothing. values: all arguments."""
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     for neutral in NEUTRAL[name]:
         # In Python 1 and true are equal, but here they mean different things.
-        are_alike = isinstance(value, bool) is isinstance(neutral, bool)
-        if are_alike and value == neutral:
+        have_same_kind = isinstance(value, bool) is isinstance(neutral, bool)
+        if have_same_kind and value == neutral:
             return True
     return False
 
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which `structured_outputs` alone says what form a text must have. Raises InvalidJob.
+    """Return values in which only `structured_outputs` says what form a text must have. Raises InvalidJob.
 
-    The values of `response_format` and `allow_whitespace` are moved into it.
+    The values of `response_format` and `allow_whitespace` are moved into `structured_outputs`.
     """
     form_names = ("response_format", WHITESPACE, "structured_outputs")
     remaining = {name: value for name, value in values.items() if name not in form_names}

@@ -25,7 +25,9 @@ from jobs.prompts.templated_task import refuse_template
 from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.tasks import Task
 
-COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
 
 #: By endpoint: the function that makes a line's task, and the argument that a body must have.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
@@ -35,10 +37,13 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     RESPONSES: (lambda **body: chat_task(**chat_of(body)), "input"),
 }
 
-#: The error code of a line that was not answered. The fault is in the line, or else its shard would be tried again.
+#: The error code of a line that was not answered. The line is at fault, because after any other error its shard is
+#: tried again.
 ERROR_CODE = "invalid_request"
-#: For a line whose endpoint is not the batch's: the beginning of its error, and the error's code.
-MISMATCHED, MISMATCHED_CODE = "mismatched endpoint", "mismatched_endpoint"
+#: The beginning of the error of a line whose endpoint is not the batch's endpoint.
+MISMATCHED = "mismatched endpoint"
+#: The error code of such a line.
+MISMATCHED_CODE = "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
 
@@ -53,7 +58,10 @@ def custom_id(line: Any) -> str | None:
 
 @dataclass
 class Drops:
-    """Collects the names of arguments that a line loses. is_sampling_value: whether the engine knows a name."""
+    """Collects the names of arguments that are left out of a line.
+
+    is_sampling_value: returns whether the engine knows a sampling value of this name.
+    """
 
     is_sampling_value: Callable[[str], bool]
     left_out: list[str] = field(default_factory=list)
@@ -68,24 +76,13 @@ def line_task(
 ) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: the seed for a line that names no seed. aliases: names of models that the served model stands for; "*" is any
-    name. endpoint: the only endpoint that a line may name; None for any. drops: takes the arguments that are not
-    served; None if they are refused.
+    seed: the seed for a line that names no seed. aliases: names of models in place of which the served model answers;
+    "*" stands for any name. endpoint: the only endpoint that a line may name; None for any.
+    drops: takes the names of unsupported arguments, which are left out; with None, they are refused.
     """
-    if custom_id(line) is None:
-        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
-    if line.get("method") != "POST":
-        raise unlike("method", line.get("method"), "'POST'")
-    url = line.get("url")
-    body = line.get("body")
-    if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
-    if endpoint not in (None, url):
-        raise InvalidJob(
-            f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
-        )
-    if not isinstance(body, dict):
-        raise unlike("body", body, "an object")
+    _check_line(line, endpoint)
+    url = line["url"]
+    body = line["body"]
     refuse_template(body)
 
     model = body.get("model")
@@ -95,16 +92,34 @@ def line_task(
     if drops is not None:
         body, left_out = without_unsupported(url, body, drops.is_sampling_value)
         drops.left_out += left_out
-    make_task, needed = _ENDPOINTS[url]
-    if needed not in body:
-        raise InvalidJob(f"body has no {needed!r}, which {url} needs")
+    make_task, required = _ENDPOINTS[url]
+    if required not in body:
+        raise InvalidJob(f"body has no {required!r}, which {url} needs")
     has_seed = make_task is not embed_task  # for an embedding, nothing is drawn at random
     if has_seed and body.get("seed") is None:
         body = {**body, "seed": seed}
     return make_task(**body)
 
 
-#: Arguments of prompts and chats that become others before the engine sees them.
+def _check_line(line: Mapping[str, Any], endpoint: str | None) -> None:
+    """Raise InvalidJob unless a line is a POST request to the endpoint, or to any of ours if that is None."""
+    if custom_id(line) is None:
+        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
+    if line.get("method") != "POST":
+        raise unlike("method", line.get("method"), "'POST'")
+    url = line.get("url")
+    if not isinstance(url, str) or url not in _ENDPOINTS:
+        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
+    if endpoint not in (None, url):
+        raise InvalidJob(
+            f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
+        )
+    body = line.get("body")
+    if not isinstance(body, dict):
+        raise unlike("body", body, "an object")
+
+
+#: Arguments of prompts and chats that become other arguments before the engine gets them.
 _TEXT_ARGUMENTS = {
     "model",
     "max_completion_tokens",
@@ -129,9 +144,9 @@ _KNOWN: Mapping[str, set[str]] = {
 def without_unsupported(
     url: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a line's body without arguments that are not served, and the names of the arguments left out.
+    """Return a line's body without unsupported arguments, and the names of the arguments that were left out.
 
-    A key of messages is named as `messages[].key`. is_sampling_value: whether the engine knows a sampling value.
+    A key of messages is named as `messages[].key`. is_sampling_value: see Drops.
     """
     supported: dict[str, Any] = {}
     left_out: list[str] = []
@@ -151,7 +166,7 @@ def without_unsupported(
 def _is_supported(
     url: str, name: str, body: Mapping[str, Any], is_sampling_value: Callable[[str], bool]
 ) -> bool:
-    """Whether an argument of a body is served with its value."""
+    """Whether an argument of a body is supported with its value."""
     value = body[name]
     if name in NEUTRAL:
         return is_neutral(name, value, body)
@@ -165,7 +180,7 @@ def _is_supported(
 
 
 def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
-    """Return a message without keys that are not read. Their names are added to left_out."""
+    """Return a message without keys that are not read. The names of these keys are added to left_out."""
     if not isinstance(message, dict):
         return message
     supported = {}
@@ -187,6 +202,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     body_without_prompt = {name: value for name, value in line["body"].items() if name != "input"}
 
     def response(answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the response object for a chat's answer."""
         _, _, job_id = answer["id"].partition("-")  # "chatcmpl-" and the job's id
         return response_object(answer, body_without_prompt, job_id, answer["created"])
 
@@ -194,7 +210,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, for its answer. The number of the request is left out."""
+    """Return why a line failed, for the line of the output. The number of the request is left out."""
     if isinstance(error, ModelNotServed):
         name = str(error.argument("model"))
         return (
@@ -209,8 +225,8 @@ def failure_text(error: JobsError) -> str:
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
     """Return a line of the output, or of the errors.
 
-    row: the line's number in the run, from 0. name: its custom_id. body: its response's body as JSON; None if there is
-    an error.
+    row: the line's number in the run, from 0. name: the line's custom_id.
+    body: the body of the response as JSON; None if there is an error.
     """
     response = None
     if error is None:

@@ -1,4 +1,4 @@
-"""Generates an answer: asks a prompt, and asks again if a check refuses the answer or the answer was cut."""
+"""Generates the answer to a prompt. Asks again if a check refuses the answer, and goes on if the answer was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Check, Item, Samples, asked_once
 from jobs.items.records import PlainCompletion
-from jobs.prompts.template_texts import as_values
+from jobs.prompts.template_texts import with_breaks
 from jobs.tasks import Completion, Logprob, Request
 
 #: The reason for a completion that failed without a reason.
@@ -27,11 +27,11 @@ class PromptAnswer:
     """The completions of one prompt.
 
     samples: the samples by index. If the prompt failed, each has an error. After several attempts there is one sample,
-    which counts the prompt tokens of all attempts.
-    num_generated: tokens generated for each sample, in all attempts.
+    with the prompt tokens of all attempts.
+    num_generated: the number of tokens generated for each sample, in all attempts.
     attempts: how often the prompt was asked; 0 if it can only be asked once.
-    check_error: why the answer is not valid; None if it is, or nothing checks it.
-    extras: what a way to the answer adds to it, by the names of its columns.
+    check_error: why the answer is not valid; None if the answer is valid or is not checked.
+    extras: further columns that a way to the answer adds, by name.
     """
 
     samples: Samples
@@ -47,7 +47,7 @@ class PromptAnswer:
 
     @property
     def failed_sample(self) -> Completion | None:
-        """Return the first sample that failed; None if all are good. If one has failed, the prompt has no answer."""
+        """Return the first sample that failed; None if none failed. If one has failed, the prompt has no answer."""
         for sample in self.samples:
             if sample.finish_reason == "error":
                 return sample
@@ -55,18 +55,18 @@ class PromptAnswer:
 
     @property
     def num_chars(self) -> int:
-        """Return a lower bound of the characters that the answer takes in a response."""
+        """Return a lower bound of the number of characters that the answer takes in a response."""
         total = 0
         for sample in self.samples:
             numbers = sample.embedding or sample.class_scores or ()
-            # Base64 takes 16 characters for three numbers of an embedding, so at least 5 for each.
+            # Base64 takes 16 characters for three numbers of an embedding, so more than 5 for each number.
             num_chars_of_numbers = 5 * len(numbers)
             total += len(sample.text) + len(sample.reasoning or "") + num_chars_of_numbers
         return total
 
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
-    """Return the answer of a prompt that failed. n: how many samples it has. Each sample has the reason."""
+    """Return the answer of a prompt that failed. reason: the error of each sample. n: the number of samples."""
     sample = PlainCompletion(finish_reason="error", error=reason or NO_REASON)
     return PromptAnswer([sample] * n, [0] * n)
 
@@ -78,29 +78,36 @@ def merged(
     extras: Mapping[str, Any],
     error: str | None = None,
 ) -> PromptAnswer:
-    """Return the one answer to which several requests have led.
+    """Return the one answer to which several requests have led. It has the counts of all requests.
 
     answer: the completion that is the answer. prefills: one completion of each request, to count the prompt tokens.
-    samples: all completions, to count the generated tokens. error: why the answer is not valid, or None.
+    samples: all completions, to count the generated tokens. extras: see PromptAnswer.
+    error: why the answer is not valid; None if it is.
     """
+    num_prompt_tokens = 0
+    num_cached_tokens = 0
+    for completion in prefills:
+        num_prompt_tokens += completion.num_prompt_tokens
+        num_cached_tokens += completion.num_cached_tokens
+    num_generated = sum(len(completion.token_ids) for completion in samples)
     sample = PlainCompletion.of(
         answer,
         index=0,
-        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in prefills),
-        num_cached_tokens=sum(completion.num_cached_tokens for completion in prefills),
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
         error=error or answer.error,
     )
-    num_generated = sum(len(completion.token_ids) for completion in samples)
     return PromptAnswer([sample], [num_generated], extras=extras)
 
 
 def generated(
     request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
 ) -> Item[PromptAnswer]:
-    """Ask a prompt for its completions.
+    """Return the item that asks a prompt for its completions.
 
-    row: what a check function gets in addition to the answer. control_tokens: texts that answers and reasons must not
-    contain if they are added to a text prompt. In chats the engine prevents that.
+    row: what a check function gets beside the answer.
+    control_tokens: the model's control tokens. Before an answer or a reason is added to a text prompt, these tokens are
+    broken in it (see with_breaks). In chats, the engine does this.
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
@@ -108,7 +115,7 @@ def generated(
 
 
 def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Ask once, and return the answer. item: the item that asks."""
+    """Return an item with the answer to the samples of another item."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
@@ -116,33 +123,34 @@ def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
 def _tried(
     request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
 ) -> Item[PromptAnswer]:
-    """Ask until an answer is accepted; see RepairOptions."""
+    """Ask until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
     first = replace(request, sampling=_later_sampling(request))
-    # `request` is the prompt of the present answer. `turn` is what is sent: `request`, or its continuation.
-    turn = request
+    # `prompt` asks for the present answer. `sent` is what the engine gets: `prompt`, or a continuation of its answer.
+    prompt = request
+    sent = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
-        [[completion]] = yield [turn]  # one request with one sample
-        if problem is not None and not turn.continued and _is_refused(completion):
-            # The earlier answers leave no room in the model's length: ask without them. The refusal is no attempt.
-            request = _without_answers(first, repairs, problem, attempt, control_tokens)
-            turn = request
-            [[completion]] = yield [turn]
+        [[completion]] = yield [sent]  # one request with one sample
+        if problem is not None and not sent.continued and _is_refused(completion):
+            # With the earlier answers, the prompt exceeds the model's length. So they are left out. The refused request
+            # does not count as an attempt.
+            prompt = _without_answers(first, repairs, problem, attempt, control_tokens)
+            sent = prompt
+            [[completion]] = yield [sent]
 
-        tally.add(completion, turn.continued)
+        tally.add(completion, sent.continued)
         if completion.finish_reason == "error":
-            if turn.continued and tally.answer is not None and repairs.check is not None:
-                # The cut answer stays the answer, and was not checked before.
+            if sent.continued and tally.answer is not None and repairs.check is not None:
+                # The continuation failed, so the cut answer is the answer. It was not checked before.
                 problem = yield Check(repairs, tally.answer.text, row)
             break
 
         has_attempts_left = attempt < repairs.max_attempts
         was_cut = completion.finish_reason == "length"
         if repairs.continue_on_length and was_cut and has_attempts_left:
-            turn = replace(
-                request, continued=completion.token_ids, sampling=_later_sampling(request)
-            )
+            sampling = _later_sampling(prompt)
+            sent = replace(prompt, continued=completion.token_ids, sampling=sampling)
             continue
 
         if repairs.check is None:
@@ -150,12 +158,12 @@ def _tried(
         problem = yield Check(repairs, completion.text, row)
         if problem is None or not has_attempts_left:
             break
-        if _had_no_room(completion, request):
-            request = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
+        if _had_no_room(completion, prompt):
+            prompt = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
         else:
-            request = replace(request, sampling=_sampling_of(first, attempt + 1))
-            request = _repaired(request, repairs, problem, control_tokens, answer=completion.text)
-        turn = request
+            prompt = replace(prompt, sampling=_sampling_of(first, attempt + 1))
+            prompt = _repaired(prompt, repairs, problem, control_tokens, answer=completion.text)
+        sent = prompt
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
 
@@ -165,7 +173,8 @@ class _Tally:
     def __init__(self) -> None:
         self.answer: Completion | None = None
         self.num_generated = 0
-        self._first: Completion | None = None  # it alone has the prompt's values; see _FIRST_ONLY
+        # The first completion. Only this one has the prompt's values; see _FIRST_ONLY.
+        self._first: Completion | None = None
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -181,13 +190,14 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. Unless it was only cut, it was not valid, so the row has an error now.
+            # The previous answer stays. If this attempt did not continue it, that answer was not valid. So the row now
+            # has an error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
             return
 
-        # A completion's tokens begin with the continued ones, which are counted already.
+        # A completion's tokens begin with the continued tokens, which are counted already.
         self.num_generated += len(completion.token_ids) - len(continued)
         if not continued:
             self._logprobs = []
@@ -198,12 +208,12 @@ class _Tally:
         """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
-        has_logprobs = answer.logprobs is not None
+        logprobs = None if answer.logprobs is None else self._logprobs
         return PlainCompletion.of(
             answer,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
-            logprobs=self._logprobs if has_logprobs else None,
+            logprobs=logprobs,
             prompt_logprobs=self._first.prompt_logprobs,
             prompt_text=self._first.prompt_text,
             prompt_tokens=self._first.prompt_tokens,
@@ -235,13 +245,13 @@ def _repaired(
     control_tokens: Collection[str],
     answer: str = "",
 ) -> Request:
-    """Return a request that repeats the answer that is not valid, and asks for another one.
+    """Return a request that repeats an answer that is not valid, and asks for another answer.
 
-    answer: the answer; "" leaves it out of a text prompt that has no room for it.
+    reason: why the answer is not valid. answer: the answer; with "" it is left out of a text prompt.
     """
     if request.messages is not None:
         return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
-    answer, reason = as_values([answer, reason], control_tokens)
+    answer, reason = with_breaks([answer, reason], control_tokens)
     return _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
 
 
@@ -252,11 +262,14 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request followed by the reason, without the answers in between, which left no room."""
+    """Return the first request followed by the reason, without the answers in between, for which there is no room.
+
+    reason: why the last answer is not valid.
+    """
     request = replace(first, sampling=_sampling_of(first, attempt))
     if request.messages is None:
         return _repaired(request, repairs, reason, control_tokens)
-    # Templates want users and assistants to take turns, so the reason stands in the user's last message.
+    # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.
     text = repairs.text_behind(reason, is_chat=True)
     *earlier, last = request.messages
     if last["role"] != "user":
@@ -269,14 +282,14 @@ def _without_answers(
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
-    """Return a request for another answer, with the earlier requests and answers before it."""
+    """Return a chat followed by its answer and by the message that asks for another answer."""
     assert request.messages is not None
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
     return replace(request, messages=[*request.messages, *turns])
 
 
 def _repaired_prompt(request: Request, text_behind: str) -> Request:
-    """Return a prompt followed by its answer and by the text that asks for another one."""
+    """Return a prompt followed by a text: its answer, and what asks for another answer."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
         return replace(request, prompt=f"{request.prompt}{text_behind}")
@@ -284,7 +297,7 @@ def _repaired_prompt(request: Request, text_behind: str) -> Request:
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:
-    """Return the sampling values for requests after a prompt's first one."""
+    """Return the sampling values for a prompt's requests after the first."""
     return {name: value for name, value in request.sampling.items() if name not in _FIRST_ONLY}
 
 
@@ -297,10 +310,10 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for an option that cannot be combined with answers that are tried again.
+    """Raise InvalidJob if checks and continued answers cannot be combined with another option.
 
-    has_tools: the chat offers tools. prompt_only: nothing is generated after the prompt. has_steps: rows of a run have
-    several prompts. has_labels: the run asks for labels.
+    has_tools: whether the chat offers tools. prompt_only: whether nothing is generated after the prompt. has_steps:
+    whether rows of a run have several prompts. has_labels: whether the run asks for labels.
     """
     if options.repair_template is not None and options.check is None:
         raise InvalidJob(
@@ -318,21 +331,25 @@ def check_repairs(
         raise InvalidValue(
             f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
         )
-    for is_refused, problem in (
-        (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
-        (
-            has_tools and options.check,
-            "check and tools: a check reads the text of an answer, and a tool call has no text",
-        ),
-        (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
-        (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
-    ):
-        if is_refused:
-            raise InvalidJob(problem)
+    if prompt_only:
+        raise InvalidJob(f"{name} and max_tokens=0: there is no answer that could be tried again")
+    if has_tools and options.check is not None:
+        raise InvalidJob(
+            "check and tools: a check reads the text of an answer, and a tool call has no text"
+        )
+    if has_labels:
+        raise InvalidJob(f"{name} and labels: a label is no answer that could be tried again")
+    if has_steps:
+        raise InvalidJob(
+            f"{name} and prompts: rows of several prompts are asked once: leave one out"
+        )
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with another seed, made of their seed and `name`. Without a seed they stay as they are."""
+    """Return sampling values with another seed, which follows from their seed and `name`.
+
+    Without a seed, they are returned as they are.
+    """
     if sampling.get("seed") is None:
         return dict(sampling)
     return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}

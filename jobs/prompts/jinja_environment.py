@@ -1,4 +1,4 @@
-"""Jinja in its sandbox. Strangers write templates, so a child process with limits renders them."""
+"""Renders Jinja templates in a child process with limits, and in Jinja's sandbox, because strangers write templates."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ _WRITTEN = (
 )
 #: Tags that read other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
-#: A filter and a global of Jinja that give another text each time.
+#: A filter and a global of Jinja that give another text in each rendering.
 _RANDOM_FILTER = "random"
 _RANDOM_GLOBAL = "lipsum"
 
 
 def _written(value: Any) -> str:
-    """Return a value as a template writes it. Raises TemplateProblem."""
+    """Return the text of a value in a template. Raises TemplateProblem."""
     if value is None:
         raise TemplateProblem(
             "a value that the template writes is null: give it a default, such as {{ name or 'none' }}"
@@ -50,7 +50,7 @@ def _written(value: Any) -> str:
 
 
 class _Generator(CodeGenerator):
-    """Jinja's generator of code, with another operator `~`."""
+    """Jinja's generator of Python code, with our own code for the operator `~`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         """Write code for `~` that gives each value the same text as `{{ value }}` does."""
@@ -62,7 +62,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a template writes JSON, gives the same text each time, and reads no other template."""
+    """Jinja's sandbox. Lists and dicts become JSON, and templates can use neither chance nor other templates."""
 
     code_generator_class = _Generator
 
@@ -78,17 +78,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters |= {"join": self._join, "string": _written, "tojson": to_json}
 
     def joined(self, separator: str, items: Iterable[Any]) -> str:
-        """Return the texts of values, joined."""
+        """Join the texts of values. The code for `~` calls this method."""
         return separator.join(map(_written, items))
 
     def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
-        """The filter `join`. Its parameters have Jinja's names, because templates may name them."""
+        """Join values for Jinja's filter `join`. The parameters have Jinja's names, because templates may name them."""
         if attribute is not None:
             value = [self.getitem(item, attribute) for item in value]
         return self.joined(d, value)
 
     def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        """Return a template, and the names that the template takes from outside. Raises TemplateProblem."""
+        """Return a template, and the names of its variables that have no value in it. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
             unserved = next(tree.find_all(_UNSERVED), None)
@@ -117,7 +117,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return a compiled template. The last ones are remembered."""
+    """Return a compiled template as `compiled` does. The last templates are cached."""
     return _environment.compiled(text)
 
 
@@ -145,9 +145,9 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render the texts of a template with values of JSON.
+    """Reply with the rendered texts of a template, or with its problem.
 
-    Without values, reply with the names that the template takes from outside.
+    If the question has no values, reply with the names of the template's variables instead.
     """
     texts = worker.question["texts"]
     reply: dict[str, Any]

@@ -17,8 +17,8 @@ from jobs.prompts.arguments import (
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
-#: The texts that a message may hold beside its role and content. The order is fixed, so that equal chats are equal
-#: texts.
+#: The texts that a message may have beside its role and content. They are copied in this order, so that equal chats
+#: have equal JSON.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 
@@ -26,8 +26,8 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text or a list of texts and pictures. An assistant's content may be null if there are tool calls.
-    drops_keys: whether to leave out keys that are not read. Raises InvalidJob.
+    A content is a text or a list of texts and pictures. It may be null if the message has tool calls, and becomes "".
+    drops_keys: whether keys that are not read are left out. Otherwise they are refused. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
@@ -45,30 +45,25 @@ def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[
 
 
 def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
-    """Return one message of `normal_messages`. number: its place, for errors."""
+    """Return one message of `normal_messages`. number: the message's index, for errors."""
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
-    present = {key: value for key, value in message.items() if value is not None and value != []}
-    for key in present:
+    fields = {}
+    for key, value in message.items():
+        if value is None or value == []:
+            continue
         if key not in MESSAGE_KEYS and not drops_keys:
             known = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
                 f"message {number} holds {brief(key)}, which is not built: {known}; in runs drop_unsupported "
                 "(--drop-unsupported) leaves others out"
             )
+        fields[key] = value
 
-    calls = present.get("tool_calls")
-    content = message.get("content")
-    if content is None and calls is not None:
-        content = ""
-    if isinstance(content, list):
-        content = [_part(part, number) for part in content]
-    else:
-        content = checked_text(content, f"content of message {number}")
-
+    calls = fields.get("tool_calls")
     normal: dict[str, Any] = {
         "role": checked_text(message["role"], f"role of message {number}"),
-        "content": content,
+        "content": _content(message.get("content"), number, has_calls=calls is not None),
     }
     if calls is not None:
         if not isinstance(calls, list):
@@ -77,9 +72,18 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
             )
         normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
-        if key in present:
-            normal[key] = checked_text(present[key], f"{key} of message {number}")
+        if key in fields:
+            normal[key] = checked_text(fields[key], f"{key} of message {number}")
     return normal
+
+
+def _content(content: object, number: int, *, has_calls: bool) -> str | list[dict[str, Any]]:
+    """Return a message's content: a text, or a list of parts. Raises InvalidJob."""
+    if content is None and has_calls:
+        return ""
+    if isinstance(content, list):
+        return [_part(part, number) for part in content]
+    return checked_text(content, f"content of message {number}")
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def _part(part: object, number: int) -> dict[str, Any]:
         values = {key: value for key, value in part.items() if value is not None}
     is_image = values.keys() == {"type", "image"} and values["type"] == "image"
     if is_image and isinstance(values["image"], bytes):
-        return values  # JSON has no bytes, so the part was parsed before
+        return values  # this part was parsed before, because JSON has no bytes
     if values.get("type") == "image_url":
         return {"type": "image", "image": _picture(values, number)}
     if values.keys() != {"type", "text"} or values["type"] != "text":
@@ -101,7 +105,10 @@ def _part(part: object, number: int) -> dict[str, Any]:
 
 
 def _picture(part: dict[str, Any], number: int) -> Picture:
-    """Return the picture of an image_url. `detail` changes nothing, because a picture is read in its own size."""
+    """Return the picture of an image_url. Raises InvalidJob.
+
+    `detail` changes nothing, because a picture is read in its own size.
+    """
     image_url = part.get("image_url")
     if not isinstance(image_url, dict):  # some clients send the URL itself
         image_url = {"url": image_url}
@@ -141,7 +148,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the bytes of a field of a message: a text, the texts of a list of parts, or a list of calls of tools."""
+    """Return how many bytes of text a field of a message has. value: a text, a list of parts, or a list of calls."""
     if isinstance(value, str):
         return len(value.encode())
     are_parts = bool(value) and "function" not in value[0]  # each call has a function
@@ -153,7 +160,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-#: The options of a chat, which are no sampling values.
+#: The options of a chat. They are not sampling values.
 NAMES = (*CHAT_ONLY, SPLIT_TOKENS)
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools`, answers are searched for calls of these tools.
@@ -196,7 +203,7 @@ def forces_call(values: Mapping[str, Any]) -> bool:
 
 
 def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a choice that forces a call of one of these tools. Raises InvalidJob for any other tool."""
+    """Return a tool_choice that forces a call of one of these tools. Raises InvalidJob for any other choice."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)

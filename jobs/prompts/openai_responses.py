@@ -24,7 +24,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
-#: Arguments that have the same name in a chat.
+#: Arguments that have the same name and meaning in a chat.
 _SAME = (
     "model",
     "temperature",
@@ -37,7 +37,7 @@ _SAME = (
     "prompt_cache_key",
     "service_tier",
 )
-#: Arguments with another name in a chat, or in the response object.
+#: Arguments that have another name or form in a chat, or that only the response object repeats.
 _OWN = (
     "input",
     "instructions",
@@ -54,7 +54,7 @@ _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
-    """Say whether a body's argument is known, and has a value that can be served."""
+    """Whether a body's argument is known, and its value is supported."""
     if name in _REFUSED:
         return value in _REFUSED[name]
     return name in _SAME or name in _OWN
@@ -63,7 +63,7 @@ def is_served(name: str, value: Any) -> bool:
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `jobs.chat` for a body.
 
-    Raises InvalidJob, whose text begins with the argument that is wrong.
+    Raises InvalidJob. Its text begins with the name of the wrong argument.
     """
     for name, value in body.items():
         if name in _REFUSED and value not in _REFUSED[name]:
@@ -71,17 +71,19 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         if name not in (*_REFUSED, *_SAME, *_OWN):
             raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
 
-    chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = _messages(body)
-
-    if body.get("max_output_tokens") is not None:
-        chat["max_tokens"] = body["max_output_tokens"]
-    reasoning = body.get("reasoning")
-    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
-        chat["reasoning_effort"] = reasoning["effort"]
     for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
         if not isinstance(body.get(name), kind | None):
             raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+
+    chat: dict[str, Any] = {"messages": _messages(body)}
+    for name in _SAME:
+        if body.get(name) is not None:
+            chat[name] = body[name]
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    reasoning = body.get("reasoning") or {}
+    if reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
 
     response_format = _format(body.get("text"))
     if response_format is not None:
@@ -114,9 +116,9 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. Calls that follow each other become one message.
+    """Add an item of the input to the messages. Calls that follow one another become one message.
 
-    number: the item's place in the input, for errors.
+    number: the item's index in the input, for errors.
     """
     kind = item.get("type", "message")
     if kind == "message":
@@ -145,9 +147,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: i
 
 
 def _content(content: Any, number: int) -> Any:
-    """Return an item's content as a chat's message has it. Raises InvalidValue.
+    """Return an item's content in the form of a chat's message. Raises InvalidValue.
 
-    number: the item's place in the input, for errors.
+    number: the item's index in the input, for errors.
     """
     if not isinstance(content, list):
         return content
@@ -181,10 +183,7 @@ def _format(text: Any) -> dict[str, Any] | None:
     if isinstance(wanted, dict) and wanted.get("type") == "json_object":
         return {"type": "json_object"}
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        schema = {
-            name: value for name, value in wanted.items() if name != "type" and value is not None
-        }
-        return {"type": "json_schema", "json_schema": schema}
+        return {"type": "json_schema", "json_schema": _without_type(wanted)}
     raise InvalidJob("text.format has no type text, json_object or json_schema")
 
 
@@ -193,17 +192,25 @@ def _tool(tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         raise InvalidValue("tools has a {}, which is not built: functions alone are", brief(kind))
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": _without_type(tool)}
+
+
+def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, without its type."""
+    remaining = {}
+    for name, value in fields.items():
+        if name != "type" and value is not None:
+            remaining[name] = value
+    return remaining
 
 
 def response_object(
     answer: Mapping[str, Any], body: Mapping[str, Any], name: str, created_at: int
 ) -> dict[str, Any]:
-    """Return OpenAI's object of a response.
+    """Return OpenAI's response object for a chat's answer.
 
-    answer: the chat's answer. body: the request's body. name: the text from which ids are made. created_at: Unix
-    seconds.
+    answer: the chat.completion. body: the request's body. name: the text from which ids are made, such as a job's id.
+    created_at: Unix seconds.
     """
     (choice,) = answer["choices"]
     message = choice["message"]
@@ -219,7 +226,10 @@ def response_object(
 
 
 def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
-    """Return an item of the output. kind: "reasoning" or "message". index: the item's place in the output."""
+    """Return an item of the output with a text.
+
+    kind: "reasoning" or "message". name: the text from which ids are made. index: the item's index in the output.
+    """
     if kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": text}
         fields: dict[str, Any] = {"id": f"rs_{name}_{index}", "summary": []}
@@ -230,7 +240,7 @@ def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
 
 
 def call_item(name: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the item of a function call. call: from the chat's answer. index: the item's place in the output."""
+    """Return an item of the output with a function call. call: one of the `tool_calls` of the chat's answer."""
     return {
         "type": "function_call",
         "id": f"fc_{name}_{index}",
@@ -248,7 +258,10 @@ def response_with(
     name: str,
     created_at: int,
 ) -> dict[str, Any]:
-    """Return a response object with these items. answer: the chat's answer; None while there is no answer."""
+    """Return a response object with these items of output. answer: the chat.completion; None while it is not there.
+
+    Other arguments: see response_object.
+    """
     status = "in_progress"
     model = body.get("model") or ""
     incomplete_details = None
@@ -288,7 +301,7 @@ def response_with(
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat's usage as a response has it."""
+    """Return a chat's usage in the form of a response object."""
     cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],

@@ -1,4 +1,4 @@
-"""Decodes pictures in a child process. It looks at a picture's size before any pixel."""
+"""Decodes pictures in a child process. A picture's size is checked before any pixel is decoded."""
 
 import io
 import os
@@ -12,15 +12,15 @@ from sandbox.child import Body, Worker
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 Image.init()  # imports the readers of all formats now, outside the limits of a task
-Image.MAX_IMAGE_PIXELS = None  # the worker says how many
+Image.MAX_IMAGE_PIXELS = None  # each question has its own limit
 # Readers complain about odd files on stderr. The worker's log does not need that.
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
-    """Reply with the size of a picture and its pixels as RGB, or with its problem.
+    """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The question's `most` says how many pixels it may have.
+    The picture's file is the body of the question. The question's `most` says how many pixels it may have.
     """
     try:
         decoded = _decoded(worker.body, worker.question["most"])
@@ -35,7 +35,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
 
 
 def _decoded(file: bytearray, max_pixels: int) -> Image.Image | str:
-    """Return a picture as RGB, or a text with its problem."""
+    """Return a picture as RGB, or a text that says why it cannot be decoded."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:
@@ -44,7 +44,7 @@ def _decoded(file: bytearray, max_pixels: int) -> Image.Image | str:
         return f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} that its prompt has left"
     picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I;16"):
-        # Pillow would make all but the darkest of 65,536 greys white. 65,535 / 257 is 255.
+        # Pillow would cut off greys above 255, and so make nearly all of 65,536 greys white. 65,535 / 257 is 255.
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode in ("I", "F"):
         return "has pixels of 32 bits, and does not say which is white: write it in 8 or 16 bits"

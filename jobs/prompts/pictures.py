@@ -1,4 +1,4 @@
-"""Pictures in prompts: how a prompt holds them, where they may be, and how large they may be."""
+"""Reads the pictures of prompts, within limits, and has child processes decode them."""
 
 import re
 from base64 import b64decode
@@ -12,46 +12,52 @@ from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
 
-#: The most pictures of a prompt, and the most bytes and pixels that its pictures may have together.
+#: The most pictures of a prompt.
 MAX_PICTURES = 100
+#: The most bytes and the most pixels that a prompt's pictures may have together.
 MAX_BYTES = 20 << 20
 MAX_PIXELS = 1 << 26
 
 MAX_PATH_CHARS = 4096
 _DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
 Picture = bytes | str
-"""The bytes of a picture's file, or the path where it lies."""
+"""The bytes of a picture's file, or the path of the file."""
 
 #: Returns the bytes of a path's file.
 ReadFile = Callable[[str], bytes]
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a URL (data: or of the web), and not a path."""
+    """Whether a text is a data: URL or a URL of the web, and not a path."""
     return text[:6].lower().startswith(("data:", "http:", "https:"))
 
 
 def picture_of(url: str, name: str) -> Picture:
-    """Return the bytes in a data: URL, or the text itself if it is a path. Raises InvalidJob for a URL of the web."""
+    """Return the bytes in a data: URL, or the text itself if it is a path. Raises InvalidJob for any other URL.
+
+    name: names the picture in errors.
+    """
     data = _DATA_URL.match(url)
     if data is not None:
         try:
             return b64decode(url[data.end() :], validate=True)
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
-    is_unknown_data = url[:5].lower() == "data:"
-    if is_url(url) and not is_unknown_data:  # the URL is not shown, because it may hold keys
+    is_other_data = url[:5].lower() == "data:"
+    is_path = not is_url(url)
+    if not is_path and not is_other_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"
         )
-    if is_unknown_data or not 0 < len(url) <= MAX_PATH_CHARS:
-        expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
-        raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
-    return url
+    has_path_length = 0 < len(url) <= MAX_PATH_CHARS
+    if is_path and has_path_length:
+        return url
+    expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
+    raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
 
 
 def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
-    """Return a copy of messages or parts in which `replacement(picture)` stands for each picture, in order."""
+    """Return a copy of messages or parts in which `replacement(picture)` takes the place of each picture, in order."""
     changed = []
     for part in value:
         if part.get("type") == "image":
@@ -76,7 +82,10 @@ def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
-    """Return the bytes of a prompt's pictures. Raises the errors of `read`, or InvalidJob beyond a prompt's limits."""
+    """Return the bytes of a prompt's pictures. Raises the errors of `read`.
+
+    Raises InvalidJob if the pictures exceed MAX_BYTES or MAX_PICTURES.
+    """
     files: list[bytes] = []
     size = 0
     for picture in pictures:
@@ -92,12 +101,13 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
     return files
 
 
-#: The most seconds and bytes for a picture. The bytes are room for some copies of MAX_PIXELS, four bytes each.
+#: The most seconds and bytes of memory for decoding a picture. This memory holds six copies of MAX_PIXELS pixels of
+#: four bytes each.
 LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 
 
 class DecodedPicture(NamedTuple):
-    """A decoded picture. rgb: three bytes for each pixel, row by row."""
+    """A decoded picture. height, width: in pixels. rgb: three bytes for each pixel, row by row."""
 
     height: int
     width: int
@@ -122,13 +132,14 @@ def decode(file: bytes, name: str, most: int) -> DecodedPicture:
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
-    """Return a task for messages with pictures. Pictures in files are loaded when the task is opened.
+    """Return a task for messages that may have pictures. Pictures in files are loaded when the task is opened.
 
     make: makes the task from messages with loaded pictures. Raises InvalidJob.
     """
     pictures = pictures_in(messages)
 
     def task_with_files(context: JobContext) -> Task:
+        """Read the pictures' files, and return the task."""
         assert context.picture_reader is not None, "a process that runs jobs lends one"
         read_file = context.picture_reader(context)
         files = loaded(pictures, read_file)
@@ -137,6 +148,6 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     has_paths = any(isinstance(picture, str) for picture in pictures)
     if has_paths:
         return LateTask(task_with_files, blocking=True)
-    # Only the limits are checked here. Without paths, `read` is never called.
+    # This call only checks the limits. Without paths, it never calls `read`.
     loaded(pictures, read=str.encode)
     return make(messages)

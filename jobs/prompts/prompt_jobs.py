@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob
@@ -34,27 +34,33 @@ from jobs.tasks import Parts, Request, Task
 
 
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
-    """Give each request of a list its own seed, so that they do not all draw the same random numbers.
+    """Return the requests, each with its own seed, so that equal prompts do not get equal answers.
 
-    The first request keeps the seed that was sent. Every other request gets a seed made of that seed and its place.
+    The first request keeps its seed. Every other request gets a seed made of that seed and the request's index.
     """
     seeded: list[Request | Unusable] = []
-    for place, request in enumerate(requests):
-        if place > 0 and isinstance(request, Request):
-            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
+    for index, request in enumerate(requests):
+        if index > 0 and isinstance(request, Request):
+            request = replace(request, sampling=reseeded(request.sampling, f"{index}"))
         seeded.append(request)
     return seeded
 
 
-def _split_options(
-    options: Mapping[str, Any],
-) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
+class _SplitOptions(NamedTuple):
+    """The keyword arguments of a job. way_options: those that ask for a way to the answer; see Way."""
+
+    sampling: dict[str, Any]
+    repairs: RepairOptions
+    way_options: dict[str, Any]
+
+
+def _split_options(options: Mapping[str, Any]) -> _SplitOptions:
     """Split keyword arguments into sampling values, checks of answers, and options of ways. Raises InvalidJob."""
     sampling, way_options = split_way(options)
     repairs = NO_REPAIRS
     if sampling.keys() & REPAIR_OPTIONS:
         sampling, repairs = split_repair_options(sampling)
-    return parse_sampling(sampling), repairs, way_options
+    return _SplitOptions(parse_sampling(sampling), repairs, way_options)
 
 
 def _checked_way(
@@ -63,7 +69,10 @@ def _checked_way(
     repairs: RepairOptions,
     tools: list[dict[str, Any]],
 ) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for an argument that cannot be combined with this way."""
+    """Return the way that the options ask for; None without options.
+
+    Raises InvalidJob for an argument that cannot be combined with the way.
+    """
     way = way_of(options)
     if way is not None:
         check_beside(way, sampling, repairs)
@@ -72,10 +81,11 @@ def _checked_way(
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task for the argument that says what to ask. Raises InvalidJob unless there is exactly one.
+    """Return the task for the one argument that says what to ask. Raises InvalidJob if none or several say it.
 
-    make: makes the task from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens
-    in answers are text. sources: the arguments, each of which may be None.
+    make: called with "prompt" or "messages" and its value; returns the task. A template is filled in before.
+    values_are_text: whether control tokens in the answers that fill in a template are read as plain text.
+    sources: the possible arguments by name; None for an argument that is not given.
     """
     names = [name for name, value in sources.items() if value is not None]
     if not names:
@@ -108,7 +118,7 @@ def complete_task(
     way = _checked_way(way_options, values, repairs, tools=[])
 
     def task(_: str, value: object) -> PromptTask:
-        """Return the task for these prompts, which the job names or a template has made."""
+        """Return the task for prompts that stand in the job, or that were made from a template."""
         prompts = parse_prompts(value)
         check_choices(len(prompts), values)
         has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
@@ -160,7 +170,7 @@ def chat_task(
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
-        """Return the task for these messages, which the job names or a template has made."""
+        """Return the task for messages that stand in the job, or that were made from a template."""
         return pictured_task(normal_messages(messages), task)
 
     return asked_task(

@@ -1,4 +1,4 @@
-"""The task of a job of prompts: prompts in the job, answers in its result."""
+"""The task of a job of prompts. The job's arguments hold the prompts, and its result holds the answers."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,15 +20,16 @@ from jobs.prompts.arguments import MAX_MODEL_CHARS, Unusable
 from jobs.prompts.generated import PromptAnswer, failed, generated
 from jobs.prompts.pictures import with_pictures
 from jobs.prompts.responses import Answers
-from jobs.prompts.template_texts import as_shown
+from jobs.prompts.template_texts import without_breaks
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Request, Task
 
-#: A job shows its progress from this age on, so that the many short jobs never show it.
+#: A job writes its progress once it is this old. So the many short jobs never write it.
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: The beginning of a result's id, by the result's kind; by default the kind itself. A list has no id.
+#: The beginning of a result's id, by the result's kind. Kinds that are missing here are used themselves. A list has no
+#: id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",
@@ -36,14 +37,14 @@ ID_PREFIXES = {
     "list": None,
 }
 
-#: Kinds of results with OpenAI's system_fingerprint: the model's fingerprint, which changes with all that changes its
-#: answers. With an adapter, the digest of the adapter's files follows.
+#: Kinds of results that have OpenAI's system_fingerprint. This is the model's fingerprint, which changes whenever its
+#: answers may change. With an adapter, the digest of the adapter's files follows.
 _WITH_FINGERPRINT = ("text_completion", "chat.completion")
 
 #: The kind of requests that a model's sequence-classification head answers.
 HEAD_KIND = "classify"
 
-#: Makes the job's result from the answers and the job's id. The result's id, time and model are added later.
+#: Makes the job's result from the answers and the job's id. PromptTask adds the result's id, time and model.
 Respond = Callable[[Answers, str], dict[str, Any]]
 
 
@@ -51,9 +52,10 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are answered.
 
-    respond: makes the result. model: the model that the job asks for; None takes any. sampling: the sampling values of
-    all requests. values_are_text: whether control tokens in earlier answers are text. way: how each prompt gets its
-    answer; None asks each prompt once.
+    respond: makes the result. model: the model that the job asks for; None for any model.
+    sampling: the sampling values of all requests. repairs: how answers are checked.
+    values_are_text: whether control tokens in an earlier answer are read as plain text when the prompt is asked again.
+    way: how each prompt gets its answer from several requests; None without such a way.
     """
 
     prompts: Sequence[Request | Unusable]
@@ -66,14 +68,14 @@ class PromptTask(Task):
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
-        """Return the task with its adapter pinned. `model` may name an adapter too.
+        """Return the task with its adapter pinned. `model` may be the name of an adapter.
 
-        Raises UnknownAdapter, and InvalidJob if the job asks the model's head, which takes no adapter.
+        Raises ModelNotServed, UnknownAdapter, and InvalidJob if the job asks the model's head, which takes no adapter.
         """
         adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
-            # It may be the name of an adapter.
+            # The name may be that of an adapter.
             if model not in context.adapters.names:
                 raise ModelNotServed(model, _served(context))
             if adapter not in (None, model):
@@ -98,7 +100,7 @@ class PromptTask(Task):
         return replace(self, prompts=prompts, model=model, sampling=sampling)
 
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job and get ready. Raises the errors of `made` and `check`."""
+        """Check the job, and return its open task. Raises the errors of `made` and `check`."""
         task = self.made(context)
         task.check(context)
         return OpenPrompts(context, task)
@@ -131,18 +133,18 @@ class PromptTask(Task):
             without_pictures = with_pictures(prompt.messages, lambda picture: None)
             row = {"messages": without_pictures}
         elif self.repairs.is_asked_for:
-            row = {"prompt": as_shown(prompt.prompt)}
-        forbidden = control_tokens if self.values_are_text else ()
-        return generated(prompt, self.repairs, row, forbidden)
+            row = {"prompt": without_breaks(prompt.prompt)}
+        tokens_to_break = control_tokens if self.values_are_text else ()
+        return generated(prompt, self.repairs, row, tokens_to_break)
 
     @property
     def num_samples(self) -> int:
-        """The number of choices of each prompt."""
+        """Return the number of choices of each prompt."""
         n = self.sampling.get("n", 1)
         return n if isinstance(n, int) else 1
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
-        """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
+        """Return OpenAI's response. A prompt that failed has its reason there. Raises RequestFailed if all failed."""
         answers = [self._whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
@@ -164,9 +166,9 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer, made to fail in all its samples if one of them has failed.
+        """Return an answer. If one of its samples has failed, return an answer in which all samples have failed.
 
-        An answer with repairs is returned as it is: each of its samples says by itself whether it is valid.
+        With repairs, an answer has one sample, and is returned as it is.
         """
         sample = answer.failed_sample
         if sample is None or self.repairs.is_asked_for:
@@ -180,29 +182,29 @@ def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     return answer
 
 
-#: Remembers nothing, because a job asks each of its prompts, also if prompts are equal.
+#: A memory that remembers nothing, because a job asks each of its prompts, even if prompts are equal.
 NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
-    """What a job of prompts asks. has_checks: whether it checks answers."""
+    """What a job of prompts asks. has_checks: whether answers are checked."""
 
     def __init__(self, *, has_checks: bool) -> None:
         self.has_checks = has_checks
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job. It holds all prompts in memory, because Redis has taken the job whole."""
+    """Asks the prompts of one job. It holds all of them in memory, as Redis does."""
 
     runner: ItemRunner[PromptAnswer]
 
     def __init__(self, context: JobContext, task: PromptTask) -> None:
         self._context = context
         self._task = task
-        self._began_at: float | None = None  # when requests were first asked for
+        self._began_at: float | None = None  # when `requests` was first called
         self._shown_at = 0.0
-        self._shown: dict[str, int] = {}  # the progress as it was shown last
-        # Of the runner's answers: how many are counted, and their characters and tokens.
+        self._shown: dict[str, int] = {}  # the progress that was returned last
+        # How many of the runner's answers are counted, and the characters and tokens of these answers.
         self._num_counted = 0
         self._num_chars = 0
         self._num_tokens = 0
@@ -212,13 +214,13 @@ class OpenPrompts(ItemsTask):
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
-        for place, prompt in enumerate(task.prompts):
+        for index, prompt in enumerate(task.prompts):
             if isinstance(prompt, Unusable):
                 answers.append(failed(prompt.reason, task.num_samples))
             else:
                 answers.append(None)
                 make = partial(task.item, prompt, context.model.control_tokens)
-                entries.append(Entry([place], make))
+                entries.append(Entry([index], make))
         ask = PromptAsk(has_checks=task.has_checks)
         keeps_replies = context.journal is not None
         self.runner = ItemRunner(
@@ -230,32 +232,35 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return each prompt's name in the journal, by its place. Most jobs are over before they need these names."""
+        """Return the digest by which the journal knows each prompt, by the prompt's index.
+
+        It is computed when it is first needed, because most jobs end before they write a journal.
+        """
         clock = self._context.model.pinned(self._opened_at).clock
         digests = {}
-        for place, prompt in enumerate(self._task.prompts):
+        for index, prompt in enumerate(self._task.prompts):
             if isinstance(prompt, Request):
-                digests[place] = prompt.digest(clock)
+                digests[index] = prompt.digest(clock)
         return digests
 
     def _read_journal(self) -> dict[int, Progress]:
-        """Return how far an earlier execution came, for each prompt that still asks the same."""
+        """Return how far an earlier execution came, by the indices of prompts that still ask the same."""
         journal = self._context.journal
         if journal is None or journal.stored is None:
             return {}
         progress_of: dict[int, Progress] = {}
         try:
-            for place, digest, progress in journal.read():
-                if digest == self._digests.get(place):
-                    progress_of[place] = Progress.from_json(progress)
+            for index, digest, progress in journal.read():
+                if digest == self._digests.get(index):
+                    progress_of[index] = Progress.from_json(progress)
         except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
             return {}
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return the progress with the tokens that a client was sent while it followed the job.
+        """Add the tokens that were sent to a client that follows the job. The answer must go on after these tokens.
 
-        The answer goes on from these tokens. progress_of: how far an earlier execution came, by prompt.
+        progress_of: how far an earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
         task = self._task
@@ -266,7 +271,7 @@ class OpenPrompts(ItemsTask):
             return progress_of
         progress = progress_of.get(0, NOTHING)
         has_completion = bool(progress.replies or progress.received)
-        if has_completion:  # the answer is whole, and holds the sent tokens
+        if has_completion:  # the completion is whole, so the sent tokens are a part of it
             return progress_of
         tokens = journal.with_sent(progress.tokens.get(0, {}))
         if not tokens:
@@ -274,32 +279,31 @@ class OpenPrompts(ItemsTask):
         return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the whole journal anew, with the progress of all prompts. See OpenTask.
+        """Return a function that writes the journal anew, with the progress of all prompts. See OpenTask.
 
         Returns None if there is nothing to write.
         """
         if self._context.journal is None:
             return None
-        # What an earlier execution had done of a prompt counts until this execution has done more. The prompt may still
-        # wait for the engine, and has no tokens then.
+        # A prompt that still waits for the engine has no tokens yet. So an earlier execution's progress counts until
+        # this execution has come further.
         progress_of = dict(self._earlier_progress)
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
-        for place, progress in self.runner.under_way(tokens).items():
-            if place not in progress_of or progress.sort_key > progress_of[place].sort_key:
-                progress_of[place] = progress
+        for index, progress in self.runner.under_way(tokens).items():
+            if index not in progress_of or progress.sort_key > progress_of[index].sort_key:
+                progress_of[index] = progress
 
-        records = [
-            (place, self._digests[place], progress.to_json())
-            for place, progress in progress_of.items()
-            if progress.can_be_written
-        ]
+        records = []
+        for index, progress in progress_of.items():
+            if progress.can_be_written:
+                records.append((index, self._digests[index], progress.to_json()))
         if not records:
             return None
         return partial(self._context.journal.write, records)
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests. The job's age counts from the first request."""
+        """Yield the requests. The first call begins the time after which progress is returned."""
         if self._began_at is None:
             self._began_at = self._task.clock()
         return super().requests()
@@ -310,7 +314,7 @@ class OpenPrompts(ItemsTask):
         self._count_answers()
 
     def _count_answers(self) -> None:
-        """Count the new answers. Raises ResultTooLarge."""
+        """Count the new answers. Raises ResultTooLarge once all answers together have too many characters."""
         for answered in self.runner.answered[self._num_counted :]:
             self._num_counted += 1
             self._num_chars += answered.answer.num_chars
@@ -319,7 +323,7 @@ class OpenPrompts(ItemsTask):
             raise ResultTooLarge(self._context.max_result_bytes)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how many prompts are done, once the job has run for some seconds."""
+        """Return how many prompts are done. Returns None until the job has run for PROGRESS_AFTER_S."""
         if self._began_at is None:
             return None
         now = self._task.clock()
@@ -340,7 +344,7 @@ class OpenPrompts(ItemsTask):
 
 
 def _served(context: JobContext) -> str:
-    """Name what a job may ask for here, as an error shows it."""
+    """Return the names of the model and adapters that a job may ask for here, for an error."""
     model = repr(context.model.name)
     adapters = context.adapters.listed
     return f"{model}, and adapters {adapters}" if adapters else model

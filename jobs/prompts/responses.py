@@ -1,4 +1,4 @@
-"""OpenAI's response shapes, built from completions; and the arguments that change them."""
+"""Makes OpenAI's responses from completions, and reads the arguments that say what a response shows."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from jobs.tasks import Completion, Logprob
 #: Stands for minus infinity, which JSON does not have. vLLM writes the same number.
 LOWEST = -9999.0
 
-#: Stands in a text for part of a character that never became whole.
+#: Stands in a text for bytes that never became a whole character.
 INCOMPLETE = "\ufffd"
 
 TokenLogprobs = Mapping[int, Logprob]
-"""Log probabilities at one place of a text, by token id: first the token itself, then the likeliest tokens."""
+"""Log probabilities at one position of a text, by token id: first the token itself, then the likeliest tokens."""
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -28,8 +28,8 @@ NAMES = ("echo", "top_logprobs", *LOGPROBS)
 class ResponseOptions:
     """What a response shows.
 
-    echo: whether the prompt's text is shown too. prompt_only: whether nothing follows the prompt. num_top: how many
-    likeliest tokens are shown with each token's log probability; None shows no log probabilities.
+    echo: whether the prompt's text comes before the completion's. prompt_only: whether only the prompt's text is shown.
+    num_top: how many likeliest tokens are shown with each token's log probability; None shows no log probabilities.
     """
 
     echo: bool = False
@@ -65,7 +65,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
 def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
     """Return a chat's sampling values, and what its response shows. Raises InvalidJob.
 
-    Reasoning stands apart from the answer, unless `separate_reasoning` is false.
+    The response shows the reasoning apart from the answer, unless `separate_reasoning` is false.
     """
     sampling = {
         name: value for name, value in values.items() if name not in ("echo", "top_logprobs")
@@ -87,7 +87,10 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values without NAMES that are off. Raises InvalidJob for a value without a column."""
+    """Return a run's sampling values, without those of NAMES that are null or false.
+
+    Raises InvalidJob for a value of NAMES that a run cannot have.
+    """
     remaining: dict[str, Any] = {}
     for name, value in values.items():
         is_off = name in NAMES and (value is None or value is False)
@@ -105,11 +108,11 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def text_logprobs(
     sample: Completion, text: str, *, echo: bool, prompt_only: bool
 ) -> dict[str, Any]:
-    """Make `logprobs` of a text_completion's choice.
+    """Return `logprobs` of a text_completion's choice.
 
-    text: the choice's text; `text_offset` counts its characters. echo: whether the prompt's tokens come first. The very
-    first token has no log probability. prompt_only: whether no other tokens follow. A part of a character has OpenAI's
-    form: "bytes:\\xe2\\x80".
+    A prompt's first token has no log probability. A token that is part of a character has OpenAI's form:
+    "bytes:\\xe2\\x80".
+    text: the choice's text, in which `text_offset` counts characters. echo, prompt_only: see ResponseOptions.
     """
     prompt_tokens: Sequence[str] = ()
     prompt_rows: Sequence[TokenLogprobs | None] = ()
@@ -121,14 +124,14 @@ def text_logprobs(
         answer_rows = sample.logprobs or ()
 
     tokens: list[str] = []
-    parts: list[tuple[str, bytes | None]] = []  # see _text_offsets
+    parts: list[tuple[str, bytes | None]] = []  # for _text_offsets
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
     all_tokens = [*prompt_tokens, *answer_tokens]
     all_rows = [*prompt_rows, *answer_rows]
     for token, row in zip(all_tokens, all_rows, strict=True):
-        if row is None:
+        if row is None:  # this token has no log probability
             tokens.append(token)
             parts.append((token, None))
             logprobs.append(None)
@@ -150,25 +153,26 @@ def text_logprobs(
 def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list[int]:
     """Return where in a text each of its tokens begins, in characters.
 
-    A token that the text leaves out, such as a special one, has length 0. A part of a character begins where the
-    character begins. tokens: the text of each token, and the bytes of a token that is part of a character.
+    A token that the text leaves out, such as a special token, takes no characters. A token that is part of a character
+    begins where the character begins.
+    tokens: the text of each token, and its bytes if the token is part of a character, else None.
     """
     offsets = []
     offset = 0
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for token, partial_bytes in tokens:
         if partial_bytes is None and token and text.startswith(INCOMPLETE + token, offset):
-            # The parts before this token never became a whole character.
+            # The bytes before this token never became a whole character.
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)
         characters = token if partial_bytes is None else decoder.decode(partial_bytes)
-        offset = _behind(text, offset, characters)
+        offset = _offset_after(characters, text, offset)
     return offsets
 
 
-def _behind(text: str, offset: int, characters: str) -> int:
-    """Return the place in a text after these characters. Return `offset` if the text leaves them out."""
+def _offset_after(characters: str, text: str, offset: int) -> int:
+    """Return the offset in a text after these characters, or `offset` itself if the text leaves them out there."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
@@ -178,7 +182,7 @@ def _behind(text: str, offset: int, characters: str) -> int:
 
 
 def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """Make `logprobs` of a chat.completion's choice. num_top: how many likeliest tokens stand beside each token."""
+    """Return `logprobs` of a chat.completion's choice. num_top: how many likeliest tokens are listed for each token."""
     content = []
     for row in rows:
         by_rank = sorted(row.values(), key=lambda entry: entry.rank)
@@ -188,7 +192,7 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """Make vLLM's `prompt_logprobs` of a choice: for each place in the prompt, log probabilities by token id."""
+    """Return vLLM's `prompt_logprobs` of a choice: for each position of the prompt, log probabilities by token id."""
     shown: list[dict[str, Any] | None] = []
     for row in rows:
         if row is None:
@@ -216,7 +220,10 @@ def _json_logprob(entry: Logprob) -> float:
 
 
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Return log probabilities by the token's text, likeliest first. If a text is taken, the key is the token's id."""
+    """Return log probabilities by the tokens' texts, the likeliest first.
+
+    If a likelier token has the same text, the key is "token_id:" and the token's id.
+    """
     by_text: dict[str, float] = {}
     likeliest_first = sorted(row, key=lambda token_id: row[token_id].rank)
     for token_id in likeliest_first:
@@ -247,26 +254,26 @@ def chat_token(entry: Logprob) -> dict[str, Any]:
 
 
 def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
-    """Return calls as OpenAI's `tool_calls`. seed: names the answer, so that the calls' ids are the same each time."""
-    return [
-        {
-            "id": "call_" + blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest(),
-            "type": "function",
-            "function": dict(function),
-        }
-        for number, function in enumerate(calls)
-    ]
+    """Return calls as OpenAI's `tool_calls`.
+
+    seed: a text that names the answer. The ids are hashes of it, so a repeated answer has the same ids.
+    """
+    tool_calls = []
+    for number, function in enumerate(calls):
+        digest = blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest()
+        tool_calls.append({"id": f"call_{digest}", "type": "function", "function": dict(function)})
+    return tool_calls
 
 
 def finish_reason_of(sample: Completion) -> str:
-    """Return why a sample ended, in OpenAI's words. A sample that calls tools ended with `tool_calls`."""
+    """Return why a sample ended, in OpenAI's words. For a sample that calls tools, this is `tool_calls`."""
     if sample.tool_calls and sample.finish_reason == "stop":
         return "tool_calls"
     return sample.finish_reason
 
 
 PLAIN = ResponseOptions()
-#: The answer of each prompt, in their order.
+#: The answers of a job's prompts, in the order of the prompts.
 Answers = Sequence[PromptAnswer]
 
 
@@ -327,7 +334,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return what a choice says about its prompt: log probabilities, attempts, and what its way adds."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and what the way to the answer adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)
@@ -338,16 +345,22 @@ def _prompt_values(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    """Return what a choice says about its end."""
+    """Return a choice's fields about its end."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
-    return ending if sample.error is None else {**ending, "error": sample.error}
+    if sample.error is not None:
+        ending["error"] = sample.error
+    return ending
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return the numbers of tokens. Each prompt counts once, however many samples it has, as with OpenAI."""
-    prompt_tokens = sum(answer.first.num_prompt_tokens for answer in answers)
-    completion_tokens = sum(sum(answer.num_generated) for answer in answers)
-    cached_tokens = sum(answer.first.num_cached_tokens for answer in answers)
+    """Return a response's numbers of tokens. As with OpenAI, the tokens of a prompt with several samples count once."""
+    prompt_tokens = 0
+    cached_tokens = 0
+    completion_tokens = 0
+    for answer in answers:
+        prompt_tokens += answer.first.num_prompt_tokens
+        cached_tokens += answer.first.num_cached_tokens
+        completion_tokens += sum(answer.num_generated)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

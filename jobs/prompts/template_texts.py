@@ -1,4 +1,4 @@
-"""The texts of a template. Child processes compile and render Jinja's templates."""
+"""Checks the texts of templates, and has child processes compile and render Jinja's templates."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -9,13 +9,17 @@ from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from sandbox import ChildFailed, Limits
 
-#: The limits of a template. It stands in a run's job and plan, and each of a million rows repeats it.
+#: The most characters of a template. A template stands in a run's job and plan, and each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18
+#: The most messages of a chat's template.
 MAX_TEMPLATE_MESSAGES = 100
 
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
-    """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
+    """Return a template's texts and, for a chat, their roles; the roles of a prompt's template are None.
+
+    The texts may be templates of any kind. Raises InvalidJob.
+    """
     texts = [template]
     roles: tuple[str, ...] | None = None
     num_chars = 0
@@ -49,33 +53,40 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return texts, tuple(roles)
 
 
-#: These characters are put into a control token that a value spells or begins. Then engine.text.control_tokens reads
-#: the token's characters as text.
+#: These characters are put into a control token that stands in a value, or that begins at the value's end. Because of
+#: them, engine.text.control_tokens reads the token's characters as plain text.
 BREAK = "\ufdd0\ufdd1"
 
 
-def as_values(value: Any, control_tokens: Collection[str]) -> Any:
-    """Return a template's values with BREAK in each control token that they spell, so that the token stays text."""
+def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
+    """Return a value of a template with BREAK in each control token, so that the token's characters stay text.
+
+    value: a text, or lists and dicts of texts. control_tokens: the texts of the model's control tokens.
+    """
     if not control_tokens:
         return value
-    return _spellings(tuple(control_tokens)).broken(value)
+    return _token_breaker(tuple(control_tokens)).broken(value)
 
 
-class _Spellings:
-    """Finds the control tokens that a value spells: whole ones, and the beginning of one at the value's end."""
+class _TokenBreaker:
+    """Puts BREAK into control tokens: into whole tokens, and into the beginning of a token at the end of a text.
+
+    texts: the texts of the control tokens.
+    """
 
     def __init__(self, texts: Collection[str]) -> None:
         longest_first = sorted(texts, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
-        self._beginnings = set()  # each beginning of a token that is not the whole token
+        self._beginnings: set[str] = set()  # each beginning of a token, without the whole token
         for text in texts:
-            self._beginnings |= {text[:length] for length in range(1, len(text))}
-        self._longest = max(map(len, self._beginnings), default=0)
+            for length in range(1, len(text)):
+                self._beginnings.add(text[:length])
+        self._max_length = max(map(len, self._beginnings), default=0)
 
     def broken(self, value: Any) -> Any:
-        """Return a value with BREAK in each control token that its texts spell."""
+        """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            while self._pattern.search(value):  # again, because a token may be within another one
+            while self._pattern.search(value):  # again, because a token may stand within another
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
         if isinstance(value, dict):
@@ -87,30 +98,31 @@ class _Spellings:
     def _broken_end(self, text: str) -> str:
         """Return a text with BREAK in each token that begins near the text's end and is cut off there."""
         broken = text
-        first_start = max(len(text) - self._longest, 0)
-        for start in reversed(range(first_start, len(text))):  # so that earlier places stay right
+        first_start = max(len(text) - self._max_length, 0)
+        # From the end backwards, because an inserted BREAK shifts all that follows it.
+        for start in reversed(range(first_start, len(text))):
             if text[start:] in self._beginnings:
-                broken = _with_break(broken, start + 1)  # behind the token's first character
+                broken = _with_break(broken, start + 1)  # after the token's first character
         return broken
 
 
-def _with_break(text: str, place: int) -> str:
-    """Return a text with BREAK at this place."""
-    return text[:place] + BREAK + text[place:]
+def _with_break(text: str, index: int) -> str:
+    """Return a text with BREAK before the character at this index."""
+    return text[:index] + BREAK + text[index:]
 
 
 @lru_cache(maxsize=4)
-def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
-    """Return what finds these tokens. The last ones are remembered."""
-    return _Spellings(control_tokens)
+def _token_breaker(control_tokens: tuple[str, ...]) -> _TokenBreaker:
+    """Return the breaker of these tokens. The last breakers are cached."""
+    return _TokenBreaker(control_tokens)
 
 
-def as_shown(prompt: Any) -> Any:
-    """Return a prompt without BREAK, for people to read."""
+def without_breaks(prompt: Any) -> Any:
+    """Return a prompt without BREAK, for people to read. A prompt that is no text is returned as it is."""
     return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 
-#: The seconds that a child may take for a template.
+#: The most seconds that a child may take for a template.
 LIMIT_S = 2.0
 _TASK = "jobs.prompts.jinja_environment:fill_in"
 
@@ -118,29 +130,33 @@ _TASK = "jobs.prompts.jinja_environment:fill_in"
 class TemplateProblem(Exception):
     """Raised when a template or a row cannot be rendered.
 
-    Its arguments are those of InvalidValue: a text that says why and may have one {}, and the part of the template that
-    belongs there.
+    Its arguments are those of InvalidValue: a message that may have one {}, and the part of the template that takes the
+    place of the {}.
     """
 
 
 class JinjaTexts:
-    """A prompt's text, or the contents of a chat's messages. names: the names that the texts take from outside."""
+    """The Jinja template of a prompt, or those of a chat's messages. Raises InvalidValue if one cannot be compiled.
+
+    names: the variables of the templates that have no value in the templates themselves.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
         try:
-            reply = _asked_child(texts=self.texts)
+            reply = _ask_child(texts=self.texts)
         except TemplateProblem as problem:
             raise InvalidValue(*problem.args) from None
         self.names = frozenset(reply["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Have a child render the texts. Raises the child's errors."""
-        return list(_asked_child(texts=self.texts, values=values)["texts"])
+        """Have a child render the templates with these values. Raises TemplateProblem."""
+        reply = _ask_child(texts=self.texts, values=values)
+        return list(reply["texts"])
 
 
-def _asked_child(**question: Any) -> dict[str, Any]:
-    """Return a child's reply about a template. Raises TemplateProblem."""
+def _ask_child(**question: Any) -> dict[str, Any]:
+    """Ask a child about templates, and return its reply. Raises TemplateProblem."""
     try:
         reply, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:

@@ -1,4 +1,4 @@
-"""Prompts that are templates over answers of the jobs that a job depends on. The answers are read from Redis."""
+"""Makes prompts from templates over the answers of jobs on which a job depends. The answers are read from Redis."""
 
 import json
 from base64 import b64decode
@@ -17,22 +17,22 @@ from jobs.common.rq_jobs import (
 from jobs.common.stored import text
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob, InvalidValue, check_limit
-from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, as_values, template_texts
+from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts, with_breaks
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
 #: The most jobs whose results are read in one round trip.
-TOGETHER = 16
+MAX_READ_AT_ONCE = 16
 
 _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDED)
 _FAILED_STATUSES = ("failed", "stopped", "canceled")
 
 
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
-    """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
+    """Read the results of the jobs on which this job depends. Raises AnswerMissing or InvalidJob.
 
-    Returns the values of a template: `results` is a list of the jobs' values, and `answers` is a list of these values'
-    texts. Both lists have None for a failed job.
+    Returns the values of a template. `results` is a list of what the jobs returned. `answers` is a list of the texts in
+    these results. Both lists have None for a failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -40,9 +40,9 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
     results = []
     bytes_left = context.max_result_bytes
-    for start in range(0, len(ids), TOGETHER):
+    for start in range(0, len(ids), MAX_READ_AT_ONCE):
         context.check_interrupted()
-        for end in _ends(context, ids[start : start + TOGETHER]):
+        for end in _ends(context, ids[start : start + MAX_READ_AT_ONCE]):
             bytes_left -= len(end.result.get(b"return_value") or b"")
             if bytes_left < 0:
                 raise InvalidJob(
@@ -55,9 +55,9 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
 
 
 def answer_of(value: Any) -> Any:
-    """Return the text of a job's value: a text, a list of texts for several choices, or the label of `classify`.
+    """Return the text of a job's result: the text of its one choice, a list of its choices' texts, or a label.
 
-    A choice that failed becomes None. Any other value is returned as it is.
+    A choice that failed becomes None. A value that is no result of ours is returned as it is.
     """
     if not isinstance(value, dict):
         return value
@@ -90,7 +90,7 @@ class _End(NamedTuple):
 
 
 def _ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
-    """Read how jobs have ended."""
+    """Read how jobs have ended, in the order of the ids."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
@@ -108,7 +108,7 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
 
 
 def _value(end: _End) -> Any:
-    """Return a job's value; None for a failed job. Raises AnswerMissing."""
+    """Return what a job returned; None for a failed job. Raises AnswerMissing."""
     kind = result_type(end.result)
     if kind is ResultType.SUCCESSFUL:
         return _parsed(end.job_id, end.result.get(b"return_value"))
@@ -123,7 +123,7 @@ def _value(end: _End) -> Any:
 
 
 def _parsed(job_id: str, packed: bytes | None) -> Any:
-    """Return a value as its job returned it. Raises AnswerMissing."""
+    """Return the value that a job returned. packed: its JSON as base64. Raises AnswerMissing."""
     if packed is None:
         return None
     try:
@@ -151,8 +151,8 @@ def templated_task(
 ) -> Task:
     """Return a task that fills in the template when it is opened. Raises InvalidJob.
 
-    argument: the template's name. make: makes the task of a prompt or of messages. values_are_text: whether control
-    tokens in answers are text.
+    argument: one of ARGUMENTS. make: called with the prompt or the messages; returns their task.
+    values_are_text: whether control tokens in answers are read as plain text.
     """
     sources, roles = template_texts(template)
     is_chat = roles is not None
@@ -165,16 +165,16 @@ def templated_task(
     def filled(context: JobContext) -> Task:
         """Fill the answers into the template, and make the task of the result."""
         jinja_texts = JinjaTexts(sources)
-        foreign = sorted(jinja_texts.names - NAMES)
-        if foreign:
+        unknown_names = sorted(jinja_texts.names - NAMES)
+        if unknown_names:
             raise InvalidValue(
                 f"{argument} names {{}}: there are `answers`, one for each job that this one depends "
                 "on, and `results`, all that each returned",
-                brief(foreign[0]),
+                brief(unknown_names[0]),
             )
         values: Any = read_dependencies(context)
-        if values_are_text and roles is None:  # the engine does the same for a chat
-            values = as_values(values, context.model.control_tokens)
+        if values_are_text and roles is None:  # in a chat, the engine breaks the control tokens
+            values = with_breaks(values, context.model.control_tokens)
         try:
             texts = jinja_texts.render(values)
         except TemplateProblem as problem:

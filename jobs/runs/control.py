@@ -40,13 +40,17 @@ DEFAULT_QUEUE = "bulk"
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
-#: Jobs that a cancel takes or stops in one transaction.
+#: The most jobs that a cancel takes off a queue or stops in one transaction.
 CHUNK = 500
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were asked to stop."""
+    """What a cancel has done.
+
+    removed: the number of jobs that were taken off a queue. stopped: the number of running jobs that were asked to
+    stop.
+    """
 
     removed: int
     stopped: int
@@ -58,10 +62,10 @@ def submit_run(
     check_run: Callable[[RunSpec], None] = lambda spec: None,
     **arguments: Any,
 ) -> str:
-    """Enqueue the planning of a run, unless the planning is already under way; return the run's id.
+    """Enqueue the planning of a run, unless a worker holds the planning job already; return the run's id.
 
-    check_run: raises the errors that planning would raise. Raises InvalidJob or UnsupportedScheme before anything is
-    enqueued.
+    check_run: raises errors that planning would raise. arguments: those of jobs.score_parquet.
+    Raises InvalidJob or UnsupportedScheme before anything is enqueued, and PlanningUnderWay.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)
@@ -79,7 +83,8 @@ def submit_run(
     def enter(pipe: Pipeline) -> None:
         """Write the submission, and the planning job unless a worker holds it already."""
         is_held = False
-        if not state.is_cancelled():  # a cancelled planning ends without a plan
+        # The planning job of a cancelled run ends without a plan, so it does not count as held.
+        if not state.is_cancelled():
             is_held = _is_held(connection, run, plan_job, submission.model)
         state.submit(pipe, plan_job, spec.output, submission, is_new=not is_held, by=submitter())
         if not is_held:
@@ -101,19 +106,20 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output. The new run takes the answers of the old output. Returns the new id.
+    """Submit a run again with another output, and return the new run's id.
 
-    max_tokens: a larger limit, with which the rows that ended with `length` are asked again. Raises InvalidJob for a
-    limit that would cut the same rows again.
+    The new run takes the answers of the old output, and asks the rows that have an error.
+    max_tokens: a larger limit. Then rows that ended with `length` are asked again too. Raises InvalidJob for a limit
+    that would cut the same rows again.
     """
     if max_tokens is not None:
-        _check_raised(plan.spec, max_tokens)
+        _check_larger(plan.spec, max_tokens)
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     reuse = [plan.spec.output]
     if plan.reused is not None and plan.spec.only_new:
-        # The old output has only the rows that were new. The answers of all others are in the outputs it reused.
+        # The old output has only the rows that were new. The other answers are in the outputs that it reused.
         reuse += [run["output"] for run in plan.reused.runs]
 
     arguments = {
@@ -132,8 +138,8 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **arguments)
 
 
-def _check_raised(spec: RunSpec, max_tokens: int) -> None:
-    """Raise InvalidJob if a run's answers cannot be longer with this max_tokens."""
+def _check_larger(spec: RunSpec, max_tokens: int) -> None:
+    """Raise InvalidJob if this max_tokens would not let the run's answers get longer."""
     column = spec.sampling_columns.get("max_tokens")
     if column is not None:
         raise InvalidJob(
@@ -157,13 +163,13 @@ def _check_raised(spec: RunSpec, max_tokens: int) -> None:
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue, stop running ones, and enqueue its notices.
+    """Mark a run cancelled, take its waiting jobs off their queues, stop its running jobs, and enqueue its notices.
 
     Raises UnknownRun, or RunResubmitted if another submission came before all jobs were stopped.
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    # A planner has enqueued its jobs before this write, or sees that the run is cancelled and enqueues none.
+    # A planner has either enqueued its jobs before this write, or sees that the run is cancelled and enqueues none.
     state.cancel(submission)
 
     facts = state.facts()
@@ -184,31 +190,31 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             # Raises RunResubmitted if a later submission came.
             stopped += state.as_of(submission, partial(stop_held, connection, chunk))
 
-    # A finished run of which nothing was cancelled has had its notices.
+    # If the run had finished and no job was left to cancel, its notices were sent at its end.
     if removed or stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether the jobs are in the second half of the queue. LREM may search from either end.
+    """Whether the jobs are in the second half of the queue, so that LREM should search from its end.
 
-    Only the place of one job is looked up: the middle job, or else the last one.
+    One job stands for all: the middle one, or the last one if the middle one is not on the queue.
     """
     if not job_ids:
         return False
     middle = len(job_ids) // 2
     for job_id in (job_ids[middle], job_ids[-1]):
-        place: Any = connection.lpos(queue_key, job_id)
-        if place is not None:
-            return 2 * int(place) > connection.llen(queue_key)
+        position: Any = connection.lpos(queue_key, job_id)
+        if position is not None:
+            return 2 * int(position) > connection.llen(queue_key)
     return False
 
 
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> int:
-    """Take waiting jobs from their queue; return how many. Raises RunResubmitted."""
+    """Take waiting jobs off their queue and delete them; return how many. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
@@ -230,7 +236,7 @@ def _enqueue_planning(
     plan_job: str,
     arguments: dict[str, Any],
 ) -> None:
-    """Have `pipe` enqueue a run's planning, in place of an earlier job that planned the run."""
+    """Have `pipe` delete an earlier planning job of the run, and enqueue a new one."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     job_queue(connection, submission.queue).enqueue_call(
@@ -268,9 +274,9 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
-    """Take jobs from the queue; return those that were still on it. No worker can claim these any more."""
+    """Take jobs off the queue; return the ids of those that were on it. No worker can claim these jobs any more."""
     pipe.multi()
-    # LREM removes one entry. The sign says from which end it searches.
+    # LREM removes one entry. The sign of the count says from which end LREM searches.
     count = -1 if from_end else 1
     for job_id in job_ids:
         pipe.lrem(queue_key, count, job_id)
@@ -286,7 +292,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop the jobs, as far as they hold them. Return how many of the jobs are held."""
+    """Ask the workers that hold any of the jobs to stop them. Return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

@@ -1,8 +1,8 @@
 """Sends notices of a run's end: an HTTP call or a user's function. Each notice is a job on the run's queue.
 
 A submission that asks for notices gets them once: when its run has finished or failed, or was stopped or cancelled. One
-transaction enqueues the notices and notes that they were enqueued. Only then the end of the last job is written.
-If a worker is killed in between, the shard runs again and enqueues the notices.
+transaction enqueues the notices and notes that they were enqueued. Only after that, the end of the last job is written.
+If a worker is killed before the transaction, the shard runs again and enqueues the notices.
 """
 
 import json
@@ -25,10 +25,10 @@ from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unli
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transact
 from jobs.runs.redis_state.submission import (
-    ASKED_FOR,
+    END_NOTIFIED,
+    FAILURE_NOTIFIED,
+    NOTICES,
     ON_END,
-    TOLD,
-    TOLD_FAILED,
     WEBHOOK,
     ErrorLimit,
 )
@@ -39,44 +39,47 @@ TIMEOUT_S = 180
 #: How long the result of a notice is kept for people.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-#: How often a failed notice is tried again. Each time it goes to the end of its queue.
+#: How often a failed notice is tried again. For each retry, it goes to the end of its queue.
 RETRIES = 3
 
 
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
-    """Enqueue a run's notices if the run ends with the lease's job. This job is about to fail for good.
+    """Enqueue a run's notices if the run fails because this job of it fails for good. Other jobs change nothing.
 
-    Call this before the job's end is written. lease: the lease of the execution that writes this end. error: one line.
+    Call this before the job's end is written. lease: the lease of the execution that fails. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
     if run_shard is None:
         return
     run, shard = run_shard
-    with suppress(RunBusy, UnknownRun):  # this worker has lost the job, or Redis the run
+    with suppress(RunBusy, UnknownRun):  # this worker has lost the job, or Redis has lost the run
         state = RunState(connection, run, lease)
         facts = state.facts()
-        if shard is None:  # the planning job
-            if facts.get("plan_job") == lease.job_id:
-                state.describe({PLAN_ERROR: error})
-                enqueue_notices(
-                    state, state.submission(), "failed", f"its planning failed: {error}"
-                )
-        elif _wants_notices(facts):
-            count = state.record_failed(shard)
-            if not count.is_whole:
-                notify_if_rest_failed(state, count, f", the last one: {error}")
-            elif "finished" not in state.facts():
-                reason = f"all {count.total} parts are there, and the run's end is not: {error}"
-                enqueue_notices(state, state.submission(), "failed", reason)
+        if shard is not None:
+            if _wants_notices(facts):
+                _notify_shard_failed(state, shard, error)
+        elif facts.get("plan_job") == lease.job_id:
+            state.describe({PLAN_ERROR: error})
+            enqueue_notices(state, state.submission(), "failed", f"its planning failed: {error}")
+
+
+def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
+    """Record that a shard has failed for good, and enqueue the run's notices if nothing of the run is left to do."""
+    count = state.record_failed(shard)
+    if not count.is_whole:
+        notify_if_rest_failed(state, count, f", the last one: {error}")
+    elif "finished" not in state.facts():
+        reason = f"all {count.total} parts are there, and the run's end is not: {error}"
+        enqueue_notices(state, state.submission(), "failed", reason)
 
 
 def _wants_notices(facts: Mapping[str, str]) -> bool:
     """Whether a run's submission asks for any notice. facts: the run's hash."""
-    return any(name in facts for name in ASKED_FOR)
+    return any(name in facts for name in NOTICES)
 
 
 def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue a run's notices if shards have failed and nothing is left to run. more: added to the reason."""
+    """Enqueue a run's notices if shards have failed and every other shard is done. more: added to the reason."""
     if count.total is None or count.failed == 0:
         return
     if count.done + count.failed >= count.total:
@@ -85,7 +88,10 @@ def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> 
 
 
 def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
-    """Enqueue a submission's notices, once, in one transaction. word: how the run ended."""
+    """Enqueue a submission's notices in one transaction, unless they were enqueued before.
+
+    word: how the run ended, such as "failed". reason: why, for people.
+    """
     enqueue = partial(_enqueue_once, state, submission, word, reason)
     transact(state.connection, enqueue, run_key(state.run))
 
@@ -93,7 +99,8 @@ def enqueue_notices(state: RunState, submission: int, word: str, reason: str | N
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
     """Stop a run if too many rows fail, and enqueue its notices. Return its submission, or None if the run goes on.
 
-    All this is one transaction. So a shard that ends meanwhile is judged too, and no worker ends a stopped run.
+    The check and the stop are one transaction. So a shard that ends meanwhile is judged too, and no worker finishes a
+    stopped run.
     is_whole: see RunState.judge.
     """
     return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
@@ -115,18 +122,15 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
 def _enqueue_once(
     state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline
 ) -> None:
-    """Have `pipe` enqueue a submission's notices, unless they were enqueued before or a later submission came."""
+    """Have `pipe` enqueue a submission's notices, unless they were enqueued before or a later submission came.
+
+    Begins the transaction of `pipe` if there is something to enqueue.
+    """
     fields: Any = pipe.hgetall(run_key(state.run))
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
-    last_submission = facts.get("submission")
-    is_last = str(submission) == last_submission and "queue" in facts
-    was_told_end = facts.get(TOLD) == last_submission
-    if not is_last or was_told_end or not _wants_notices(facts):
-        return
-    # A failed run may go on if a person enqueues its jobs again. So the notice of a failure is noted in another field.
+    # A failed run has not ended, because it goes on if a person enqueues its jobs again.
     is_end = word != "failed"
-    was_told_failed = facts.get(TOLD_FAILED) == last_submission
-    if not is_end and (was_told_failed or "cancelled" in facts):
+    if not _is_due(facts, submission, is_end=is_end):
         return
 
     content = _notice(state.run, facts, word, reason)
@@ -150,12 +154,27 @@ def _enqueue_once(
             job_id=f"{id_prefix}-{kind}-{submission}",
             retry=Retry(max=RETRIES),
         )
-    mark = TOLD if is_end else TOLD_FAILED
-    pipe.hset(run_key(state.run), mark, last_submission)
+    field = END_NOTIFIED if is_end else FAILURE_NOTIFIED
+    pipe.hset(run_key(state.run), field, str(submission))
+
+
+def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
+    """Whether a submission's notices must be enqueued. facts: the run's hash. is_end: False for a failure's notices."""
+    is_last = str(submission) == facts.get("submission") and "queue" in facts
+    if not is_last or not _wants_notices(facts):
+        return False
+    if facts.get(END_NOTIFIED) == str(submission):
+        return False
+    if is_end:
+        return True
+    return facts.get(FAILURE_NOTIFIED) != str(submission) and "cancelled" not in facts
 
 
 def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
-    """Return the content of a notice. facts: the run's hash. A finished run may turn out as failed or expired."""
+    """Return the content of a notice. facts: the run's hash.
+
+    A finished run in which every row has an error may count as failed. A finished run with expired rows is expired.
+    """
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
     expired = stored.count(facts.get("total_expired")) or 0
@@ -184,16 +203,16 @@ def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 MAX_BODY_BYTES = 64 << 10
 #: HTTP statuses below 500 after which another try may succeed.
-_PASSING = frozenset({408, 425, 429})
+_TEMPORARY = frozenset({408, 425, 429})
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
 
 
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """POST a notice to a URL whose host this worker may call; return the answer's status.
+    """POST a notice to a URL whose host this worker may call; return the status of the response.
 
-    The call is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed,
-    InvalidJob or WebhookRefused.
+    The call is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed if the
+    last try fails too, WebhookRefused for any other status, and InvalidJob.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
@@ -206,7 +225,7 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
             if 200 <= status < 300:
                 return {"status": status}
             problem = f"it answered {status}"
-            if status < 500 and status not in _PASSING:
+            if status < 500 and status not in _TEMPORARY:
                 raise WebhookRefused(problem)
         except (OSError, HTTPException) as error:
             problem = f"no answer ({type(error).__name__})"

@@ -1,4 +1,4 @@
-"""Cancels single jobs, without looking at what a job holds."""
+"""Cancels single jobs, without reading their arguments."""
 
 import enum
 import time
@@ -33,51 +33,55 @@ class JobCancel(enum.Enum):
 
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a waiting job from its place, or ask its worker to stop it. Its dependents still wait. Raises RedisError."""
+    """Take a waiting job off its queue or registry, or ask its worker to stop it. Raises RedisError.
+
+    Jobs that depend on it go on waiting.
+    """
     for _ in range(2):
         num_held = transact(connection, partial(stop_held, connection, [job_id]))
         if num_held > 0:
             return JobCancel.STOPPING
-        # A worker that claims the job while `_take` reads changes one of these keys. Then `_take` is called again.
-        place = transact(
+        # A worker that claims the job while `_cancel_waiting` reads changes one of these keys. Then `_cancel_waiting`
+        # is called again.
+        outcome = transact(
             connection,
-            partial(_take, job_id),
+            partial(_cancel_waiting, job_id),
             rq_jobs.job_key(job_id),
             rq_jobs.executions_key(job_id),
         )
-        if place is _Place.TAKEN:
+        if outcome is _Outcome.CANCELLED:
             return JobCancel.REMOVED
-        if place is _Place.NONE:
+        if outcome is _Outcome.NOT_THERE:
             return JobCancel.GONE
-        # A worker claimed the job after `stop_held` looked. It can be asked to stop the job now.
+        # A worker claimed the job after `stop_held` had read who holds it. The second round asks that worker to stop.
     return JobCancel.GONE
 
 
-class _Place(enum.Enum):
-    """Where `_take` found a job."""
+class _Outcome(enum.Enum):
+    """What `_cancel_waiting` did."""
 
-    TAKEN = enum.auto()  # the job waited, and was cancelled
-    HELD = enum.auto()  # a worker holds the job
-    NONE = enum.auto()  # the job neither waits nor runs
+    CANCELLED = enum.auto()  # the job waited, and was cancelled
+    HELD = enum.auto()  # nothing, because a worker holds the job
+    NOT_THERE = enum.auto()  # nothing, because the job neither waits nor runs
 
 
-def _take(job_id: str, pipe: Pipeline) -> _Place:
+def _cancel_waiting(job_id: str, pipe: Pipeline) -> _Outcome:
     """Cancel a job that waits. Change nothing if the job does not wait."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
-        return _Place.HELD
+        return _Outcome.HELD
     fields: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     queue_name, rate_limit = fields
     if not queue_name:
-        return _Place.NONE
+        return _Outcome.NOT_THERE
 
     keys = rq_jobs.QueueKeys(stored.text(queue_name))
     registries = [keys.deferred, keys.ready, keys.scheduled]
     if rate_limit:  # not every user may read the keys of rate limits
         registries.append(rq_jobs.rate_limited_key(stored.text(rate_limit)))
-    place_in_queue: Any = pipe.lpos(keys.waiting, job_id)
+    position_in_queue: Any = pipe.lpos(keys.waiting, job_id)
     in_registries = [pipe.zscore(key, job_id) is not None for key in registries]
-    if place_in_queue is None and not any(in_registries):
-        return _Place.NONE
+    if position_in_queue is None and not any(in_registries):
+        return _Outcome.NOT_THERE
 
     pipe.multi()
     pipe.lrem(keys.waiting, 0, job_id)
@@ -85,4 +89,4 @@ def _take(job_id: str, pipe: Pipeline) -> _Place:
         pipe.zrem(key, job_id)
     pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
-    return _Place.TAKEN
+    return _Outcome.CANCELLED

@@ -23,8 +23,8 @@ class RunOutput:
 
     parts: how many parts there are.
     state: "finished"; "incomplete" if parts of a finished run are gone; "forgotten" if the folder does not say that the
-    run has finished. Only Redis may know more then.
-    errors: the number of rows with an error; None until the run has ended. expired: how many of these rows were not
+    run has finished. In the last case, only Redis may know more.
+    errors: the number of rows with an error; None if no manifest tells it. expired: how many of these rows were not
     begun before the run's deadline.
     """
 
@@ -44,9 +44,10 @@ class RunOutput:
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return a run's id and its output, from the run's id or its folder. Raises UnknownRun, PlanDamaged.
+    """Return a run's id and its output. Raises UnknownRun, PlanDamaged.
 
-    The output is None if `name` is an id, or a folder that this machine cannot read.
+    name: the run's id, or the path of its folder. The output is None for an id, and for a folder that this machine
+    cannot read.
     """
     if is_run_id(name):
         return name, None

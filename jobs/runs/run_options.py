@@ -40,7 +40,7 @@ class RunOptions(TypedDict, total=False):
     probabilities: Literal["map", "struct"]
     """The form of the labels' probabilities: a struct, or a map (default)."""
     calibrate: bool
-    """Whether to correct the labels' probabilities by those after the prompt with N/A for all columns."""
+    """Whether each label's probability is corrected by its probability after a prompt that has N/A for all columns."""
     task: Literal["generate", "embed", "classify", "rerank"]
     """The result of each row: an answer, an embedding, classes or a relevance."""
     query_column: str
@@ -61,7 +61,7 @@ class RunOptions(TypedDict, total=False):
     adapter_column: str
     """The column with each row's own adapter. Null stands for the run's adapter."""
     sampling: Mapping[str, Any]
-    """Sampling values by name. Values that are given as options of their own override them."""
+    """Sampling values by name. A value that is given as an option of its own overrides the value here."""
     sampling_columns: Mapping[str, str]
     """The columns that hold each row's own values, by the names of the values."""
     column: Mapping[str, str]
@@ -93,9 +93,9 @@ class RunOptions(TypedDict, total=False):
     ignore_eos: bool
     """Whether generation goes on after the model's end token."""
     presence_penalty: float
-    """The number that is subtracted from the logit of each token that was generated before, from -2 to 2."""
+    """A number from -2 to 2. It is subtracted from the logit of each token that was generated before."""
     frequency_penalty: float
-    """The number that is subtracted from a token's logit for each time that it was generated before."""
+    """A number from -2 to 2. It is subtracted from a token's logit each time that the token was generated before."""
     repetition_penalty: float
     """The factor by which the logits of tokens in the prompt and completion are lowered."""
     logit_bias: Mapping[str, float]
@@ -111,9 +111,9 @@ class RunOptions(TypedDict, total=False):
     allow_whitespace: bool
     """Whether JSON completions may have blanks and line breaks between their parts. By default they have none."""
     logprobs: int
-    """Adds a column of log probabilities: of each token, and of this many likeliest tokens, from 0 to 20."""
+    """Adds a column with the log probability of each token, and of this many likeliest tokens (0 to 20) beside it."""
     prompt_logprobs: int
-    """Adds a column of log probabilities as by `logprobs`, for each token of the prompt."""
+    """Adds the same column as `logprobs` for the tokens of the prompt."""
     top_logprobs: int
     """The number of likeliest tokens in `logprobs`, under the name that OpenAI's chats use."""
     logprob_type: Literal["float32", "float16"]
@@ -127,10 +127,9 @@ class RunOptions(TypedDict, total=False):
     truncate_prompt_tokens: int
     """How many last tokens of a prompt are read; -1 for as many as fit."""
     thinking_token_budget: int
-    """The most tokens of a reasoning."""
+    """The most tokens of an answer's reasoning."""
     separate_reasoning: bool
-    """Whether the reasoning has a column of its own."""
-
+    """Whether an answer's reasoning has a column of its own."""
     parallel_tool_calls: bool
     """Whether an answer may call several tools at once; by default it may."""
 
@@ -143,27 +142,27 @@ class RunOptions(TypedDict, total=False):
     check_regex: str
     """A pattern of Python's re that whole answers must match."""
     check_function: str
-    """A function(row, completion) that returns None, or why the answer is not valid; as "module.name"."""
+    """A function as "module.name". It gets the row and the completion, and returns None or why the answer is wrong."""
     check_columns: Sequence[str]
-    """The columns that the function's row has beside the prompt's columns."""
+    """Further columns of the row that the check function gets. It always gets the prompt's columns."""
     max_attempts: int
-    """The most answers of a row."""
+    """How many times a row is asked at most, if its answers do not pass the check."""
     continue_on_length: bool
     """Whether an answer that was cut at max_tokens is continued. This counts as an attempt."""
     repair_template: str
-    """The text that asks for another answer. {reason} in it is replaced by the reason."""
+    """The text that asks for another answer. {reason} in it stands for why the last answer was wrong."""
     agree: float
-    """Each prompt is sampled until this share of its samples agrees, such as 0.7."""
+    """The share of a prompt's samples that must agree, such as 0.7. A prompt is sampled until they do."""
     max_samples: int
-    """The most samples of a prompt; by default 16."""
+    """The most samples of a prompt with `agree`; by default 16."""
     agree_on: str
-    """The part of a text that is compared: "json", a JSON pointer, or a pattern with a group."""
+    """The part of each sample that is compared: "json", a JSON pointer, or a pattern with a group."""
     tool: str | Sequence[str]
     """Functions that answer the calls of tools, as "module:function"."""
     max_turns: int
-    """The most answers of a chat; by default 8."""
+    """The most answers of a chat with tools; by default 8."""
     escalate_below: float
-    """A larger model is asked again about rows whose labels have a lower margin."""
+    """A margin between the two likeliest labels. A larger model is asked about rows whose margin is lower."""
     escalate_to: str
     """The queue whose workers serve the larger model; by default the run's queue."""
     escalate_model: str
@@ -186,7 +185,7 @@ class RunOptions(TypedDict, total=False):
     batch_endpoint: BatchEndpoint
     """The only endpoint that lines of batch files may name. Lines with another one get an error."""
     drop_unsupported: bool
-    """Whether what cannot be honoured is left out: arguments of batch files' lines, and extra keys of messages."""
+    """Whether unsupported arguments of batch files' lines, and extra keys of messages, are left out."""
     inline_pictures: bool
     """Whether lines of batch files that name a picture's file are refused."""
     limit: int
@@ -198,7 +197,7 @@ class RunOptions(TypedDict, total=False):
     drop: Sequence[str]
     """Columns of the input that the output leaves out."""
     parse: bool
-    """Whether a column with the types of the schema is added for answers that are JSON."""
+    """Whether a column is added that holds each JSON answer as values of its schema's types."""
     output_prefix: str
     """A text before the names of the columns that are added."""
     single_file: bool | str
@@ -206,7 +205,7 @@ class RunOptions(TypedDict, total=False):
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
     """The format of the file that `single_file` asks for; by default Parquet."""
     order: Literal["prefix"]
-    """Rows that share a beginning are computed together. The parts have this order."""
+    """With "prefix", rows that share a beginning are computed together. The parts hold the rows in that order."""
     reuse: Path | Sequence[Path]
     """Outputs of earlier runs whose answers are taken."""
     reuse_from_any_model: bool

@@ -62,4 +62,4 @@ def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives_and_ver
     completion_tokens = sum(row["completion_tokens"] for row in rows)
     assert abs(number(told, r"answers +([\d,]+)") - completion_tokens) < 0.15 * completion_tokens
     assert re.search(r"time +(about|\d+ s to) \d+ s on one worker", told)
-    assert re.search(r"cost +\d+\.\d\d to \d+\.\d\d at 2 an hour", told)
+    assert re.search(r"cost +\d+\.\d+ to \d+\.\d+ at 2 an hour", told)

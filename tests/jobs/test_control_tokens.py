@@ -14,7 +14,7 @@ from engine.text import control_tokens
 from jobs.context import JobContext
 from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
-from jobs.prompts.template_texts import BREAK, as_shown, as_values
+from jobs.prompts.template_texts import BREAK, with_breaks, without_breaks
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task
 from tests.jobs.local_runs import Runs
@@ -128,7 +128,7 @@ def test_an_answer_that_is_tried_again_is_a_value(runs: Runs, of_values: dict[st
     else:
         assert before == f"?{BROKEN}"
         assert END not in after
-        assert END in as_shown(after)
+        assert END in without_breaks(after)
 
 
 @pytest.mark.parametrize("of_values", [{}, {"split_special_tokens": False}])
@@ -183,14 +183,14 @@ def test_a_chat_says_whether_its_values_are_split(context: JobContext, splits: b
 
 @pytest.mark.parametrize("cut", range(1, len(END)))
 def test_values_beside_each_other_spell_no_control_token_together(cut: int) -> None:
-    together = as_values(END[:cut], (END,)) + as_values(END[cut:], (END,))
+    together = with_breaks(END[:cut], (END,)) + with_breaks(END[cut:], (END,))
     assert END not in together
-    assert as_shown(together) == END
+    assert without_breaks(together) == END
 
 
 @pytest.mark.parametrize("value", [3, None, "a", f"<|im_{END}end|>", END * 3, [END, {END: (END,)}]])
 def test_a_broken_value_spells_no_control_token_and_is_shown_whole(value: Any) -> None:
-    broken = as_values(value, (END,))
+    broken = with_breaks(value, (END,))
     assert END not in str(broken)
-    assert isinstance(value, list) or as_shown(broken) == value
-    assert as_values(value, ()) is value
+    assert isinstance(value, list) or without_breaks(broken) == value
+    assert with_breaks(value, ()) is value

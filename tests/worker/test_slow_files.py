@@ -235,7 +235,7 @@ class Turn:
     """Two files that are opened in turn: the first one goes on while the test says so, the second one waits."""
 
     def __init__(self, files: Files, monkeypatch: pytest.MonkeyPatch, take: Take) -> None:
-        monkeypatch.setattr("jobs.context.turns.LOOK_S", 0.01)
+        monkeypatch.setattr("jobs.context.turns.CHECK_EVERY_S", 0.01)
         shared = (
             WorkerSettings(model="m").job_context(cast(Any, None), MODEL, cast(Any, None)).files
         )

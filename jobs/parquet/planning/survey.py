@@ -33,7 +33,7 @@ from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import RowProblem
-from jobs.prompts.template_texts import as_shown
+from jobs.prompts.template_texts import without_breaks
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
@@ -246,7 +246,7 @@ class SurveyWork(RowsTask):
     ) -> dict[str, Any]:
         """Return a row as a preview shows it. answer: None if answers were not wanted."""
         is_json = self._spec.is_chat or row.pictures
-        prompt: Any = json.loads(row.prompt) if is_json else as_shown(row.prompt)
+        prompt: Any = json.loads(row.prompt) if is_json else without_breaks(row.prompt)
         if not self._spec.is_chat:
             prompt = [{"role": "prompt", "content": prompt}]
         shown: dict[str, Any] = {

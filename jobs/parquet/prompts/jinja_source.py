@@ -21,8 +21,8 @@ from jobs.prompts.template_texts import (
     LIMIT_S,
     JinjaTexts,
     TemplateProblem,
-    as_values,
     template_texts,
+    with_breaks,
 )
 from sandbox import ChildFailed, Limits
 from sandbox.child import Worker
@@ -135,7 +135,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
             value = question["defaults"].get(name)
         with_defaults[name] = value
     try:
-        template_values = as_values(with_defaults, question["control_tokens"])
+        template_values = with_breaks(with_defaults, question["control_tokens"])
         return render(question["texts"], template_values)
     except TemplateProblem as problem:
         return f"the template: {problem}"

@@ -17,7 +17,7 @@ from jobs.parquet.tables.columns import RowProblem, holds, is_bytes, is_list, is
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.pictures import ReadFile, filled, loaded, pictures_in
-from jobs.prompts.template_texts import as_values
+from jobs.prompts.template_texts import with_breaks
 from jobs.runs.plans.prompt_steps import Template
 from jobs.tasks import Parts
 
@@ -237,7 +237,7 @@ class TemplateSource(PromptSource):
                 raise RowProblem(f"column {column!r} is null")
         if isinstance(value, list | dict):
             value = to_json(value)
-        return as_values(value, self._control_tokens)
+        return with_breaks(value, self._control_tokens)
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:

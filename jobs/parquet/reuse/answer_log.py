@@ -38,7 +38,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import KEPT_BESIDE, KEY, MODEL, ROW, SOURCE, TOKENS, UNDER_WAY
+from jobs.runs.plans.names import KEY, LOG_COLUMNS, MODEL, ROW, SOURCE, TOKENS, UNDER_WAY
 from jobs.runs.plans.plan import Plan
 from sandbox.exhausted import is_exhausted
 
@@ -78,7 +78,7 @@ class Record:
 
 def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
     """Return the columns of a log. answer_fields: the columns of the answers."""
-    own_fields = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
+    own_fields = [pa.field(name, _TYPES[name]) for name in LOG_COLUMNS]
     return pa.schema([*own_fields, *answer_fields])
 
 

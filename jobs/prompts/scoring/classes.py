@@ -22,7 +22,7 @@ from jobs.tasks import Completion
 
 
 class Classes(Scoring):
-    """Asks for the classes of a text. A head with one output gives the score alone."""
+    """Asks for the class of a text. A head with one output gives only a score."""
 
     kind = "classify"
     columns: ClassVar = {"label": "string", "score": "float64", "probabilities": "probabilities"}
@@ -42,7 +42,7 @@ class Classes(Scoring):
         check_shard(len(model.classes), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
 
     def scored(self, completion: Completion) -> Scored:
-        """Return the likeliest class, its probability and those of all classes."""
+        """Return the likeliest class, its probability, and the probabilities of all classes."""
         scores = completion.class_scores
         if scores is None:
             return unscored(completion)

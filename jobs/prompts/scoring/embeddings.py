@@ -17,7 +17,8 @@ from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, u
 from jobs.tasks import Completion
 
 ENCODINGS = ("float", "base64")
-#: The most numbers of a shard's rows together. Each has 4 bytes, and all are held until the part is written.
+#: The most numbers of all embeddings of a shard. Each number has 4 bytes, and all are in memory until the part is
+#: written.
 MAX_NUMBERS = 1 << 26
 
 _OPTIONS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -37,7 +38,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return the scoring for these options. Options that are None are left out. Raises InvalidJob."""
+        """Return the scoring for these options of a job or a run. Raises InvalidJob."""
         values: dict[str, Any] = {}
         for name, parse in _OPTIONS.items():
             if options.get(name) is not None:
@@ -51,7 +52,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model gives no such embeddings, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model gives no such embeddings, or a shard of the run would hold too many numbers."""
         if not model.embedding_size:
             raise InvalidJob(
                 f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
@@ -125,5 +126,5 @@ def _encoded(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
     """Return an embedding as its response shows it."""
     if is_base64:
         return b64encode(array("f", numbers)).decode()
-    # A float32 has nine digits at most. All digits of a float64 would take twice the room.
+    # Nine digits are enough for a float32. All digits of Python's float would take twice the space.
     return [float(f"{number:.9g}") for number in numbers]

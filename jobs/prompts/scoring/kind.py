@@ -1,4 +1,4 @@
-"""What all kinds of scoring share. Each kind is written once, for jobs and for rows of runs."""
+"""Defines what a kind of scoring is. Each kind is written once, for jobs and for rows of runs."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,17 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The only sampling value of prompts for which nothing is generated, beside an adapter.
+#: The sampling value that says how many last tokens of a prompt are read. Beside an adapter, it is the only sampling
+#: value of prompts for which nothing is generated.
 TRUNCATION = "truncate_prompt_tokens"
 
-#: The most probabilities of a shard's rows together. Each has 88 bytes, and all are held until the part is written.
+#: The most probabilities of all rows of a shard. Each takes 88 bytes, and all are in memory until the part is written.
 MAX_PROBABILITIES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The result of a prompt. values: by the names of their columns. error: why there are no values."""
+    """The result of a prompt. values: the values by the names of their columns. error: why there are no values."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -32,13 +33,13 @@ class Scored:
 class Scoring(abc.ABC):
     """Makes the request for a prompt, and reads the numbers in its completion.
 
-    values: the sampling values of its requests; see engine.ScoringParams, PoolingParams and ClassParams.
-    kind: the kind of its requests.
-    columns: the columns of a row's answer, with Arrow's names of their types. "probabilities" is a map from texts to
-    numbers, "embedding" a list of float32.
-    sampling: the sampling values that it takes from a run.
+    values: the sampling values of the requests; see engine.ScoringParams, PoolingParams and ClassParams.
+    kind: see Request.kind.
+    columns: the columns of a row's answer, with Arrow's names of their types. The type "probabilities" is a map from
+    texts to numbers. The type "embedding" is a list of float32.
+    sampling: the names of the sampling values that a run may have.
     asks_pairs: whether a prompt is a pair of texts.
-    is_tried: whether preview and dry run may try it. is_compared: whether `verify` may compare its values.
+    is_tried: whether preview and dry run ask it of some rows. is_compared: whether `verify` compares its values.
     """
 
     values: Mapping[str, Any]
@@ -57,10 +58,13 @@ class Scoring(abc.ABC):
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model cannot score in this way, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model cannot score in this way, or a shard of the run would hold too many values.
+
+        options: the run's options; see RunSpec.
+        """
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return the request for a prompt. chat: the options of a chat; then the prompt is the chat's messages."""
+        """Return the request for a prompt. chat: the options of a chat, if the prompt is the messages of a chat."""
         if chat is None:
             return Request(prompt=prompt, messages=None, sampling=self.values, kind=self.kind)
         return Request(
@@ -68,7 +72,7 @@ class Scoring(abc.ABC):
         )
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
-        """Return a request for each prompt. A prompt that cannot be asked stays Unusable."""
+        """Return a request for each prompt. An Unusable prompt is returned as it is."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
             if isinstance(prompt, Unusable):
@@ -79,7 +83,7 @@ class Scoring(abc.ABC):
 
     @abc.abstractmethod
     def scored(self, completion: Completion) -> Scored:
-        """Return the result of a prompt."""
+        """Return the result of a prompt, from its completion."""
 
     def calibrated(self, completion: Completion) -> Self:
         """Return a scoring that corrects its results by the completion of a prompt without content."""
@@ -87,7 +91,7 @@ class Scoring(abc.ABC):
 
 
 def unscored(completion: Completion) -> Scored:
-    """Return why a completion has no numbers."""
+    """Return the result of a completion without numbers: its error."""
     return Scored(error=completion.error or NO_REASON)
 
 

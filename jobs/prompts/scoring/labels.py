@@ -1,10 +1,10 @@
-"""Labels: texts, each with its probability of following a prompt or a chat.
+"""Labels: gives each of several texts the probability that it follows a prompt or a chat.
 
 Calibration subtracts the log-likelihoods that the labels have after a prompt without content. Source: Zhao et al. 2021,
 "Calibrate Before Use".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, fsum, isfinite
@@ -32,7 +32,7 @@ NOT_FINITE = "a label has no finite log-likelihood: its probability is not known
 
 
 def parse_labels(name: str, labels: object) -> list[str]:
-    """Return labels. Raises InvalidJob for too few or too many labels, and for an empty or repeated label."""
+    """Return a list of labels. Raises InvalidJob for too few or too many labels, and for an empty or repeated label."""
     texts = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
     for number, label in enumerate(texts):
         if not checked_text(label, f"label {number}"):
@@ -87,10 +87,10 @@ class Labels(Scoring):
         return replace(self, prior=_logprobs(completion))
 
     def scored(self, completion: Completion) -> Scored:
-        """Return the softmax over the labels' log-likelihoods.
+        """Return the likeliest label, and the probabilities of all labels: the softmax of their log-likelihoods.
 
-        The answer is the likeliest label, or the first of equally likely labels. The margin is the answer's probability
-        minus the probability of the second likeliest label.
+        Among equally likely labels, the first one is returned. The margin is the likeliest label's probability minus
+        the probability of the second likeliest label.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)
@@ -106,10 +106,10 @@ class Labels(Scoring):
         weights = [exp(score - highest) for score in scores]
         total = fsum(weights)
         probabilities = [weight / total for weight in weights]
-        best, second = sorted(probabilities, reverse=True)[:2]
-        place = probabilities.index(best)
+        best, second, *_ = sorted(probabilities, reverse=True)
+        best_index = probabilities.index(best)
         values = {
-            "label": self.labels[place],
+            "label": self.labels[best_index],
             "probability": best,
             "probabilities": tuple(zip(self.labels, probabilities, strict=True)),
             "margin": best - second,
@@ -134,7 +134,10 @@ def classify_task(
     model: object = None,
     **options: Any,
 ) -> Task:
-    """Return the task of `jobs.classify`. calibrate: true, or the prompt without content. Raises InvalidJob."""
+    """Return the task of `jobs.classify`. Raises InvalidJob.
+
+    calibrate: true, or the prompt or messages without content.
+    """
     model_name = parse_model(model)
     scoring = Labels.of(parse_labels("labels", labels), truncate_prompt_tokens)
     if forces_call(options):
@@ -159,13 +162,10 @@ def classify_task(
 
     def task(kind: str, value: object) -> Task:
         """Return the task for a prompt or a chat. kind: "prompt" or "messages"."""
-        is_chat = kind == "messages"
-        known = CHAT_NAMES if is_chat else (SPLIT_TOKENS,)
-        for name in options:
-            if name not in known:
-                raise InvalidValue("{} is no argument of jobs.classify", brief(name))
-        if is_chat:
+        if kind == "messages":
+            _check_names(options, known=CHAT_NAMES)
             return pictured_task(normal_messages(value), chat_task)
+        _check_names(options, known=(SPLIT_TOKENS,))
         requests = [scoring.request(one_prompt(value, "prompt"))]
         if is_calibrated:
             without_content = one_prompt(_prompt_without_content(calibrate), "prompt")
@@ -182,8 +182,15 @@ def classify_task(
     )
 
 
+def _check_names(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise InvalidValue for an option of jobs.classify that is not known."""
+    for name in options:
+        if name not in known:
+            raise InvalidValue("{} is no argument of jobs.classify", brief(name))
+
+
 def _prompt_without_content(calibrate: object) -> str:
-    """Return the prompt that calibrates. Raises InvalidValue."""
+    """Return the prompt without content, by which labels are calibrated. Raises InvalidValue."""
     if calibrate is True:
         return CONTENT_FREE
     if not isinstance(calibrate, str):
@@ -192,25 +199,29 @@ def _prompt_without_content(calibrate: object) -> str:
 
 
 def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
-    """Return the chat that calibrates: by default these, the last one's content replaced. Raises InvalidJob."""
+    """Return the chat without content, by which labels are calibrated. Raises InvalidJob.
+
+    If `calibrate` is true, this is the chat itself with CONTENT_FREE as the content of its last message.
+    """
     if calibrate is True:
-        *before, last = messages
-        return [*before, {**last, "content": CONTENT_FREE}]
+        *earlier, last = messages
+        return [*earlier, {**last, "content": CONTENT_FREE}]
     if not isinstance(calibrate, list):
         raise unlike("calibrate", calibrate, "true, false, or messages without content")
     return normal_messages(calibrate)
 
 
 def _response(answers: Answers, job_id: str, labels: Labels) -> dict[str, Any]:
-    """Return the classification of the first prompt. If there is a second prompt, it is the prompt without content."""
+    """Return the classification of the first prompt. A second prompt is the prompt without content.
+
+    Raises RequestFailed if one of the prompts failed.
+    """
     for number, answer in enumerate(answers):
         if answer.first.loglikelihoods is None:
             raise RequestFailed(number, answer.first.error or NO_REASON)
-    answer, *without_content = answers
-    if without_content:
-        [calibrating] = without_content
-        labels = labels.calibrated(calibrating.first)
-    scored = labels.scored(answer.first)
+    if len(answers) > 1:
+        labels = labels.calibrated(answers[1].first)
+    scored = labels.scored(answers[0].first)
     if scored.error is not None:
         raise RequestFailed(0, scored.error)
     return {

@@ -1,4 +1,4 @@
-"""Likelihoods: the log-likelihood of each of some continuations of a prompt. Runs cannot ask for them."""
+"""Likelihoods: the log-likelihood of each continuation of a prompt. Jobs can ask for them, and runs cannot."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -50,7 +50,7 @@ def _response(
 ) -> dict[str, Any]:
     """Return a choice for each continuation. A continuation of token ids has no text."""
     likelihoods = answers[0].first.loglikelihoods
-    assert likelihoods is not None, "an answer without what was asked for"
+    assert likelihoods is not None, "a failed request has been reported before"
     choices = []
     pairs = zip(continuations, likelihoods, strict=True)
     for index, (continuation, likelihood) in enumerate(pairs):

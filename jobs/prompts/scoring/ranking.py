@@ -35,9 +35,9 @@ _YES_OR_NO = Labels.of(["yes", "no"])
 
 @dataclass(frozen=True)
 class Relevance(Scoring):
-    """Asks a cross-encoder for its score; asks other models whether the answer is yes.
+    """Asks a cross-encoder for its score, and any other model for the probability of yes.
 
-    has_head: whether the model is a cross-encoder. instruction: describes the task in the prompt.
+    has_head: whether the model is a cross-encoder. instruction: describes the task in the prompt of other models.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Relevance(Scoring):
         model.check_ranks()
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return the request for a prompt. The prompt is a query and a document."""
+        """Return the request for a prompt, which is a pair of a query and a document."""
         query, document = prompt
         if self.has_head:
             return Request(
@@ -94,7 +94,7 @@ def rerank_task(
     return_documents: object = True,
     model: object = None,
 ) -> Task:
-    """Return the task of `jobs.rerank`. top_n: how many results are returned. Raises InvalidJob."""
+    """Return the task of `jobs.rerank`. top_n: the most results that are returned. Raises InvalidJob."""
     model_name = parse_model(model)
     query = checked_text(query, "query")
     if instruction is None:
@@ -142,9 +142,10 @@ def _response(
     documents: list[str] | None,
     num_results: int | None,
 ) -> dict[str, Any]:
-    """Return the documents, the most relevant first.
+    """Return the job's response, with the most relevant document first.
 
-    documents: their texts; None leaves the texts out. num_results: how many are returned; None returns all.
+    documents: the texts that the response shows; None shows none. num_results: the most results that are returned; None
+    for all.
     """
     results = []
     for number, answer in enumerate(answers):
@@ -160,7 +161,7 @@ def _response(
 
 
 def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
-    """Return the key that sorts results: the most relevant first, those without a relevance last."""
+    """Return the sort key of a result. The most relevant result comes first, and results without a score come last."""
     score = result["relevance_score"]
     if score is None:
         return True, 0.0

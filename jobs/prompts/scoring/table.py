@@ -13,10 +13,11 @@ from jobs.tasks import Task
 
 
 class ScoringJob(NamedTuple):
-    """A job that scores, and the same scoring for rows.
+    """A job that scores, and the same scoring for the rows of runs.
 
-    name: the function that producers enqueue. make_task: makes the job's task of its arguments.
-    scoring: None if runs cannot ask for it. run_task: the value of a run's option `task` that asks for it.
+    name: the function that producers enqueue. make_task: makes the job's task from its arguments.
+    scoring: None if runs cannot score in this way. run_task: the value of a run's option `task` that asks for the
+    scoring; None if another option does.
     """
 
     name: str
@@ -25,7 +26,7 @@ class ScoringJob(NamedTuple):
     run_task: str | None = None
 
 
-#: A new kind is a file, and its line here. A run asks for labels by its option `labels`.
+#: To add a kind of scoring, add its file, and a line here. A run asks for labels by its option `labels`.
 SCORING_JOBS = (
     ScoringJob("jobs.embed", embed_task, Embeddings, "embed"),
     ScoringJob("jobs.classify", classify_task, Labels),
@@ -34,9 +35,14 @@ SCORING_JOBS = (
     ScoringJob("jobs.loglikelihood", loglikelihood_task),
 )
 
-#: By the value of a run's option `task`.
-RUN_SCORINGS: Mapping[str, type[Scoring]] = {
-    job.run_task: job.scoring
-    for job in SCORING_JOBS
-    if job.run_task is not None and job.scoring is not None
-}
+
+def _run_scorings() -> dict[str, type[Scoring]]:
+    """Return the scorings that runs may ask for, by the value of a run's option `task`."""
+    scorings = {}
+    for job in SCORING_JOBS:
+        if job.run_task is not None and job.scoring is not None:
+            scorings[job.run_task] = job.scoring
+    return scorings
+
+
+RUN_SCORINGS: Mapping[str, type[Scoring]] = _run_scorings()

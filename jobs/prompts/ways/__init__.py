@@ -1,1 +1,1 @@
-"""Ways from a prompt to its answer, other than asking the prompt once. Each way has its own file."""
+"""Ways by which several requests lead to the answer of a prompt. Each way has its own file."""

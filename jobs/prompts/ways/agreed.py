@@ -1,6 +1,6 @@
-"""Agreement: a prompt is sampled in small rounds until enough samples agree. The commonest answer is the answer.
+"""Agreement: a prompt is sampled in small rounds until enough samples agree. The commonest answer wins.
 
-Source: self-consistency, arXiv:2203.11171; stopping once the samples agree, arXiv:2305.11860.
+Sources: self-consistency, arXiv:2203.11171; stopping once the samples agree, arXiv:2305.11860.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from jobs.prompts.ways.votes import Votes
 from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
 
-#: Samples that run side by side, because they share the prompt's prefill.
+#: The samples of a round. They run side by side and share the prompt's prefill.
 ROUND = 4
 DEFAULT_MAX_SAMPLES = 16
 
@@ -26,10 +26,10 @@ DEFAULT_MAX_SAMPLES = 16
 class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
-    agree: the share, above 0 and at most 1.
-    agree_on: the part of a text that is compared. None compares the whole text, "json" its JSON, a JSON pointer (RFC
-    6901) a part of the JSON, a pattern its first group.
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
+    agree: the share, above 0 and at most 1.
+    agree_on: the part of a text that is compared. With None, whole texts are compared; with "json", the texts as JSON;
+    with a JSON pointer (RFC 6901), a part of the JSON; with a pattern, the text of its first group.
     """
 
     agree: float
@@ -54,7 +54,7 @@ class Agreement(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the question for the part of a text that is compared; nothing if whole texts are compared."""
+        """Return the question for the part of a text that is compared; () if whole texts are compared."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)
@@ -67,25 +67,25 @@ class Agreement(Way):
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Draw rounds of samples, until they agree or can no longer agree."""
+        """Return the item that draws rounds of samples, until enough samples agree or no longer can."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:
             sampling = {**request.sampling, "n": min(ROUND, votes.num_left)}
             if rounds:
                 sampling = reseeded(sampling, f"sample {len(votes.samples)}")
-            [drawn] = yield [replace(request, sampling=sampling)]
-            rounds.append(drawn)
-            good_samples = [sample for sample in drawn if sample.finish_reason != "error"]
+            [samples] = yield [replace(request, sampling=sampling)]
+            rounds.append(samples)
+            good_samples = [sample for sample in samples if sample.finish_reason != "error"]
             if not good_samples:
-                break  # the answer is made of the earlier samples
+                break  # the earlier samples decide
             for sample in good_samples:
                 answer = yield from self._compared(sample)
                 votes.add(sample, answer)
 
         if not votes.samples:
-            [refused] = rounds  # the first round had only errors
-            return PromptAnswer(samples=refused[:1], num_generated=[0])
+            [failed_samples] = rounds  # all samples of the first round have failed
+            return PromptAnswer(samples=failed_samples[:1], num_generated=[0])
         extras = {"votes": votes.share, "samples": len(votes.samples)}
         first_of_rounds = [samples[0] for samples in rounds]
         return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)

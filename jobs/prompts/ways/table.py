@@ -12,13 +12,23 @@ from jobs.prompts.ways.way import Way, WayOption
 #: To add a way, add its file, and its class here.
 WAYS: tuple[type[Way], ...] = (Agreement, ToolUse)
 
-WAY_OPTIONS: Mapping[str, WayOption] = {
-    name: option for way in WAYS for name, option in way.options.items()
-}
+
+def _all_options() -> dict[str, WayOption]:
+    """Return the options of all ways, by name."""
+    options: dict[str, WayOption] = {}
+    for way_class in WAYS:
+        options.update(way_class.options)
+    return options
+
+
+WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into those that are no options of ways, and the parsed options. Raises InvalidJob."""
+    """Split keyword arguments into options of ways, which are parsed, and all others.
+
+    Returns the other arguments, then the parsed options. Raises InvalidJob.
+    """
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
@@ -31,19 +41,22 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def way_of(options: Mapping[str, Any]) -> Way | None:
-    """Return the way that parsed options ask for; None without options. Raises InvalidJob for options of two ways."""
+    """Return the way that parsed options ask for; None without options.
+
+    Raises InvalidJob for options of two ways, or if an option's main option is missing.
+    """
     if not options:
         return None
     ways: list[Way] = []
-    for way in WAYS:
-        values = {name: options[name] for name in way.options if name in options}
+    for way_class in WAYS:
+        values = {name: options[name] for name in way_class.options if name in options}
         if not values:
             continue
-        main_name = way.main_option()
+        main_name = way_class.main_option()
         if main_name not in values:
             name = next(iter(values))
             raise InvalidJob(f"{name} is for {main_name}, which is missing: give {main_name} too")
-        ways.append(way.of(values))
+        ways.append(way_class.of(values))
     if len(ways) > 1:
         names = " and ".join(way.main_option() for way in ways)
         raise InvalidJob(f"{names} do not go together: each says how a prompt gets its answer")
@@ -51,7 +64,7 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
 
 
 def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
-    """Raise InvalidJob for a way together with several answers of a prompt, or with answers that are tried again."""
+    """Raise InvalidJob if a way is combined with several answers of a prompt, or with checked or continued answers."""
     name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")

@@ -32,7 +32,10 @@ def parse_functions(name: str, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class ChatAfterCalls:
-    """A chat with the answer that calls tools, and with the results of the tools. error: why the chat cannot go on."""
+    """A chat followed by an answer that calls tools, and by the tools' results.
+
+    error: why the chat cannot go on; None if it can.
+    """
 
     messages: Parts
     error: str | None = None
@@ -41,12 +44,12 @@ class ChatAfterCalls:
 def after_calls(
     messages: Parts, answer: Completion, function_of: Mapping[str, str]
 ) -> Item[ChatAfterCalls]:
-    """Run the tools that an answer calls, in order. Stop at a tool that fails.
+    """Return the item that runs the tools that an answer calls, in order, and stops at a tool that fails.
 
-    function_of: the dotted names of functions, by the names of tools.
+    messages: the chat before the answer. function_of: the dotted names of functions, by the names of tools.
     """
     calls = with_ids(answer.tool_calls or (), f"{len(messages)}/{answer.text}")
-    call_and_results: Parts = [{"role": "assistant", "content": answer.text, "tool_calls": calls}]
+    answer_and_results: Parts = [{"role": "assistant", "content": answer.text, "tool_calls": calls}]
     error: str | None = None
     for call in calls:
         name = call["function"]["name"]
@@ -60,8 +63,8 @@ def after_calls(
             error = f"tool {name}: {outcome['error']}"
             break
         result = {"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]}
-        call_and_results.append(result)
+        answer_and_results.append(result)
     try:
-        return ChatAfterCalls(normal_messages([*messages, *call_and_results]), error)
+        return ChatAfterCalls(normal_messages([*messages, *answer_and_results]), error)
     except InvalidJob as problem:  # the results are too long, for example
         return ChatAfterCalls(messages, error or f"the results of tools: {problem}")

@@ -21,10 +21,10 @@ DEFAULT_MAX_TURNS = 8
 
 @dataclass(frozen=True)
 class ToolUse(Way):
-    """Runs the tools that a chat's answers call, in child processes with their limits.
+    """Runs the tools that a chat's answers call, in child processes with limits.
 
-    tool: dotted names of functions; the last part is the tool's name. A function gets the call's arguments by name.
-    The value that it returns is the result of the call; a text stays as it is, any other value is written as JSON.
+    tool: dotted names of functions. The last part of each is the name of the tool. A function gets the arguments of the
+    call by name. What it returns is the call's result: a text as it is, any other value as JSON.
     max_turns: the most answers of a chat.
     """
 
@@ -64,19 +64,19 @@ class ToolUse(Way):
 
     @property
     def _function_of(self) -> dict[str, str]:
-        """The dotted name of each tool's function, by the tool's name."""
+        """Return the dotted name of each tool's function, by the tool's name."""
         return {function.rsplit(".", 1)[1]: function for function in self.tool}
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Ask a chat, run the tools that its answer calls, and go on until an answer calls no tool."""
-        messages = request.messages or []  # only a chat has tools, so there are messages
+        """Return the item that asks a chat and runs the tools that an answer calls, until an answer calls no tool."""
+        messages = request.messages or []  # never empty, because only a chat has tools
         answers: list[Completion] = []
         error: str | None = None
         while error is None:
             turn = replace(request, messages=messages)
             if answers:
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
-                sampling.pop("tool_choice", None)  # the call that it forces is done
+                sampling.pop("tool_choice", None)  # it forces a call, which the first answer made
                 turn = replace(turn, sampling=sampling)
             [[completion]] = yield [turn]  # one request with one sample
             answers.append(completion)

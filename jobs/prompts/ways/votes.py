@@ -9,7 +9,7 @@ from jobs.tasks import Completion
 class Votes:
     """The samples of a prompt, grouped by the answer that they give.
 
-    agree: the share of samples that an answer needs. max_samples: the most samples.
+    agree: the share of samples that must give the same answer. max_samples: the most samples that are drawn.
     """
 
     agree: float
@@ -18,19 +18,19 @@ class Votes:
     _samples_by_answer: dict[str, list[Completion]] = field(default_factory=dict)
 
     def add(self, sample: Completion, answer: str | None) -> None:
-        """Count a sample. answer: None for a sample that agrees with no other."""
+        """Count a sample. answer: what it is grouped by; None for a sample that agrees with no other sample."""
         self.samples.append(sample)
         if answer is not None:
             self._samples_by_answer.setdefault(answer, []).append(sample)
 
     @property
     def num_left(self) -> int:
-        """How many samples may follow."""
+        """Return how many more samples may be drawn."""
         return self.max_samples - len(self.samples)
 
     @property
     def are_open(self) -> bool:
-        """Whether more samples are needed, and enough of them can still agree."""
+        """Whether too few samples agree, and enough can still agree if more are drawn."""
         if not self.samples:
             return True
         if self.num_left == 0 or self.share >= self.agree:
@@ -40,17 +40,17 @@ class Votes:
 
     @property
     def share(self) -> float:
-        """The share of samples that give the commonest answer."""
+        """Return the share of samples that give the commonest answer."""
         return len(self._commonest) / len(self.samples)
 
     @property
     def winner(self) -> Completion:
-        """The first sample with the commonest answer; the first of all samples if none has an answer."""
+        """Return the first sample with the commonest answer. If no sample has an answer, return the first sample."""
         candidates = self._commonest or self.samples
         return candidates[0]
 
     @property
     def _commonest(self) -> list[Completion]:
-        """The samples that give the commonest answer."""
-        # If answers are equally common, the earliest wins: max keeps the first one.
+        """Return the samples that give the commonest answer."""
+        # If several answers are equally common, the earliest one wins, because max returns the first maximum.
         return max(self._samples_by_answer.values(), key=len, default=[])

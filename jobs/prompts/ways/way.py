@@ -1,4 +1,4 @@
-"""Defines ways: how a prompt gets its answer, other than by being asked once."""
+"""Defines what a way is: a method by which several requests lead to the answer of a prompt."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,10 @@ class WayOption:
 
 
 class Way(abc.ABC):
-    """A way from a prompt to its answer.
+    """A way from a prompt to its answer, by several requests.
 
-    options: its arguments, by name. The first argument asks for the way.
-    columns: the columns that it adds to an answer beside the completion, with Arrow's names of their types.
+    options: the way's arguments, by name. The first argument asks for the way.
+    columns: the columns that the way adds to an answer beside the completion, with Arrow's names of their types.
     """
 
     options: ClassVar[Mapping[str, WayOption]]
@@ -55,24 +55,24 @@ class Way(abc.ABC):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the questions that its items ask child processes."""
+        """Return the questions that the way's items ask child processes."""
         return ()
 
     @property
     def has_checks(self) -> bool:
-        """Whether its items yield checks."""
+        """Whether the way's items ask child processes."""
         return bool(self.questions)
 
     def admit(self, checks: Checks) -> None:
-        """Raise InvalidJob for a function that this worker does not allow."""
+        """Raise InvalidJob if the way needs a function that this worker does not allow."""
         for question in self.questions:
             checks.admit(question)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob for a question that no child could answer. This may take as long as an import."""
+        """Raise InvalidJob if no child could answer a question. This may take as long as importing a function."""
         for question in self.questions:
             checks.prepare(question)
 
     def version(self, checks: Checks) -> str:
-        """Return a version of the functions that are called, from their files. Raises InvalidJob."""
+        """Return a text that changes when the files of the way's functions change. Raises InvalidJob."""
         return " ".join(checks.version(question) for question in self.questions)

@@ -7,7 +7,7 @@ from typing import Any
 from jobs.errors import InvalidJob, unlike
 from jobs.runs.plans.names import HEADED, LINES
 
-#: Arguments of a run, in the order in which they are shown.
+#: The arguments of a run that say how its input's text is written, in the order in which they are shown.
 DIALECT = ("encoding", "delimiter", "decimal")
 _TAB = "\t"
 #: How people write a tab where they cannot type one.
@@ -15,7 +15,7 @@ _TABS = ("\\t", "tab")
 
 
 def parse_encoding(name: str, value: Any) -> str | None:
-    """Return Python's name of a text encoding; None for none. Raises InvalidValue."""
+    """Return Python's name of a text encoding; None if `value` is None. Raises InvalidValue."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Names a run's files and jobs, and finds a file's format by its name. Needs no pyarrow."""
+"""Names a run's files and jobs, and tells a file's format from its name. Needs no pyarrow."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ CSV = "csv"
 TSV = "tsv"
 JSONL = "jsonl"
 ARROW = "arrow"
-#: OpenAI's batch files. They have the names of JSONL files, so a run must ask for this format.
+#: OpenAI's batch files. They are named like JSONL files, so a run must ask for this format by name.
 OPENAI_BATCH = "openai-batch"
 
 #: The endings of file names, by format. In folders, only such files are input.
@@ -29,7 +29,7 @@ LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
 #: Formats whose first line names the columns.
 HEADED = frozenset({CSV, TSV})
-#: Formats of an output that is one file.
+#: The formats that an output may have if it is one file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
 #: Endings of compressed files of lines. They come after the format's ending.
 COMPRESSED = (".gz", ".zst", ".bz2")
@@ -99,27 +99,27 @@ PARTS = "_parts"
 JOURNAL = "_journal"
 #: The folder of Parquet files that were made from other inputs.
 INPUT = "_input"
-#: The folder of the keys of the parts' rows. The names of its files begin with _ too, because polars reads files with
-#: other names.
+#: The folder of the keys of the parts' rows. The names of its files begin with _, so that polars does not read them.
 KEYS = "_keys"
+#: The beginning of the name of a file of row numbers; see row_numbers_name.
 ROWS_PREFIX = "_rows-"
 #: The folder of answers that were taken from earlier runs.
 REUSED = "_reused"
 
-# Columns of a log of answers (jobs/parquet/reuse/answer_log.py), beside the columns of the answers.
-#: The row's place in its shard.
+# A log of answers (jobs/parquet/reuse/answer_log.py) has these columns beside the columns of the answers.
+#: The row's index in its shard.
 ROW = "_row"
 #: The row's whole key.
 KEY = "_key"
-#: The mark of the model that answered, or is asked.
+#: The mark of the model that answered the row, or that is asked.
 MODEL = "_model"
-#: The earlier run's row that the answer was taken from.
+#: The earlier run's row from which the answer was taken.
 SOURCE = "_source"
-#: The tokens generated for this row and its equal rows. The number stands with the first of these rows.
+#: The number of tokens generated for this row and for rows equal to it. Only the first of these rows has the number.
 TOKENS = "_tokens"
 #: The progress of a row without an answer, as JSON.
 UNDER_WAY = "_under_way"
-KEPT_BESIDE = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
+LOG_COLUMNS = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
@@ -163,7 +163,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
         if match is None:
             continue
         shard = int(match["shard"])
-        if part_name(shard) == name:  # and not a number with further zeros
+        if part_name(shard) == name:  # a number with further zeros is not ours
             parts[shard] = name
     return parts
 

@@ -16,18 +16,20 @@ from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH
 
-#: How exactly log probabilities are written, and how templates are written. The first word is the default.
+#: The types in which log probabilities are written. The first is the default.
 LOGPROB_TYPES = ("float32", "float16")
+#: The languages of templates. The first is the default.
 TEMPLATE_FORMATS = ("fields", "jinja")
-#: The forms in which the probabilities of labels are written. The first one is the default.
-MAP, STRUCT = "map", "struct"
+MAP = "map"
+STRUCT = "struct"
+#: The forms in which the probabilities of labels are written. The first is the default.
 PROBABILITIES = (MAP, STRUCT)
 #: The most labels of a struct. Each is a column of the file.
 MAX_STRUCT_LABELS = 1000
 
 
 def column_names(name: str, value: Any) -> list[str]:
-    """Return the columns of a list, each once and sorted, because their order changes nothing. Raises InvalidValue."""
+    """Return the columns of a list, each once and in alphabetical order. Raises InvalidValue."""
     if not isinstance(value, list | tuple):
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
@@ -56,7 +58,7 @@ _BESIDE_BATCHES = (
     "only_new",
     "rows_per_shard",
 )
-#: Arguments that the normal form of a run of batch files has, each with the values that it may have.
+#: Arguments that RunSpec sets itself in a run of batch files, each with the values that a producer may give.
 _BATCH_VALUES = {
     "prompt_column": ("prompt",),
     "keep": (["custom_id"],),
@@ -71,7 +73,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
         if name in _BESIDE_BATCHES or is_empty:
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
-            continue  # the run's seed is for the lines without a seed
+            continue  # lines without a seed use the run's seed
         usable_values = _BATCH_VALUES.get(name, ())
         if value not in usable_values:
             raise InvalidJob(
@@ -103,22 +105,29 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             raise InvalidValue(
                 f"{name} has {{}}, expected the name of a sampling value", brief(sampling_name)
             )
-        if sampling_name == "n":
-            raise InvalidJob(
-                "n cannot come from a column: all rows of a run have the same number of completions"
-            )
-        if sampling_name in CHAT_NAMES and sampling_name != "tools":
-            raise InvalidJob(
-                f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
-            )
-        if sampling_name in RESPONSE_NAMES:
-            raise InvalidJob(
-                f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
-            )
-    return {
-        sampling_name: column_name(f"the column for {sampling_name}", column)
-        for sampling_name, column in sorted(value.items())
-    }
+        _check_from_column(sampling_name)
+    columns = {}
+    for sampling_name in sorted(value):
+        columns[sampling_name] = column_name(
+            f"the column for {sampling_name}", value[sampling_name]
+        )
+    return columns
+
+
+def _check_from_column(sampling_name: str) -> None:
+    """Raise InvalidJob for a sampling value that cannot come from a column."""
+    if sampling_name == "n":
+        raise InvalidJob(
+            "n cannot come from a column: all rows of a run have the same number of completions"
+        )
+    if sampling_name in CHAT_NAMES and sampling_name != "tools":
+        raise InvalidJob(
+            f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
+        )
+    if sampling_name in RESPONSE_NAMES:
+        raise InvalidJob(
+            f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
+        )
 
 
 def defaults(name: str, value: Any) -> dict[str, str]:
@@ -132,12 +141,14 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     }
 
 
-GENERATE, EMBED, RERANK = "generate", "embed", "rerank"
+GENERATE = "generate"
+EMBED = "embed"
+RERANK = "rerank"
 TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob if the served model cannot do what a run asks for."""
+    """Raise InvalidJob if the served model cannot do what a run asks for. options: the fields of RunSpec."""
     task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
@@ -165,10 +176,10 @@ PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
 def check_read(
     values: Mapping[str, Any], ask: str, read: Collection[str], owner: str = "sampling"
 ) -> None:
-    """Raise InvalidValue for a sampling value that shapes a generated answer, where nothing is generated.
+    """Raise InvalidValue if a value shapes a generated answer. Call this where nothing is generated.
 
-    read: the names of values that are read all the same. ask, owner: words for the message, of what generates nothing
-    and of what has the values.
+    read: the names of values that are read all the same. ask: words for what generates nothing, such as "labels".
+    owner: words for what has the values. Both are used in the message.
     """
     for name in values:
         # A call that is forced has to be generated. Any other tool_choice is only read.
@@ -212,7 +223,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], ask: str) -> None:
-    """Raise InvalidJob if one of these options has a value. ask: words for the message, of what generates nothing."""
+    """Raise InvalidJob if one of these options has a value. ask: words for what generates nothing, for the message."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {ask} do not go together: nothing is generated")

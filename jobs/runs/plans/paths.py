@@ -17,9 +17,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def run_path(path: object) -> str:
     """Return the full path of a run's file or folder.
 
-    A local path or file:// URI becomes an absolute path, relative to the working directory. The path of an object store
-    becomes scheme://bucket/key, without a slash at its end. Raises UnsupportedScheme for other URIs, and InvalidJob for
-    anything that is no path.
+    A local path or file:// URI becomes an absolute path. A relative path counts from the working directory. A path in
+    an object store becomes scheme://bucket/key, without a slash at its end. Raises UnsupportedScheme for other URIs,
+    and InvalidJob for anything that is no path.
     """
     if not isinstance(path, str) or not path:
         raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
@@ -29,7 +29,7 @@ def run_path(path: object) -> str:
         scheme = scheme.lower()
         _, _, host = authority.rpartition("@")
         # Errors show no user, password or query, because these may hold a store's keys. A password that is not encoded
-        # may hold a slash, so it may reach beyond the authority. So the last @ of all is looked for.
+        # may hold a slash, and so reach beyond the authority. So everything up to the URI's last @ is cut off.
         _, _, without_secrets = (authority + inner).rpartition("@")
         safe = f"{scheme}://{without_secrets}"
         if scheme in STORES:
@@ -44,7 +44,7 @@ def run_path(path: object) -> str:
 
 
 def is_stored(path: str) -> bool:
-    """Whether the path is one of an object store."""
+    """Whether a path is in an object store."""
     return path.partition("://")[0] in STORES
 
 

@@ -18,8 +18,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Redis keeps each shard's share of the run's work for at most this many shards. In a run with more shards, all count
-#: as equal.
+#: Redis keeps each shard's share of the run's work only if the run has at most this many shards. In a run with more
+#: shards, all shards count as equal.
 MAX_SHARES = 10_000
 
 
@@ -43,9 +43,9 @@ class AddedColumn:
 class PlannedFile:
     """An input file as it was planned.
 
-    size: in bytes. mtime_ns, etag: if these have changed, the file's content is compared with `fingerprint`.
-    values: its values in the plan's added columns. num_chosen: how many of its rows planning has chosen for the run;
-    None for all.
+    size: in bytes. mtime_ns, etag: if one of these has changed, the file's content is compared with `fingerprint`.
+    values: the file's values in the plan's added columns.
+    num_chosen: how many of the file's rows planning has chosen for the run; None for all.
     """
 
     path: str
@@ -67,8 +67,8 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: part of the names of the files with these answers. any_model: whether answers of other models were taken.
-    runs: see ReusedRun. seed: the first earlier run's seed, if this run was given no seed.
+    name: a part of the names of the files that hold the answers. any_model: whether answers of other models were taken.
+    runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
     """
 
     name: str
@@ -80,8 +80,9 @@ class Reused:
 class Shard(NamedTuple):
     """A range of rows of one file.
 
-    start: its first row's place in the file. first_group, num_groups: the row groups that hold the range. skip: rows of
-    the first group that come before the range.
+    file: the file's index in the plan. start: the index of the range's first row in the file.
+    first_group, num_groups: the row groups that hold the range. skip: the number of rows of the first group that come
+    before the range.
     """
 
     file: int
@@ -96,13 +97,14 @@ class Shard(NamedTuple):
 class Plan:
     """What a run does.
 
-    seed: the source of every row's seed.
+    seed: every row's seed is computed from this seed and the row's number.
     added_columns: columns that come after the files' own.
-    columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
-    sizes: the bytes of the rows that each shard asks.
-    second: the model that answers rows with low margins again.
-    planned_at: Unix seconds. Chats take it as the present time.
+    columns: the names and kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
+    as_json: columns of JSON lines whose values prompts show as each row's own JSON. A column's type may say less than
+    that JSON, because all rows share the type.
+    sizes: for each shard, the bytes of its rows.
+    second: in a cascade, the model that is asked again about rows with a low margin.
+    planned_at: Unix seconds. Chat templates take this as the present time.
     input_folder: the folder of Parquet files that were made from other inputs. By default it is in the output.
     """
 
@@ -137,37 +139,37 @@ class Plan:
 
     @property
     def shares(self) -> list[int]:
-        """Return each shard's share of the run's rows and bytes, in billionths. Empty for a very large run."""
+        """Return each shard's share of the run's work (see `work_shares`). Empty if the run has too many shards."""
         if len(self.sizes) != len(self.shards) or len(self.shards) > MAX_SHARES:
             return []
         return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
-        """Return where a shard's part is."""
+        """Return the path of a shard's part."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
-        """Return the file with a shard's answers that were taken from earlier runs."""
+        """Return the path of the file with the answers of a shard that were taken from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
     @property
     def given_seed(self) -> int | None:
-        """Return the seed that this run was given, or else the seed that the first earlier run was given."""
-        inherited = None if self.reused is None else self.reused.seed
-        seed: int | None = self.spec.sampling.get("seed", inherited)
+        """Return the seed that this run was given, or else the seed that the first reused run was given."""
+        reused_seed = None if self.reused is None else self.reused.seed
+        seed: int | None = self.spec.sampling.get("seed", reused_seed)
         return seed
 
     def model_of(self, is_second: bool) -> PinnedModel:
-        """Return the model that a job asks. is_second: the job asks a cascade's second model."""
+        """Return the model that a job asks. is_second: whether the job asks a cascade's second model."""
         if is_second and self.second is not None:
             return self.second
         return self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queues of a shard's jobs, the first job's first. queue: the run's queue.
+        """Return the queues of a shard's jobs. With each queue comes whether its job asks the second model.
 
-        Beside each queue stands whether its job asks the second model.
+        queue: the run's queue, which is the queue of a shard's first job.
         """
         queues = [(queue, False)]
         if self.second:
@@ -180,8 +182,8 @@ class Plan:
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
-        """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        # None: all rows are asked. 0: the run never reads this file, so its path does not matter.
+        """Return the path of the Parquet file that holds an input's rows: the input itself, or a file made from it."""
+        # With None, all rows are asked. With 0, the run never reads the file, so its path does not matter.
         has_chosen_rows = file.num_chosen not in (None, 0)
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
@@ -193,7 +195,7 @@ class Plan:
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
-        """Return the number of a shard's first row, over the whole input."""
+        """Return the number of a shard's first row, counted over the whole input."""
         planned = self.shards[shard]
         return self._first_rows[planned.file] + planned.start
 
@@ -210,13 +212,13 @@ class Plan:
     def _first_rows(self) -> list[int]:
         """Return the number of each file's first row, and at the end the number of all rows.
 
-        Cached, because each of ten thousand shards needs it.
+        The list is cached, because it is used for each of ten thousand shards.
         """
         return [0, *accumulate(file.num_asked for file in self.files)]
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the numbers by which rows are found. It shows if one of them has changed in the file."""
+        """Return a digest of the numbers by which rows are found. It differs if a plan's file was changed by hand."""
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)
         for number_or_shard in (self.seed, *rows_of_files, *self.shards):
@@ -235,10 +237,10 @@ class Plan:
                 content[plan_field.name] = getattr(self, plan_field.name)
         content["shard_fields"] = Shard._fields
         content["digest"] = self._digest
-        # Shards are written one by one: ten thousand at once would leave 10 MiB of small strings in the heap.
+        # Shards are encoded one by one. One call for ten thousand shards leaves 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        unclosed = json.dumps(content, default=_as_object).removesuffix("}")
-        return f'{unclosed}, "shards": [{shards}]}}'
+        without_brace = json.dumps(content, default=_as_object).removesuffix("}")
+        return f'{without_brace}, "shards": [{shards}]}}'
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -261,8 +263,8 @@ class Plan:
                 columns=tuple((name, kind) for name, kind in content["columns"]),
                 as_json=tuple(content.get("as_json", ())),  # earlier plans have none
                 sizes=tuple(content["sizes"]),
-                reused=None if content["reused"] is None else Reused(**content["reused"]),
-                second=_model(content["second"]) if content.get("second") else None,
+                reused=_reused(content["reused"]),
+                second=_second(content.get("second")),
                 planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -275,7 +277,7 @@ class Plan:
 
 
 def _as_object(value: Any) -> dict[str, Any]:
-    """Return a record as a mapping. A model without adapters lacks that field, which older versions do not know."""
+    """Return a record as a mapping. The field `adapters` of a model is left out if empty, for older versions."""
     content = asdict(value)
     if isinstance(value, PinnedModel) and not value.adapters:
         del content["adapters"]
@@ -286,6 +288,16 @@ def _model(content: dict[str, Any]) -> PinnedModel:
     """Return the model that a plan has written with `_as_object`."""
     adapters = tuple(content.get("adapters", ()))
     return PinnedModel(**{**content, "adapters": adapters})
+
+
+def _second(content: dict[str, Any] | None) -> PinnedModel | None:
+    """Return the second model that a plan has written with `_as_object`; None if it has none."""
+    return _model(content) if content else None
+
+
+def _reused(content: dict[str, Any] | None) -> Reused | None:
+    """Return what a plan has written about earlier runs; None if it has taken nothing."""
+    return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
@@ -311,9 +323,9 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Near a run's end, a shard holds one eighth of the remaining rows, so that all workers end together.
+#: Near a run's end, a shard holds one eighth of the remaining rows. So workers end at nearly the same time.
 TAIL_SHARE = 8
-#: The fewest rows of a shard near a run's end: enough to keep a worker's batch filled.
+#: The fewest rows of a shard near a run's end. This many keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
 
@@ -322,16 +334,16 @@ def cut_shards(
 ) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard, so
-    that it has a part and readers find the schema.
-    row_groups: for each file, the rows of each row group. limit: the most rows to take, counted from the first row.
+    In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard. Its
+    part shows readers the schema.
+    row_groups: for each file, the number of rows in each row group. limit: only this many first rows are taken.
     Raises InvalidJob for more than MAX_SHARDS shards.
     """
     rows = sum(map(sum, row_groups))
     if limit is not None:
         rows = min(rows, limit)
 
-    # This finds a far too small rows_per_shard before millions of shards are made.
+    # This estimate finds a far too small rows_per_shard before millions of shards are made.
     are_too_many = rows // rows_per_shard > MAX_SHARDS
     shards: list[Shard] = []
     if not are_too_many:
@@ -351,10 +363,10 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
     """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
     min_rows = max_rows
     if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
-        fills_batch = min(max_rows, MIN_TAIL_ROWS)
-        min_rows = max(max_rows // TAIL_SHARE, fills_batch)
+        min_tail_rows = min(max_rows, MIN_TAIL_ROWS)
+        min_rows = max(max_rows // TAIL_SHARE, min_tail_rows)
     for file, groups in enumerate(row_groups):
-        ends = list(accumulate(groups))  # ends[i]: the row after row group i
+        ends = list(accumulate(groups))  # ends[i]: the index of the row after row group i
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
@@ -366,10 +378,10 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
-    """Return the shard of one range of rows. ends: for each row group, the row after its last row."""
-    first_group = bisect_right(ends, start)  # the first group that ends behind row `start`
+    """Return the shard of one range of rows. ends: for each row group, the index of the row after its last row."""
+    first_group = bisect_right(ends, start)  # the group that holds row `start`
     range_end = start + rows
-    last_group = bisect_left(ends, range_end)  # the first group that ends there or later
+    last_group = bisect_left(ends, range_end)  # the group that holds the last row
     group_start = ends[first_group - 1] if first_group > 0 else 0
     return Shard(
         file=file,

@@ -13,12 +13,12 @@ from jobs.prompts.messages import ChatOptions, forces_call, split_chat_options
 from jobs.prompts.responses import LOGPROBS, run_values
 from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.names import KEPT_BESIDE
+from jobs.runs.plans.names import LOG_COLUMNS
 from jobs.runs.plans.option_checks import PROMPT_VALUES, check_read
 
-#: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
+#: The most literals and values that a shard's prompts are made of. A thread joins this many in some seconds.
 MAX_SHARD_PIECES = 20_000_000
-#: A text that is cut into pairs: a literal, and the column that follows it, or None.
+#: A text that is cut into pairs: a literal, and the column whose value follows the literal, or None.
 Pieces = tuple[tuple[str, str | None], ...]
 
 
@@ -61,14 +61,14 @@ class Template:
         check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would build. A template may repeat a long value many times."""
+        """Return how many characters `fill` would return. A template may repeat a long value many times."""
         sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
         num_chars = 0
         for text in self.texts:
-            for literal, name in text:
-                num_chars += len(literal) + sizes[name]
+            for literal, following in text:
+                num_chars += len(literal) + sizes[following]
         return num_chars
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
@@ -76,14 +76,16 @@ class Template:
         value_texts: dict[str | None, str] = {None: ""}  # None: no column follows the literal
         for column, value in values.items():
             value_texts[column] = f"{value}"
-        filled = []
+        filled_texts = []
         for text in self.texts:
-            filled.append("".join([literal + value_texts[column] for literal, column in text]))
+            pieces = [literal + value_texts[following] for literal, following in text]
+            filled_texts.append("".join(pieces))
         if self.roles is None:
-            return filled[0]
-        return [
-            {"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)
-        ]
+            return filled_texts[0]
+        messages = []
+        for role, content in zip(self.roles, filled_texts, strict=True):
+            messages.append({"role": role, "content": content})
+        return messages
 
 
 #: Advice about braces that hold no column name.
@@ -118,17 +120,17 @@ def _is_column_name(text: str) -> bool:
     return not is_jinja_tag
 
 
-#: The most prompts of a row. Each one waits for the answer to the one before.
+#: The most prompts of a row. Each prompt waits for the answer to the prompt before it.
 MAX_STEPS = 20
 
-#: Columns that a row has only once, however many prompts it has.
+#: Columns that the output has once, however many prompts a row has.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
-#: The longest ending of a prompt's column, after the prompt's name.
-LONGEST = "_prompt_logprobs"
+#: The longest text that follows a prompt's name in the name of a column.
+LONGEST_ENDING = "_prompt_logprobs"
 
 
 def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]:
-    """Return the columns of one answer. Their types are in jobs/parquet/asks/ask.py."""
+    """Return the names of the columns of one answer. The columns' types are in jobs/parquet/asks/ask.py."""
     wanted = {
         "completion": True,
         "finish_reason": True,
@@ -144,7 +146,8 @@ def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]
 class PromptStep:
     """One of a row's prompts.
 
-    sampling: all of its sampling values, with those of the run. is_scored: whether it is scored against labels.
+    sampling: its sampling values, merged with those of the run. chat: the options of a chat.
+    is_scored: whether the prompt is scored against labels.
     """
 
     name: str
@@ -182,16 +185,16 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
-    """Return one prompt of `parse_prompts`. number: its place, for messages."""
+    """Return one prompt of `parse_prompts`. number: the prompt's index, for errors."""
     has_keys = isinstance(value, dict) and "name" in value and "template" in value
     if not has_keys or not value.keys() <= {"name", "template", "sampling"}:
         raise unlike(
             f"prompts[{number}]", value, "an object of name, template and, if at all, sampling"
         )
     name = value["name"]
-    longest = MAX_NAME_CHARS - len(LONGEST)
-    if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
-        expected = f"a word of letters, digits and _, at most {longest} characters"
+    max_chars = MAX_NAME_CHARS - len(LONGEST_ENDING)
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > max_chars:
+        expected = f"a word of letters, digits and _, at most {max_chars} characters"
         raise unlike(f"the name of prompts[{number}]", name, expected)
 
     template_texts(value["template"])  # raises for a template of another form
@@ -218,7 +221,7 @@ MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Check a run's sampling values, and return those that ask for something. Raises InvalidJob.
+    """Check a run's sampling values, and return them without values that change nothing. Raises InvalidJob.
 
     Equal values get one form, so that equal runs have one id. For example, 0.0 becomes 0.
     """
@@ -270,7 +273,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # The prompt's values and the run's are read before they are merged, so that both use the same names.
+        # The prompt's values are parsed before they are merged with the run's values, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )
@@ -284,11 +287,7 @@ def make_steps(
         values_of_run = dict(sampling)
         if is_scored:
             check_read(prompt_sampling, "labels", PROMPT_VALUES, f"the sampling of prompt {name!r}")
-            # The run's values for generated answers are for the earlier prompts.
-            read_by_scoring = set(PROMPT_VALUES)
-            if forces_call(sampling):
-                read_by_scoring.discard("tool_choice")
-            values_of_run = {key: sampling[key] for key in sampling if key in read_by_scoring}
+            values_of_run = _values_for_scoring(sampling)
 
         merged = run_sampling({**values_of_run, **prompt_sampling}, rows_per_shard, is_chat=is_chat)
         values, chat = split_chat_options(merged)
@@ -297,9 +296,17 @@ def make_steps(
     return tuple(steps)
 
 
+def _values_for_scoring(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's sampling values that count for a scored prompt. The others shape generated answers."""
+    names = set(PROMPT_VALUES)
+    if forces_call(sampling):
+        names.discard("tool_choice")
+    return {name: value for name, value in sampling.items() if name in names}
+
+
 def _check_names(steps: Sequence[PromptStep]) -> None:
     """Raise InvalidJob if two columns would have the same name, or a template names a later prompt's answer."""
-    taken_names = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
+    taken_names = {*ROW_COLUMNS, *LOG_COLUMNS, "reused", "check_error"}
     for step in steps:
         for column in step.columns:
             if column in taken_names:
@@ -314,9 +321,9 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
                 f"the template of prompt {step.name!r} names no column and no earlier prompt, so that every "
                 "row would ask the same: write {column} where a row's value goes"
             )
-        for itself_or_later in steps[number:]:
-            if itself_or_later.name in columns:
+        for unanswered in steps[number:]:  # this prompt and all later ones
+            if unanswered.name in columns:
                 raise InvalidJob(
-                    f"the template of prompt {step.name!r} names {itself_or_later.name!r}, which has no "
+                    f"the template of prompt {step.name!r} names {unanswered.name!r}, which has no "
                     "answer yet there: name columns and earlier prompts"
                 )

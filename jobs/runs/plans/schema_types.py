@@ -8,13 +8,20 @@ from urllib.parse import unquote
 from jobs.common.display import brief, is_unicode
 from jobs.errors import InvalidJob
 
-#: The most values of a row. Lists and objects count too.
+#: The most values that a schema may describe. Lists and objects count too.
 MAX_TYPES = 10_000
 MAX_DEPTH = 50
 
-INTEGER, NUMBER, STRING, BOOLEAN = "integer", "number", "string", "boolean"
-DATE, TIME_STAMP = "date", "date-time"
-ARRAY, OBJECT, MAP = "array", "object", "map"
+# The kinds of values.
+INTEGER = "integer"
+NUMBER = "number"
+STRING = "string"
+BOOLEAN = "boolean"
+DATE = "date"
+TIME_STAMP = "date-time"
+ARRAY = "array"
+OBJECT = "object"
+MAP = "map"
 
 #: Formats of texts that have a type of their own.
 _FORMATS = {"date": DATE, "date-time": TIME_STAMP}
@@ -24,8 +31,8 @@ _FORMATS = {"date": DATE, "date-time": TIME_STAMP}
 class ValueType:
     """The type of a value.
 
-    kind: one of the names above. fields: the types of an object's values, by name. required: the names that an object
-    must have. item: the type of an array's items, or of a map's values. is_nullable: whether null is a value.
+    kind: one of the kinds above. fields: the types of an object's values, by name. required: the names that an object
+    must have. item: the type of an array's items, or of a map's values. is_nullable: whether the value may be null.
     """
 
     kind: str
@@ -41,14 +48,17 @@ def type_of_schema(schema: Any) -> ValueType:
 
 
 class _Reader:
-    """Reads one schema. Counts its types, because a few references may stand for any number of types."""
+    """Finds the type of one schema. Counts the types in it, because a few references may stand for very many types."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._num_types = 0
 
     def type_of(self, schema: Any, path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the type of a part of the schema. references: the references that led here."""
+        """Return the type of a part of the schema. Raises InvalidJob.
+
+        path: the part's place, as a JSON path. references: each `$ref` that led to this part.
+        """
         self._num_types += 1
         if self._num_types > MAX_TYPES:
             raise _unfit(path, f"the schema names more than {MAX_TYPES} values")
@@ -91,7 +101,7 @@ class _Reader:
         return self.type_of(schema, path, (*references, reference))
 
     def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the type that several schemas have in common. One of them may be the schema of null."""
+        """Return the type that several schemas have in common. One of the schemas may be that of null."""
         types = []
         is_nullable = False
         for option in options:
@@ -137,7 +147,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
-    """Return the type that the values of an enum have in common. One of them may be null."""
+    """Return the type that the values of an enum have in common. One of the values may be null."""
     types = []
     is_nullable = False
     for value in values:
@@ -158,9 +168,10 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
     """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
     if not types:
         raise _unfit(path, "its schema names null alone")
-    is_nullable = is_nullable or any(kind.is_nullable for kind in types)
-    common, *others = [replace(kind, is_nullable=is_nullable) for kind in types]
-    for other in others:
+    is_nullable = is_nullable or any(value_type.is_nullable for value_type in types)
+    common = replace(types[0], is_nullable=is_nullable)
+    for value_type in types[1:]:
+        other = replace(value_type, is_nullable=is_nullable)
         if {common.kind, other.kind} == {INTEGER, NUMBER}:
             common = replace(common, kind=NUMBER)
         elif common != other:

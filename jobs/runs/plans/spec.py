@@ -31,7 +31,7 @@ from jobs.runs.plans.schema_types import ValueType, type_of_schema
 
 #: The most files that an input may name. Planning opens them one by one, and every shard's worker holds the list.
 MAX_FILES = 100_000
-#: The column that is completed if no source of prompts is named. Naming it beside another source is allowed.
+#: The column that is completed if no source of prompts is named. An argument may name it beside another source.
 DEFAULT_PROMPT_COLUMN = "prompt"
 
 
@@ -53,8 +53,9 @@ def _prefix(name: str, value: Any) -> str:
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with its default value is left out of the JSON and of the run's id. A type may come with a function. The
-    function gets the field's name and the argument, checks the argument, and returns the field's value.
+    A field with its default value is left out of the JSON and of the run's id. A field's annotation may hold a
+    function. `from_arguments` calls the function with the field's name and the argument. The function checks the
+    argument and returns the field's value.
     """
 
     input: Annotated[list[str], _inputs]
@@ -118,44 +119,36 @@ class RunSpec:
     def from_arguments(cls, input: Any, output: Any, **options: Any) -> Self:
         """Check the arguments of jobs.score_parquet, and bring them into one form.
 
-        input: files, folders and globs below the data roots. Folders named key=value give columns.
+        input: files, folders and globs below the data roots. A folder named key=value adds a column `key`.
         output: a new or empty folder, or the folder of this run.
-        prompt_column: holds texts that are completed as they are.
-        messages_column: holds chats, as lists of structs with role and content, or as their JSON.
+        prompt_column: the column of texts that are completed as they are.
+        messages_column: the column of chats: lists of structs with role and content, or their JSON.
         template: a text with {column} fields, or a chat of such texts.
         prompts: several prompts for each row, as mappings of name, template and sampling.
         sampling: keyword arguments of engine.SamplingParams.
         sampling_columns: the columns that hold each row's own values, by the names of the values.
         defaults: the text that stands for null, by column.
         image_column: one or several columns of pictures.
-        See RepairOptions for check and the like, and `tokenmill submit` for all others. Raises InvalidJob or
-        UnsupportedScheme.
+        For check, max_attempts, continue_on_length and repair_template see RepairOptions. For all other arguments see
+        `tokenmill submit`. Raises InvalidJob or UnsupportedScheme.
         """
-        own_fields = {"input", "output", "way_options"}
-        known = [field.name for field in fields(cls) if field.name not in own_fields]
-        known += WAY_OPTIONS
-        unknown = options.keys() - set(known)
-        if unknown:
-            raise InvalidValue(
-                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
-                brief(min(unknown)),
-            )
-
+        cls._check_names(options)
         options = {name: value for name, value in options.items() if value is not None}
         options, way_options = split_way(options)
-        sources = _sources(options)
+        source = _source(options)
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
-            sources = [OPENAI_BATCH]
-            # OPENAI_BATCH replaces this below. Producers may not give that value, so its parser would refuse it here.
+            source = OPENAI_BATCH
+            # The value becomes OPENAI_BATCH below. The parser of single_file refuses that value, because producers may
+            # not give it.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}
         if options.get("task") == checks.RERANK:
             arguments = {"query_column": "query", "document_column": "document", **arguments}
-            if sources:
+            if source is not None:
                 raise InvalidJob(
-                    f"task 'rerank' asks query_column and document_column: leave {sources[0]} out"
+                    f"task 'rerank' asks query_column and document_column: leave {source} out"
                 )
 
         values = {}
@@ -163,15 +156,15 @@ class RunSpec:
             parse = _PARSERS.get(name)
             values[name] = value if parse is None else parse(name, value)
         values["way_options"] = way_options
-        completes_column = sources in ([], ["prompt_column"]) and "query_column" not in arguments
+        completes_column = source in (None, "prompt_column") and "query_column" not in arguments
         if not completes_column:
             values["prompt_column"] = None
-        if sources == [OPENAI_BATCH]:
+        if source == OPENAI_BATCH:
             values["single_file"] = OPENAI_BATCH
             values["keep"] = ["custom_id"]
 
         has_chat_template = isinstance(values.get("template"), list)
-        is_chat = has_chat_template or sources in (["messages_column"], ["prompts"])
+        is_chat = has_chat_template or source in ("messages_column", "prompts")
         rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
         values["sampling"] = prompt_steps.run_sampling(
             values.get("sampling", {}), rows_per_shard, is_chat=is_chat
@@ -180,23 +173,41 @@ class RunSpec:
         _check_combinations(spec, options)
         return spec
 
+    @classmethod
+    def _check_names(cls, options: Mapping[str, Any]) -> None:
+        """Raise InvalidValue for a name that is no option of jobs.score_parquet."""
+        no_options = {"input", "output", "way_options"}
+        known = [field.name for field in fields(cls) if field.name not in no_options]
+        known += WAY_OPTIONS
+        unknown = options.keys() - set(known)
+        if unknown:
+            raise InvalidValue(
+                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
+                brief(min(unknown)),
+            )
+
     def to_json(self) -> dict[str, Any]:
-        """Return the arguments of jobs.score_parquet that are not at their defaults."""
-        content = asdict(self)
+        """Return the arguments of jobs.score_parquet as JSON, without those at their defaults."""
+        arguments = asdict(self)
         for option in fields(self):
             default = option.default
             if option.default_factory is not MISSING:
                 default = option.default_factory()
-            if content[option.name] == default:
-                del content[option.name]
-        way_options = content.pop("way_options", {})
-        return {**content, **way_options}
+            if arguments[option.name] == default:
+                del arguments[option.name]
+        way_options = arguments.pop("way_options", {})
+        return {**arguments, **way_options}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return the spec that `to_json` has written."""
-        values = {name: value for name, value in content.items() if name not in WAY_OPTIONS}
-        way_options = {name: value for name, value in content.items() if name in WAY_OPTIONS}
+        values = {}
+        way_options = {}
+        for name, value in content.items():
+            if name in WAY_OPTIONS:
+                way_options[name] = value
+            else:
+                values[name] = value
         return cls(**values, way_options=way_options)
 
     @property
@@ -208,9 +219,13 @@ class RunSpec:
 
     @property
     def dialect(self) -> dict[str, str]:
-        """Return how the input's text is written: the arguments of DIALECT that have a value."""
-        values = {name: getattr(self, name) for name in DIALECT}
-        return {name: value for name, value in values.items() if value is not None}
+        """Return the arguments that say how the input's text is written (see DIALECT), without those that are None."""
+        values = {}
+        for name in DIALECT:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        return values
 
     @property
     def is_chat(self) -> bool:
@@ -219,7 +234,7 @@ class RunSpec:
 
     @property
     def n(self) -> int:
-        """Return how many completions each row gets. If there are several, the output has lists of them."""
+        """Return how many completions each row gets. If this is more than one, the output has lists of them."""
         n = self.sampling.get("n", 1)
         return n if type(n) is int and n > 0 else 1  # a worker refuses other values
 
@@ -231,12 +246,12 @@ class RunSpec:
 
     @cached_property
     def chat(self) -> ChatArguments:
-        """Return the run's sampling values, split into those for the engine and those for its chats."""
+        """Return the run's sampling values, split into values for the engine and options of chats."""
         return split_chat_options(self.sampling)
 
     @property
     def writes_lines(self) -> bool:
-        """Whether the output is one file of CSV or JSON lines. Such a file can hold all values of the input's lines."""
+        """Whether the output is one file of CSV or JSON lines. It can hold any value of an input file of lines."""
         return self.single_file in (CSV, JSONL)
 
     @property
@@ -246,10 +261,9 @@ class RunSpec:
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
-        """Return the prompts of each row if a row has several prompts; else nothing. Raises InvalidJob."""
+        """Return the prompts of each row if `prompts` is given; else (). Raises InvalidJob."""
         if self.prompts is None:
             return ()
-
         return prompt_steps.make_steps(
             self.prompts,
             self.sampling,
@@ -269,47 +283,53 @@ class RunSpec:
     def parsed_types(self) -> Mapping[str, ValueType]:
         """Return the types of the values that answers are parsed into, by the names of their prompts.
 
-        The name is "" if rows have one prompt. Answers to a prompt that has no entry stay texts. Raises InvalidJob.
+        The name is "" if rows have one prompt. Answers to a prompt that is missing here stay texts. Raises InvalidJob.
         """
         if not self.parse:
             return {}
         sampling_of = {step.name: step.sampling for step in self.steps if not step.is_scored}
         if not sampling_of:
             sampling_of = {"": self.sampling}
-        schemas = {}
+        types = {}
         for name, sampling in sampling_of.items():
-            structured = sampling.get("structured_outputs")
-            schema = structured.get("json") if isinstance(structured, dict) else None
-            if schema is None:
-                schema = (self.check or {}).get("json")
+            schema = self._schema_of(sampling)
             if schema is not None:
-                schemas[name] = schema
-        if not schemas:
+                types[name] = type_of_schema(_from_json(schema))
+        if not types:
             raise InvalidJob(
                 "parse gives answers the types of their schema, but there is no schema: give response_format, "
                 "structured_outputs with json, or check_schema too"
             )
-        return {name: type_of_schema(_from_json(schema)) for name, schema in schemas.items()}
+        return types
+
+    def _schema_of(self, sampling: Mapping[str, Any]) -> Any:
+        """Return the JSON schema of a prompt's answers, or else the one of the run's check; None if there is none."""
+        structured = sampling.get("structured_outputs")
+        if isinstance(structured, dict) and structured.get("json") is not None:
+            return structured["json"]
+        if self.check is None:
+            return None
+        return self.check.get("json")
 
     @cached_property
     def way(self) -> Way | None:
-        """Return the way in which several requests lead to a row's answer; None for rows that are asked once."""
+        """Return the way in which several requests lead to a row's answer; None if one request does."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:
-        """Raise InvalidJob for a function that this worker does not allow."""
+        """Raise InvalidJob if the run needs a function that this worker does not allow."""
         checks.admit(self.repairs)
         if self.way is not None:
             self.way.admit(checks)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob for a check or way that can never work. This may take as long as an import."""
+        """Raise InvalidJob if the run's check or way can never work. This may take as long as importing a function."""
         checks.prepare(self.repairs)
         if self.way is not None:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return a version of the functions that look at answers, made of their files. Raises InvalidJob."""
+        """Return a text that changes when the files of the functions that look at answers change. Raises InvalidJob."""
         version = checks.version(self.repairs)
         if self.way is not None:
             version += self.way.version(checks)
@@ -324,19 +344,19 @@ class RunSpec:
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # Null is no value of most arguments. Only an unknown name is an error here.
+            # None is no valid value of most names. Only the error about an unknown name counts here.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 
     def differences(self, other: Self) -> list[str]:
-        """Return the names of arguments that differ."""
+        """Return the names of the arguments that differ between two specs."""
         arguments = self.to_json()
-        others = other.to_json()
-        names = {**arguments, **others}
-        return [name for name in names if arguments.get(name) != others.get(name)]
+        other_arguments = other.to_json()
+        names = {**arguments, **other_arguments}
+        return [name for name in names if arguments.get(name) != other_arguments.get(name)]
 
 
-#: The function in the type of each field that has one.
+#: The function in the annotation of each field that has one.
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     name: get_args(kind)[1]
     for name, kind in get_type_hints(RunSpec, include_extras=True).items()
@@ -354,21 +374,18 @@ def _from_json(schema: Any) -> Any:
         raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
 
 
-def _sources(options: Mapping[str, Any]) -> list[str]:
-    """Return the option that says what each row asks, in a list. The list is empty for the default column of prompts.
+def _source(options: Mapping[str, Any]) -> str | None:
+    """Return the name of the option that says what each row asks; None if no option says it, or the default column.
 
     Raises InvalidJob for more than one such option.
     """
-    sources = [
-        name
-        for name in ("prompt_column", "messages_column", "template", "prompts")
-        if name in options
-    ]
-    if options.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
-        sources.remove("prompt_column")
+    possible = ["messages_column", "template", "prompts"]
+    if options.get("prompt_column") != DEFAULT_PROMPT_COLUMN:
+        possible.insert(0, "prompt_column")
+    sources = [name for name in possible if name in options]
     if len(sources) > 1:
         raise InvalidJob(f"{' and '.join(sources)} each say what to ask: give one of them")
-    return sources
+    return sources[0] if sources else None
 
 
 def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
@@ -383,9 +400,9 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     _check_images(spec)
     _check_escalation(spec)
     _check_template(spec)
-    # Reading the steps raises an error if they are not valid.
-    samplings = [step.sampling for step in spec.steps] or [spec.sampling]
-    has_logprobs = any(sampling.keys() & set(LOGPROBS) for sampling in samplings)
+    # `spec.steps` raises InvalidJob if the prompts are not valid.
+    sampling_of_requests = [step.sampling for step in spec.steps] or [spec.sampling]
+    has_logprobs = any(sampling.keys() & set(LOGPROBS) for sampling in sampling_of_requests)
     _check_used(
         "logprob_type" in options,
         has_logprobs,
@@ -399,14 +416,14 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
-    # With labels and several prompts, answers to all but the last are generated.
-    generates = not spec.labels or spec.prompts is not None
+    # With labels and several prompts, only the last prompt is scored. The answers to the other prompts are generated.
+    has_generated_prompt = not spec.labels or spec.prompts is not None
     _check_used(
         spec.parse,
-        spec.task == checks.GENERATE and generates,
+        spec.task == checks.GENERATE and has_generated_prompt,
         "parse is for generated answers: leave it out",
     )
-    # Reading the types raises an error for a schema that fits into no column.
+    # `spec.parsed_types` raises InvalidJob for a schema that fits into no column.
     _ = spec.parsed_types
     if spec.way is not None:
         _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
@@ -483,7 +500,7 @@ def _check_task_options(spec: RunSpec) -> None:
 
 
 def _check_images(spec: RunSpec) -> None:
-    """Raise InvalidJob for pictures in a run that cannot have any."""
+    """Raise InvalidJob if the run has a column of pictures, and cannot have one."""
     images = spec.image_column
     _check_used(
         images,
@@ -504,26 +521,26 @@ def _check_images(spec: RunSpec) -> None:
 
 def _check_escalation(spec: RunSpec) -> None:
     """Raise InvalidJob for a cascade that lacks an option, or asks no labels."""
-    bound = spec.escalate_below
+    margin = spec.escalate_below
     second = spec.escalate_to or spec.escalate_model
     _check_used(
-        bound,
+        margin,
         spec.labels and not spec.prompts,
         "escalate_below is for labels of one prompt: name labels, no prompts",
     )
     _check_used(
-        bound,
+        margin,
         ADAPTER not in spec.sampling,
         "escalate_below asks a second model, which lacks the first one's adapter: leave it or escalate_below out",
     )
     _check_used(
-        bound,
+        margin,
         second,
         "escalate_below asks a second model, but none is named: give escalate_to or escalate_model too",
     )
     _check_used(
         second,
-        bound,
+        margin,
         "escalate_to and escalate_model say who is asked again: give escalate_below too",
     )
 
@@ -560,7 +577,7 @@ def _check_template(spec: RunSpec) -> None:
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
-    """Raise InvalidJob for an argument that cannot be combined with a way to the answer."""
+    """Raise InvalidJob for an argument that cannot be combined with the run's way to an answer."""
     name = way.main_option()
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:

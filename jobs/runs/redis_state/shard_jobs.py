@@ -1,6 +1,7 @@
 """Reads and enqueues a run's jobs. Each job is enqueued once, however often the run is planned.
 
-RQ's executions show who holds a job. The status does not show it: a job that waits inside a worker is still "queued".
+RQ's executions show which worker holds a job. The job's status does not: while a job waits inside a worker, its status
+is still "queued".
 """
 
 import os
@@ -33,10 +34,11 @@ from jobs.runs.redis_state.state import RunState
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job as its hash describes it.
+    """A job that Redis has.
 
-    status: None if it is unknown. submission: the number of the run's submission that enqueued the job. in_queue:
-    whether it was found on the queue that was looked through.
+    status: None if it is unknown. executions: the ids of the executions that hold the job.
+    submission: the number of the run's submission that enqueued the job. in_queue: whether the job was found on the
+    queue that was searched.
     """
 
     id: str
@@ -54,19 +56,20 @@ class EarlierJob:
         return last_cancelled > 0 and self.submission <= last_cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
-        """Delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
-        for key in (
+        registries = (
             keys.finished,
             keys.failed,
             keys.deferred,
             keys.ready,
             keys.scheduled,
             keys.cancelled,
-        ):
-            pipe.zrem(key, self.id)
+        )
+        for registry in registries:
+            pipe.zrem(registry, self.id)
         for execution in self.executions:
             pipe.zrem(keys.started, f"{self.id}:{execution}")
             pipe.delete(rq_jobs.execution_key(self.id, execution))
@@ -82,11 +85,11 @@ def read_earlier(
 ) -> list[EarlierJob]:
     """Return those of the jobs that Redis has, all read at one moment.
 
-    queue: if given, the jobs are looked for on this queue too, for `in_queue`.
+    queue: searched for the jobs, to set `in_queue`. Without it, `in_queue` is False.
     """
-    keys = () if queue is None else (queue.waiting, queue.popped)
+    queue_keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
-        for key in keys:
+        for key in queue_keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:
             pipe.exists(rq_jobs.job_key(job_id))
@@ -94,8 +97,9 @@ def read_earlier(
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
         replies = iter(pipe.execute())
 
+    # The replies come in the order of the commands above.
     in_queue: set[str] = set()
-    for _ in keys:
+    for _ in queue_keys:
         in_queue.update(map(stored.text, next(replies)))
 
     jobs = []
@@ -117,10 +121,6 @@ def read_earlier(
     return jobs
 
 
-#: Jobs that one EXISTS looks for.
-_CHUNK = 1000
-
-
 class Holder(NamedTuple):
     """An execution that holds a job. worker: the name of its worker."""
 
@@ -134,24 +134,28 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
-        held_ids = []
-        for job_id, entries in zip(job_ids, pipe.execute(), strict=True):
-            for entry in entries:
-                held_ids.append((job_id, stored.text(entry)))
+        executions = []  # pairs of a job's id and an execution's id
+        for job_id, execution_ids in zip(job_ids, pipe.execute(), strict=True):
+            for execution_id in execution_ids:
+                executions.append((job_id, stored.text(execution_id)))
 
-        for job_id, execution in held_ids:
-            pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
+        for job_id, execution_id in executions:
+            pipe.hget(rq_jobs.execution_key(job_id, execution_id), "worker_name")
         worker_names = pipe.execute()
 
     holders = []
-    for (job_id, execution), name in zip(held_ids, worker_names, strict=True):
+    for (job_id, execution_id), name in zip(executions, worker_names, strict=True):
         if name:
-            holders.append(Holder(job_id, execution, stored.text(name)))
+            holders.append(Holder(job_id, execution_id, stored.text(name)))
     return holders
 
 
+#: The most jobs that one EXISTS looks for.
+_CHUNK = 1000
+
+
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
-    """Return how many of the jobs a worker holds."""
+    """Return how many of the jobs are held by workers."""
     keys = map(rq_jobs.executions_key, job_ids)
     count = 0
     while True:
@@ -161,13 +165,13 @@ def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
         count += int(connection.exists(*chunk))
 
 
-#: How long RQ keeps the jobs' results. They only help people who look at them, because the parts are a run's own
-#: record.
+#: How long RQ keeps the jobs' results. Nothing depends on these results, because parts tell what is done. People may
+#: want to see them.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-#: Jobs enqueued in one transaction. Small, so that other clients of Redis never wait long and memory stays flat.
+#: The most jobs that one transaction enqueues. The number is small, so that other clients of Redis never wait long.
 CHUNK = 100
-#: Entries of a queue that are read at once. They keep Redis busy for about a millisecond.
+#: The most entries of a queue that one command reads. This many keep Redis busy for about a millisecond.
 PAGE = 5000
 
 #: A job with one of these statuses still waits for a worker or runs.
@@ -188,28 +192,30 @@ def enqueue_shards(
     shards: Sequence[int],
     num_low: int | None = None,
 ) -> int:
-    """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
+    """Enqueue a job for each shard that has no live job; return how many. Raises RunBusy, RunCancelled.
 
-    num_low: for a cascade's second model, at most how many rows of the one shard it is asked about; None for jobs of
-    the first model.
+    queue_name: the run's queue.
+    num_low: None enqueues jobs of the run's first model. Otherwise `shards` has one shard, its job is for a cascade's
+    second model, and `num_low` is the most rows that this model may be asked about.
     """
-    new_jobs = _NewJobs(context, queue_name, plan, state, num_low)
+    shard_jobs = _ShardJobs(context, queue_name, plan, state, num_low)
     num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
+        chunk = shards[start : start + CHUNK]
         # If another planner writes at the same time, `enqueue` is called again for the same chunk.
-        num_enqueued += state.write(partial(new_jobs.enqueue, shards[start : start + CHUNK]))
+        num_enqueued += state.write(partial(shard_jobs.enqueue, chunk))
     return num_enqueued
 
 
-class _SeenJob(NamedTuple):
-    """A shard's job. is_alive: whether it will bring its shard to an end."""
+class _ShardJob(NamedTuple):
+    """A job that a shard has. is_alive: whether the job will bring its shard to an end."""
 
     job: EarlierJob
     is_alive: bool
 
 
-class _NewJobs:
+class _ShardJobs:
     """Enqueues the jobs of shards, all for one model of the run. Arguments: see enqueue_shards."""
 
     def __init__(
@@ -221,8 +227,8 @@ class _NewJobs:
         self._state = state
         self._num_low = num_low
         self._is_second = num_low is not None
-        # If a shard has a job for the second model, it needs no job for the first model. So both queues are read before
-        # jobs for the first model are enqueued.
+        # If a shard has a job for the second model, it needs no job for the first model. So both queues are searched
+        # before jobs for the first model are enqueued.
         self._queues = []
         for name, is_second in plan.queues(queue_name):
             if self._is_second and not is_second:
@@ -231,56 +237,66 @@ class _NewJobs:
         self._target = self._queues[0]  # where the jobs are enqueued
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
-        """Enqueue the shards that no live job works on; return how many these are. pipe: see RunState.write."""
-        run = self._plan.run
+        """Enqueue a job for each shard that has no live job; return how many. pipe: see RunState.write."""
         if self._state.is_cancelled():
-            raise RunCancelled(run)
+            raise RunCancelled(self._plan.run)
         submission = self._state.submission()
         last_cancelled = self._state.cancelled_submission()
-        seen_jobs: list[_SeenJob] = []
+        earlier_jobs: list[_ShardJob] = []
         for queue in self._queues:
-            seen_jobs += queue.look(shards, last_cancelled)
-        shards_alive = {job_shard(run, seen.job.id) for seen in seen_jobs if seen.is_alive}
-        job_ids: dict[int, str] = {}
-        for shard in shards:
-            if shard not in shards_alive:
-                job_ids[shard] = shard_job_id(run, shard, self._is_second)
+            earlier_jobs += queue.find(shards, last_cancelled)
 
         pipe.multi()
         self._state.take_turn(pipe)
-        for job, is_alive in seen_jobs:
+        shards_alive: set[int | None] = set()
+        for job, is_alive in earlier_jobs:
             if not is_alive:
-                # A dead job does not wait on our queue, where a search takes long.
-                may_wait = job.origin != self._target.queue.name
-                job.delete(pipe, from_queue=may_wait)
-                pipe.delete(results_key(job.id))
-            elif job.was_cancelled(last_cancelled):
+                self._delete(pipe, job)
+                continue
+            shards_alive.add(job_shard(self._plan.run, job.id))
+            if job.was_cancelled(last_cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
+
+        shards_without_job = [shard for shard in shards if shard not in shards_alive]
+        self._add(pipe, shards_without_job, submission)
+        return len(shards_without_job)
+
+    def _delete(self, pipe: Pipeline, job: EarlierJob) -> None:
+        """Have `pipe` delete a dead job and its results."""
+        # A dead job does not wait on our queue, where a search would take long.
+        may_wait = job.origin != self._target.queue.name
+        job.delete(pipe, from_queue=may_wait)
+        pipe.delete(results_key(job.id))
+
+    def _add(self, pipe: Pipeline, shards: Sequence[int], submission: int) -> None:
+        """Have `pipe` enqueue a new job for each of the shards."""
+        run = self._plan.run
+        job_ids = {shard: shard_job_id(run, shard, self._is_second) for shard in shards}
         if job_ids:
-            # Since the look, one of these jobs may have been stopped, and so have failed.
+            # A worker may have stopped one of these jobs after it was read, so that the job failed.
             pipe.zrem(self._target.keys.failed, *job_ids.values())
         jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
         self._target.queue.enqueue_many(jobs, pipeline=pipe)
         for shard, job_id in job_ids.items():
             pipe.hset(job_key(job_id), mapping=self._fields(shard, submission))
-        return len(job_ids)
 
     def _job(self, shard: int, job_id: str) -> Any:
         """Return a shard's job, for RQ's `enqueue_many`."""
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:  # this further argument makes the job ask the second model
+        if self._is_second:  # this argument makes the job ask the second model
             args.append(self._queue_name)
             description += ", again"
-        # In a cascade, the first model's job leaves no result. So it is gone once the second model's job exists.
-        has_result = self._is_second or plan.second is None
+        # In a cascade, RQ deletes the first model's job when it ends. So only the second model's job is left.
+        deletes_itself = plan.second is not None and not self._is_second
+        result_ttl = 0 if deletes_itself else RESULT_TTL_S
         return prepared_job(
             "jobs.score_shard",
             args=tuple(args),
             timeout=-1,
-            result_ttl=RESULT_TTL_S if has_result else 0,
+            result_ttl=result_ttl,
             failure_ttl=FAILURE_TTL_S,
             description=description,
             job_id=job_id,
@@ -288,7 +304,7 @@ class _NewJobs:
         )
 
     def _fields(self, shard: int, submission: int) -> dict[Any, Any]:
-        """Return our own fields of a shard's job."""
+        """Return Tokenmill's own fields of a shard's job."""
         num_sequences = self._num_low
         if num_sequences is None:
             num_sequences = self._plan.shards[shard].rows * self._plan.spec.n
@@ -302,9 +318,10 @@ class _NewJobs:
 
 
 class _ShardQueue:
-    """The jobs that a run has on one queue, for one model. is_second: whether that is a cascade's second model.
+    """The jobs that a run has on one queue for one of its models.
 
-    The queue is read once. It is read again only for jobs whose status is "queued" but which were not on it.
+    is_second: whether that model is a cascade's second one.
+    The queue is read once. It is read again only if a job with the status "queued" was not on it.
     """
 
     def __init__(self, connection: Redis, name: str, run: str, is_second: bool) -> None:
@@ -314,22 +331,23 @@ class _ShardQueue:
         self._run = run
         self._is_second = is_second
 
-    def look(self, shards: Sequence[int], last_cancelled: int) -> list[_SeenJob]:
-        """Return the jobs of the shards.
+    def find(self, shards: Sequence[int], last_cancelled: int) -> list[_ShardJob]:
+        """Return the jobs that the shards have.
 
         last_cancelled: the number of the last cancelled submission, 0 for none.
         """
         job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, job_ids)
-        waiting_ids = {
-            job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions
-        }
-        if waiting_ids and not waiting_ids <= self._on_queue:
-            # Some came onto the queue after it was read, or are lost.
+        waiting_ids = set()
+        for job in jobs:
+            if job.status == JobStatus.QUEUED and not job.executions:
+                waiting_ids.add(job.id)
+        if waiting_ids and not waiting_ids <= self._ids_on_queue:
+            # Some of these jobs came onto the queue after it was read, or are lost.
             jobs = read_earlier(self._connection, job_ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
-        return [_SeenJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
+        return [_ShardJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
         """Whether a job will bring its shard to an end."""
@@ -337,16 +355,16 @@ class _ShardQueue:
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
-        # A worker that was killed between taking and starting a job may leave the job "queued", but on no queue.
+        # If a worker was killed between taking a job and starting it, the job may be "queued", but on no queue.
         is_lost = (
             job.status == JobStatus.QUEUED and job.origin == self.queue.name and not job.in_queue
         )
         return job.status in _ALIVE and not is_lost
 
     @cached_property
-    def _on_queue(self) -> set[str]:
-        """Return the run's jobs that were on the queue, or that one of RQ's own workers has just taken from it."""
-        on_queue: set[str] = set()
+    def _ids_on_queue(self) -> set[str]:
+        """Return the ids of the run's jobs that were on the queue, or that RQ's own workers were taking from it."""
+        ids_on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0
             while True:
@@ -356,5 +374,5 @@ class _ShardQueue:
                 start += PAGE
                 for job_id in map(stored.text, page):
                     if job_shard(self._run, job_id) is not None:
-                        on_queue.add(job_id)
-        return on_queue
+                        ids_on_queue.add(job_id)
+        return ids_on_queue

@@ -2,8 +2,8 @@
 
 Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
-A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction, which
-is carried out only if the values that were read are still true:
+A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction. The
+transaction is carried out only if the values that were read are still true:
 - submitting, enqueueing: nobody planned, submitted or cancelled the run meanwhile;
 - writes of a planner: its job is still held;
 - cancelling: no other submission came;
@@ -27,9 +27,9 @@ from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_ke
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import (
-    ASKED_FOR,
     DEADLINE,
     DEFAULT_LIMIT,
+    NOTICES,
     PRIORITY,
     ErrorLimit,
     Submission,
@@ -42,28 +42,29 @@ T = TypeVar("T")
 def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
     """Call `change` with a pipeline that watches these keys, and return its result.
 
-    `change` is called again if a watched key has changed. It reads, calls `multi`, and queues commands. It may execute
-    them if it needs their replies. This is no script, because producers make transactions too, and may not run scripts
-    (`ops/redis-users.acl`).
+    `change` reads, calls `multi`, and queues commands. It may execute the pipeline if it needs the replies. If another
+    client changes a watched key meanwhile, `change` is called again.
     """
+    # A script would be shorter. But producers make transactions too, and may not run scripts (ops/redis-users.acl).
     result: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
     return cast("T", result)
 
 
-#: The most reasons that are kept for a part, and the most parts of a run whose reasons are kept.
+#: The most reasons that are kept for a part.
 MAX_OF_PART = 5
+#: The most parts of a run whose reasons are kept.
 MAX_PARTS = 1000
 #: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-#: Fields of a run's hash about its last submission: the rows, the rows with an error and the generated tokens of the
-#: parts that were recorded since; when work began, and when the last part ended.
+#: Fields of a run's hash about its last submission. The judged numbers are sums over the parts that were recorded since
+#: it. The times are when work began, and when the last part ended.
 SUBMISSION_TOTALS = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
 
-#: Records and counts a part, unless the part is recorded already. This is one step, because many shards end at once,
-#: and workers may be killed. If Redis has lost the totals of earlier parts, no total is returned. Then the caller
-#: counts all parts.
+#: Records and counts a part, unless the part is recorded already. This is one script, because many shards end at once,
+#: and workers may be killed. If Redis has lost the totals of earlier parts, the script returns no total. Then the
+#: caller counts all parts.
 _RECORD = """
 local args, parts, run, failed = cjson.decode(ARGV[1]), KEYS[1], KEYS[2], KEYS[3]
 local total = redis.call('HEXISTS', run, args.newest) == 1 and redis.call('HGET', parts, 'total')
@@ -80,12 +81,14 @@ if not total then redis.call('HDEL', run, args.newest) end
 return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
+#: The field that says why planning made no plan.
 PLAN_ERROR = "plan_error"
 #: The field that says who submitted the run last.
 SUBMITTED_BY = "submitted_by"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
-#: How long after its submission a run is listed. Its last part may come late, and its keys live longer than that part.
+#: How long after its submission a run is listed. The run's keys live for RUN_TTL_S after its last part, which may come
+#: late.
 LISTED_S = 2 * RUN_TTL_S
 
 
@@ -105,7 +108,7 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
-    """Return the reasons of errors in a run's parts. Some are missing if more than MAX_PARTS parts have errors."""
+    """Return why rows of a run have errors. Some reasons are missing if more than MAX_PARTS parts have errors."""
     reasons_of_parts: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
     # Parts that end at the same time may exceed MAX_PARTS a little.
@@ -116,7 +119,7 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
 
 
 def submitted_by(connection: Redis, run: str) -> str:
-    """Return who submitted a run last, safe to show; "" if Redis does not know it."""
+    """Return who submitted a run last, safe to show; "" if that is not known."""
     name: Any = connection.hget(run_key(run), SUBMITTED_BY)
     return safe_name(name or "")
 
@@ -125,8 +128,8 @@ def submitted_by(connection: Redis, run: str) -> str:
 class PartCount:
     """How many of a run's shards are done.
 
-    done: shards with a recorded part. total: all shards, None if Redis has lost the number. failed: shards that have
-    failed for good.
+    done: shards with a recorded part. total: all shards; None if Redis has lost their number. failed: shards whose jobs
+    have failed for good.
     """
 
     done: int
@@ -135,7 +138,10 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return the count from a reply of Redis. length: the entries of the parts' hash, one of which is the total."""
+        """Return the count from a reply of Redis.
+
+        length: the number of fields in the parts' hash. If there is a total, it is one of these fields.
+        """
         if total is None:
             return cls(done=length, total=None, failed=failed)
         return cls(done=length - 1, total=int(total), failed=failed)
@@ -147,7 +153,7 @@ class PartCount:
 
 
 class Verdict(NamedTuple):
-    """Why a run must stop, for people. submission: the number of the submission whose limit demands it."""
+    """The finding that a run must stop. reason: why, for people. submission: the number of the submission to stop."""
 
     reason: str
     submission: int
@@ -156,7 +162,7 @@ class Verdict(NamedTuple):
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: the lease of the job that writes. With a lease, a planner writes only while it holds the job.
+    lease: the lease of the job that writes. With a lease, methods that raise RunBusy write only while the job is held.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
@@ -170,10 +176,11 @@ class RunState:
         self._record = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts of the plan, or why there is no plan. The facts outlive the planning job. Raises RunBusy."""
+        """Store facts about the plan, or why there is no plan (PLAN_ERROR). Raises RunBusy."""
         outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
 
         def write(pipe: Pipeline) -> None:
+            """Write the facts, and put the run first in the list of runs."""
             pipe.multi()
             self._put(pipe, facts, *outdated)
             self._list_run(pipe)
@@ -195,20 +202,23 @@ class RunState:
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
-        """Return the facts from `describe`, and the marks of the run's end. Raises UnknownRun if Redis lost the run."""
+        """Return all fields of the run's hash, as texts. Raises UnknownRun if Redis has lost the run."""
         fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._key))
-        facts = {stored.text(key): stored.text(value) for key, value in fields.items()}
-        if not facts.keys() >= {"output", "queue"}:
+        facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
+        if "output" not in facts or "queue" not in facts:
             raise UnknownRun(self.run)
         return facts
 
     def submission(self) -> int:
-        """Return the number of the last submission, 0 for none. It is greater than any earlier one."""
+        """Return the number of the last submission; 0 if there is none. Later submissions have greater numbers."""
         number: Any = self.connection.hget(self._key, "submission")
         return _number(number)
 
     def cancelled_submission(self) -> int:
-        """Return the number of the last cancelled submission, 0 for none. Its jobs and earlier jobs must stop."""
+        """Return the number of the last cancelled submission; 0 if there is none.
+
+        Jobs of this submission and of earlier ones must stop.
+        """
         number: Any = self.connection.hget(self._key, "cancelled_submission")
         return _number(number)
 
@@ -222,11 +232,11 @@ class RunState:
         is_new: bool = True,
         by: str = "",
     ) -> None:
-        """Submit the run with a planning job. Takes back a cancellation or a stop, but not the mark of the run's end.
+        """Submit the run with a planning job. This takes back a cancellation, but not the mark of the run's end.
 
-        `pipe` watches the run's key or its turn. The caller must execute the transaction that this begins. is_new:
-        False if a planning is under way; then the submission keeps its number. by: who submits it, "" if that is not
-        known.
+        pipe: watches the run's key or its turn. This method begins a transaction, which the caller must execute.
+        is_new: False if a planning is under way. Then the submission keeps the number of the last one.
+        by: who submits the run; "" if that is not known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         last_number, cancelled_number = map(_number, numbers)
@@ -235,44 +245,25 @@ class RunState:
             # The clock counts too, because Redis may have lost the numbers of earlier submissions.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
-        facts: dict[str, str | int] = {
+        facts = {
             "output": output,
-            "queue": submission.queue,
             "plan_job": plan_job,
             "submission": number,
-            "max_errors": str(submission.limit),
             "format": FORMAT,
-            **submission.calls,
+            **_submission_facts(submission),
         }
-        if submission.model is not None:
-            facts["plan_model"] = submission.model
-        if submission.deadline is not None:
-            facts[DEADLINE] = str(submission.deadline)
-        if submission.priority != 1:
-            facts[PRIORITY] = submission.priority
         if by:
             facts[SUBMITTED_BY] = by
-        outdated = (
-            "cancelled",
-            SUBMITTED_BY,
-            "stopped",
-            "plan_model",
-            DEADLINE,
-            PRIORITY,
-            PLAN_ERROR,
-            *SUBMISSION_TOTALS,
-            *ASKED_FOR,
-        )
 
         pipe.multi()
-        self._put(pipe, facts, *outdated)
+        self._put(pipe, facts, *_OUTDATED_BY_SUBMISSION)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
         self._list_run(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with its planning job, if the job was enqueued without a submission.
+        """Submit the run on behalf of its planning job, if the job was enqueued without a submission.
 
         Raises RunBusy, or RunCancelled if the job's submission was cancelled.
         """
@@ -295,10 +286,11 @@ class RunState:
     def cancel(self, submission: int, **reason: str) -> None:
         """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
 
-        reason: `stopped="why"` if the run was stopped, and not cancelled by a person.
+        reason: `stopped="why"` if the run was stopped because of its errors. Empty if a person cancelled it.
         """
 
         def mark(pipe: Pipeline) -> None:
+            """Mark the submission cancelled, in a transaction."""
             pipe.multi()
             self.mark_cancelled(pipe, submission, **reason)
 
@@ -312,9 +304,13 @@ class RunState:
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change, as `write` does, if no later submission came. Raises RunResubmitted."""
+        """Make a change as one transaction, if this is still the last submission. Raises RunResubmitted.
+
+        `change` is called as by `transact`. Returns its result.
+        """
 
         def checked(pipe: Pipeline) -> T:
+            """Make the change unless a later submission came."""
             number: Any = pipe.hget(self._key, "submission")
             if _number(number) != submission:
                 raise RunResubmitted(self.run)
@@ -323,9 +319,9 @@ class RunState:
         return transact(self.connection, checked, self._key)
 
     def begin(self, moment: float) -> float | None:
-        """Note when work on the submission began, unless the time is noted already. Raises RunCancelled.
+        """Note when work on the submission began, unless that is noted already. Raises RunCancelled.
 
-        Returns the submission's deadline in Unix seconds; None if it has none.
+        moment: Unix seconds. Returns the submission's deadline in Unix seconds; None if it has none.
         """
         with self.connection.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
@@ -348,9 +344,10 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop; None if it goes on.
 
-        The parts recorded since the submission are judged, without the rows that the deadline has left unasked.
-        is_whole: whether every shard has a part. Then all parts are judged, so that the order of the parts does not
-        matter. client: used for reading, such as a pipeline that watches the run.
+        The parts recorded since the submission are judged, without rows that were not begun before the deadline.
+        is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
+        not matter.
+        client: used for reading, such as a pipeline that watches the run; by default the connection.
         """
         if client is None:
             client = self.connection
@@ -366,7 +363,7 @@ class RunState:
         limit_bytes, submission = fields
         limit_text = stored.text(limit_bytes) if limit_bytes else None
         limit = ErrorLimit.from_stored(limit_text)
-        # A limit that somebody set counts for runs of any size. The default limit stops no small run.
+        # A limit that a person set counts for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
@@ -380,7 +377,7 @@ class RunState:
         """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
 
         def record(pipe: Pipeline) -> PartCount:
-            """Add the shard to the failed ones, unless it has a part, and count."""
+            """Add the shard to the failed shards unless it has a part, and return the count."""
             has_part = pipe.hexists(self._parts_key, str(shard))
             pipe.multi()
             if not has_part:
@@ -395,7 +392,7 @@ class RunState:
         return self._change(record, self._parts_key)
 
     def mark_finished(self, manifest: Mapping[str, Any]) -> None:
-        """Note the run's end. manifest: the new manifest; {} if another worker has written it."""
+        """Mark the run finished, with the totals of its manifest. manifest: {} if another worker has written it."""
         facts: dict[str, Any] = {"finished": 1}
         if manifest:
             facts |= {f"total_{name}": manifest[name] for name in COUNTED}
@@ -405,12 +402,13 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark of the run's end from Redis if the mark in the folder was deleted. Raises RunBusy.
+        """Remove the mark of the run's end from Redis if the folder's mark was deleted. Raises RunBusy.
 
-        has_ended: looks into the folder. A worker that ends the run after that look sets the mark again.
+        has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both again.
         """
 
         def unmark(pipe: Pipeline) -> None:
+            """Remove the mark if the folder has none."""
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
@@ -418,7 +416,7 @@ class RunState:
         self._change(unmark, self._key)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, unless it is recorded already, and add it to the run's totals."""
+        """Record a finished shard and add it to the run's totals, unless it is recorded already."""
         arguments = {
             "shard": str(stats.shard),
             "record": stats.to_record(),
@@ -439,38 +437,41 @@ class RunState:
     def amend_parts(
         self, unrecorded: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
     ) -> PartCount:
-        """Record the parts that a listing found, and drop those that it did not find.
+        """Record the parts that a listing found, and drop the records of parts that it did not find. Raises RunBusy.
 
-        gone: the records of parts that are to be dropped. A record that has changed since the listing stays.
+        unrecorded: the parts that were found and had no record.
+        gone: the records of parts that were not found. A record that has changed since the listing stays.
         total: the number of the run's shards.
         """
-        shards = [*unrecorded, *gone]
 
         def amend(pipe: Pipeline) -> PartCount:
-            is_lost = self._is_lost(pipe)  # then only parts that were found are recorded
-            record_now: dict[int, bytes | None] = {}  # by shard
-            if shards and not is_lost:
-                records: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
-                record_now = dict(zip(shards, records, strict=True))
-            new = [stats for shard, stats in unrecorded.items() if record_now.get(shard) is None]
-            dropped = [shard for shard, record in gone.items() if record_now.get(shard) == record]
-
+            """Compare the listing with the records of this moment, and write what differs."""
+            # If Redis has lost the old records, the new ones take their place.
+            is_lost = self._is_lost(pipe)
+            records: dict[int, bytes] = {}
+            if not is_lost:
+                records = self._records_of(pipe, [*unrecorded, *gone])
+            fields: dict[Any, Any] = {_TOTAL: total}
             counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
-            for stats in new:
-                counts.update(_counts(stats))
-            for shard in dropped:
-                counts.subtract(_counts(PartStats.from_text(gone[shard])))
+            for shard, stats in unrecorded.items():
+                if shard not in records:
+                    fields[str(shard)] = stats.to_record()
+                    counts.update(_counts(stats))
+            dropped = []
+            for shard, record in gone.items():
+                if records.get(shard) == record:
+                    dropped.append(str(shard))
+                    counts.subtract(_counts(PartStats.from_text(record)))
 
             pipe.multi()
             if is_lost:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
             if dropped:
-                pipe.hdel(self._parts_key, *map(str, dropped))
+                pipe.hdel(self._parts_key, *dropped)
             for name, count in counts.items():
                 pipe.hincrby(self._key, name, count)
-            new_records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
-            pipe.hset(self._parts_key, mapping={_TOTAL: total, **new_records})
+            pipe.hset(self._parts_key, mapping=fields)
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
@@ -479,14 +480,14 @@ class RunState:
         return self._change(amend, self._parts_key)
 
     def records(self) -> dict[int, bytes]:
-        """Return the record of each part. Empty if Redis has lost the run, even if parts were recorded since."""
+        """Return the record of each part, by shard. Empty if Redis has lost the run, even if parts came since then."""
         if self._is_lost(self.connection):
             return {}
         fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
     def _is_lost(self, client: Redis) -> bool:
-        """Whether Redis has lost the number of parts or their totals, or has something else in their place."""
+        """Whether Redis lacks the number of shards or a total of the parts, or has something else in its place."""
         counts: Any = [client.hget(self._parts_key, _TOTAL)]
         counts += cast("list[Any]", client.hmget(self._key, TOTALS))
         return any(stored.count(stored.text(count or b"")) is None for count in counts)
@@ -497,39 +498,75 @@ class RunState:
         return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        """Return the statistics of the shards that have a part."""
+        """Return the statistics of those of the shards that have a part, by shard."""
+        records = self._records_of(self.connection, shards)
+        return {shard: PartStats.from_text(record) for shard, record in records.items()}
+
+    def _records_of(self, client: Redis, shards: Sequence[int]) -> dict[int, bytes]:
+        """Return the records of those of the shards that have one, by shard."""
         if not shards:
             return {}
-        records: Any = self.connection.hmget(self._parts_key, [str(shard) for shard in shards])
-        parts = {}
-        for shard, record in zip(shards, records, strict=True):
+        fields: Any = client.hmget(self._parts_key, [str(shard) for shard in shards])
+        records = {}
+        for shard, record in zip(shards, fields, strict=True):
             if record is not None:
-                parts[shard] = PartStats.from_text(record)
-        return parts
+                records[shard] = record
+        return records
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change as one transaction, which no planner, submission or cancel interrupts. Raises RunBusy.
 
-        `change` is called again if one of these came after its reads.
+        `change` is called as by `transact`, and again if a planner, submission or cancel came after its reads.
         """
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Have all other callers of `write` start over, if they began before `pipe` is executed."""
+        """Have `pipe` change the run's turn, so that every `write` that began before starts over."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change as one transaction. Raises RunBusy if there is a lease and its job is not held any more."""
+        """Make a change by `transact`. Raises RunBusy if there is a lease and its job is not held any more."""
         lease = self._lease
         if lease is None:
             return transact(self.connection, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
+            """Make the change if the job is still held."""
             if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
         return transact(self.connection, checked, lease.key, *watched)
+
+
+#: Fields of a run's hash that a new submission removes, before it writes its own facts.
+_OUTDATED_BY_SUBMISSION = (
+    "cancelled",
+    "stopped",
+    "plan_model",
+    SUBMITTED_BY,
+    DEADLINE,
+    PRIORITY,
+    PLAN_ERROR,
+    *SUBMISSION_TOTALS,
+    *NOTICES,
+)
+
+
+def _submission_facts(submission: Submission) -> dict[str, str | int]:
+    """Return a submission's arguments as fields of its run's hash."""
+    facts: dict[str, str | int] = {
+        "queue": submission.queue,
+        "max_errors": str(submission.limit),
+        **submission.calls,
+    }
+    if submission.model is not None:
+        facts["plan_model"] = submission.model
+    if submission.deadline is not None:
+        facts[DEADLINE] = str(submission.deadline)
+    if submission.priority != 1:
+        facts[PRIORITY] = submission.priority
+    return facts
 
 
 def _counts(part: PartStats) -> dict[str, int]:
@@ -538,7 +575,7 @@ def _counts(part: PartStats) -> dict[str, int]:
 
 
 def _number(raw: bytes | None) -> int:
-    """Return a number that Redis has; 0 if the field is missing."""
+    """Return the number in a field; 0 if the field is missing."""
     return int(raw or 0)
 
 

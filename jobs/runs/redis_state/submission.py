@@ -1,4 +1,4 @@
-"""Holds a submission's own arguments, such as who gets notices of the run's end and how many errors stop the run."""
+"""Reads a submission's own arguments, such as who gets notices of the run's end and how many errors stop the run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from jobs.prompts.arguments import parse_model
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 
-#: Fields of a run's hash that hold the notices which the last submission asks for.
+#: Fields of a run's hash: the notices that the last submission asks for.
 WEBHOOK = "webhook"
 ON_END = "on_end"
-ASKED_FOR = (WEBHOOK, ON_END)
+NOTICES = (WEBHOOK, ON_END)
 #: The field of a run's hash that holds the last submission's deadline, in Unix seconds.
 DEADLINE = "deadline"
 #: The field of a run's hash that holds the last submission's priority; without it the priority is 1.
 PRIORITY = "priority"
 MAX_PRIORITY = 100
-#: Fields of a run's hash: the last submission for which notices of an end, or of a failure, were enqueued.
-TOLD = "told_submission"
-TOLD_FAILED = "told_failed_submission"
+#: Fields of a run's hash: the number of the last submission whose end, or whose failure, was notified.
+END_NOTIFIED = "told_submission"
+FAILURE_NOTIFIED = "told_failed_submission"
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
@@ -63,7 +63,7 @@ class ErrorLimit:
 
     @classmethod
     def from_stored(cls, text: str | None) -> ErrorLimit:
-        """Return the limit that Redis has for a run; the default if the text is no limit."""
+        """Return the limit that Redis has for a run; the default limit if the text is none."""
         with suppress(InvalidValue):
             return cls.parse(text)
         return DEFAULT_LIMIT
@@ -71,7 +71,7 @@ class ErrorLimit:
     def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Say that too many rows have an error. Return None if there are not too many.
+        """Return a sentence that says that too many rows have an error; None if the limit allows the errors.
 
         is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
         judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
@@ -103,19 +103,29 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that belong to a submission and not to its run. So does the queue.
-WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, PRIORITY, "reuse", _ANY_MODEL)
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue belongs to it too.
+SUBMISSION_ARGUMENTS = (
+    "model",
+    "max_errors",
+    WEBHOOK,
+    ON_END,
+    DEADLINE,
+    PRIORITY,
+    "reuse",
+    _ANY_MODEL,
+)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Holds what one submission of a run says beside the run's arguments.
+    """The arguments of one submission of a run that do not belong to the run itself.
 
-    model: only workers that serve it may plan the run or resume it; None for any model.
+    model: only workers that serve this model may plan the run or resume it; None for any model.
     limit: how many errors stop the run.
-    webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called then.
+    webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called at the run's
+    end.
     reuse: outputs of earlier runs whose answers are taken.
-    deadline: when to begin no more rows, in Unix seconds.
+    deadline: after this time no more rows are begun, in Unix seconds.
     priority: the run's share of the queue's workers, as a multiple of a run's with priority 1.
     """
 
@@ -135,36 +145,34 @@ class Submission:
     ) -> tuple[Submission, dict[str, Any]]:
         """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
 
-        now: the Unix seconds from which a duration as deadline counts; by default this moment.
+        now: Unix seconds, from which a deadline that is a duration counts; by default the present time.
         """
         check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)
-        wishes = {name: run_arguments.pop(name, None) for name in WISHES}
-        model = parse_model(wishes["model"])
-        limit = ErrorLimit.parse(wishes["max_errors"])
-        if wishes[WEBHOOK] is not None:
-            host_of(wishes[WEBHOOK])  # raises for a URL that is not valid
+        own_arguments = {name: run_arguments.pop(name, None) for name in SUBMISSION_ARGUMENTS}
+        webhook = own_arguments[WEBHOOK]
+        if webhook is not None:
+            host_of(webhook)  # raises for a URL that is not valid
 
         deadline = None
-        if wishes[DEADLINE] is not None:
-            deadline = parse_deadline(DEADLINE, wishes[DEADLINE], now)
+        if own_arguments[DEADLINE] is not None:
+            deadline = parse_deadline(DEADLINE, own_arguments[DEADLINE], now)
         priority = 1
-        if wishes[PRIORITY] is not None:
-            priority = whole_number(PRIORITY, wishes[PRIORITY], MAX_PRIORITY)
-        reuse = wishes["reuse"]
+        if own_arguments[PRIORITY] is not None:
+            priority = whole_number(PRIORITY, own_arguments[PRIORITY], MAX_PRIORITY)
+        reuse = own_arguments["reuse"]
         if reuse is None:
             reuse = []
         elif not isinstance(reuse, list | tuple):
             reuse = [reuse]
-        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         submission = cls(
             queue=queue,
-            model=model,
-            limit=limit,
-            webhook=wishes[WEBHOOK],
+            model=parse_model(own_arguments["model"]),
+            limit=ErrorLimit.parse(own_arguments["max_errors"]),
+            webhook=webhook,
             reuse=tuple(map(run_path, reuse)),
-            on_end=_function(wishes[ON_END]),
-            reuse_from_any_model=any_model,
+            on_end=_function(own_arguments[ON_END]),
+            reuse_from_any_model=truth(_ANY_MODEL, own_arguments[_ANY_MODEL]),
             deadline=deadline,
             priority=priority,
         )
@@ -172,7 +180,7 @@ class Submission:
 
     @property
     def calls(self) -> dict[str, str]:
-        """Return the webhook and the function to call at the run's end, by the name of their argument."""
+        """Return the webhook and the function that are called at the run's end, by the names of their arguments."""
         calls = {}
         if self.webhook is not None:
             calls[WEBHOOK] = self.webhook
@@ -181,7 +189,10 @@ class Submission:
         return calls
 
     def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:
-        """Raise InvalidJob for a call that this worker may not make. hosts, functions: those that it may call."""
+        """Raise InvalidJob for a call that this worker may not make.
+
+        hosts, functions: the hosts and the functions that this worker may call.
+        """
         if self.webhook is not None:
             check_host(self.webhook, hosts)
         if self.on_end is not None and self.on_end not in functions:
@@ -191,7 +202,7 @@ class Submission:
             )
 
     def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments of jobs.score_parquet that make this submission, without empty ones."""
+        """Return the arguments of jobs.score_parquet that make this submission, without those at their defaults."""
         arguments = {
             "queue": self.queue,
             "model": self.model,
@@ -202,6 +213,7 @@ class Submission:
             PRIORITY: None if self.priority == 1 else self.priority,
             **self.calls,
         }
+        # All defaults are empty values.
         return {name: value for name, value in arguments.items() if value}
 
 

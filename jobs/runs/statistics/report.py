@@ -46,10 +46,12 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: The width and height of a chart in the units of its SVG, and the room to the left of the bars and below them.
+# Sizes of a chart, in the units of its SVG.
 _WIDTH = 640
 _HEIGHT = 190
+#: The space to the left of the bars, for the number of the highest one.
 _LEFT = 64
+#: The space below the bars, for their labels.
 _BELOW = 26
 
 
@@ -65,9 +67,10 @@ def report_html(
     price_per_hour: float | None = None,
     examples: Examples | None = None,
 ) -> str:
-    """Return the report of a run as HTML.
+    """Return the report of a finished run as an HTML page.
 
-    price_per_hour: what a worker's machine costs, in any currency. examples: rows that are shown.
+    price_per_hour: what a worker's machine costs, in any currency. Without it, no cost is shown.
+    examples: rows that are shown.
     """
     statistics = manifest["statistics"]
     rows = manifest["rows"]
@@ -136,19 +139,19 @@ def _figures(
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
     )
-    notes = [
+    note = (
         "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
         " equal prompts are answered once, and an answer that was asked for again counts each time."
-    ]
+    )
     idle_s = manifest["seconds"] - seconds
     if idle_s >= 1:
         idle = duration_text(idle_s)
-        notes.insert(0, f"Time and chart leave out {idle} during which no worker had a shard.")
-    return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
+        note = f"Time and chart leave out {idle} during which no worker had a shard. {note}"
+    return f"<dl>{cells}</dl><p class=soft>{_text(note)}</p>"
 
 
-#: Arguments that say what a run asks, with the words for them, in the order in which they are shown.
-_ASKED = {
+#: The titles of arguments that say what a run asks, in the order in which they are shown.
+_ARGUMENT_TITLES = {
     "template": "Template",
     "prompts": "Prompts",
     "prompt_column": "Column of prompts",
@@ -161,45 +164,9 @@ _ASKED = {
     "check": "Check",
     "input_format": "Format",
 }
-#: Arguments that are not listed, because every run has them, or they stand elsewhere on the page.
-_SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
-#: The most input files that the page names.
-MAX_INPUTS = 10
-
-
-def _asked(manifest: Mapping[str, Any]) -> str:
-    """Return what the run asked: its files, its arguments, and where the answers are."""
-    arguments = manifest.get("arguments", {})
-    entries: list[tuple[str, Any]] = []  # a title, and the value beside it
-    for name, title in _ASKED.items():
-        if arguments.get(name) is not None:
-            entries.append((title, arguments[name]))
-    if arguments and not any(name in arguments for name in _SOURCES):
-        entries.insert(0, ("Column of prompts", "prompt"))
-    if manifest.get("sampling"):
-        entries.append(("Sampling", manifest["sampling"]))
-    if "seed" in manifest:
-        entries.append(("Seed", str(manifest["seed"])))
-    further_options = {
-        name: value for name, value in arguments.items() if name not in _SHOWN_ELSEWHERE
-    }
-    if further_options:
-        entries.append(("Other options", further_options))
-    inputs = manifest.get("inputs", [])
-    if inputs:
-        lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]
-        if len(inputs) > MAX_INPUTS:
-            lines.append(f"and {len(inputs) - MAX_INPUTS:,} more files")
-        entries.append(("Input", "\n".join(lines)))
-    if "output" in arguments:
-        entries.append(("Output", arguments["output"]))
-    if not entries:
-        return ""
-    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in entries)
-    return f"<h2>What was asked</h2><table>{rows}</table>"
-
-
-#: Arguments that say where prompts come from. Without any of them, they come from the column "prompt".
+#: Arguments that have a line of their own on the page.
+_HAVE_OWN_LINE = {"input", "output", "sampling", *_ARGUMENT_TITLES}
+#: Arguments that say where prompts come from. Without any of these, prompts come from the column "prompt".
 _SOURCES = (
     "template",
     "prompts",
@@ -208,13 +175,53 @@ _SOURCES = (
     "query_column",
     "input_format",
 )
+#: The most input files that the page names.
+MAX_INPUTS = 10
+
+
+def _asked(manifest: Mapping[str, Any]) -> str:
+    """Return the table of what the run asked: its arguments, its input files, and where the answers are."""
+    arguments = manifest.get("arguments", {})
+    entries: list[tuple[str, Any]] = []  # a title, and the value beside it
+    if arguments and arguments.keys().isdisjoint(_SOURCES):
+        entries.append(("Column of prompts", "prompt"))
+    for name, title in _ARGUMENT_TITLES.items():
+        if arguments.get(name) is not None:
+            entries.append((title, arguments[name]))
+    if manifest.get("sampling"):
+        entries.append(("Sampling", manifest["sampling"]))
+    if "seed" in manifest:
+        entries.append(("Seed", str(manifest["seed"])))
+    other_options = {}
+    for name, value in arguments.items():
+        if name not in _HAVE_OWN_LINE:
+            other_options[name] = value
+    if other_options:
+        entries.append(("Other options", other_options))
+    inputs = manifest.get("inputs", [])
+    if inputs:
+        entries.append(("Input", _inputs_text(inputs)))
+    if "output" in arguments:
+        entries.append(("Output", arguments["output"]))
+    if not entries:
+        return ""
+    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in entries)
+    return f"<h2>What was asked</h2><table>{rows}</table>"
+
+
+def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first input files and their numbers of rows, one a line."""
+    lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]
+    num_more = len(inputs) - len(lines)
+    if num_more > 0:
+        lines.append(f"and {num_more:,} more files")
+    return "\n".join(lines)
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
     """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
     tables = []
-    by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
-    for title, key in by_title.items():
+    for title, key in (("How answers ended", "finish_reasons"), ("Labels", "labels")):
         counts = statistics.get(key) or {}
         total = sum(counts.values())
         rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
@@ -226,8 +233,8 @@ def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
         tables.append(_table("Checks", ("", "Answers", ""), rows))
     left_out = list((statistics.get("left_out") or {}).items())
     tables.append(_table("Arguments that were left out", ("", "Lines"), left_out))
-    sections = [f"<section>{table}</section>" for table in tables if table]
-    return f'<div class="pair">{"".join(sections)}</div>' if sections else ""
+    sections = "".join(f"<section>{table}</section>" for table in tables if table)
+    return f'<div class="pair">{sections}</div>' if sections else ""
 
 
 def _examples(examples: Examples | None) -> str:
@@ -248,17 +255,17 @@ MAX_VALUE_LINES = 40
 
 
 def _long(value: Any) -> str:
-    """Return the beginning of a text with its line breaks, or of another value as JSON; "" for None."""
+    """Return the beginning of a value as HTML: a text with its line breaks, another value as JSON; "" for None."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else to_json(value)
-    beginning = text[:MAX_VALUE_CHARS]
-    lines = []
-    for line in beginning.split("\n")[:MAX_VALUE_LINES]:
+    lines = text[:MAX_VALUE_CHARS].split("\n")
+    html_lines = []
+    for line in lines[:MAX_VALUE_LINES]:
         shown_line = printable(line.removesuffix("\r"))
-        lines.append(escape(shown_line))
-    html = "<br>".join(lines)
-    is_whole = len(beginning) == len(text) and beginning.count("\n") < MAX_VALUE_LINES
+        html_lines.append(escape(shown_line))
+    html = "<br>".join(html_lines)
+    is_whole = len(text) <= MAX_VALUE_CHARS and len(lines) <= MAX_VALUE_LINES
     return html if is_whole else f"{html}..."
 
 
@@ -269,39 +276,41 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
     if bin_s <= 0 or not any(tokens):
         return ""
     tokens_per_s = [count / bin_s for count in tokens]
-    marks = [duration_text(bin_s * place) for place in range(len(tokens))]
+    labels = [duration_text(bin_s * bin_index) for bin_index in range(len(tokens))]
     note = "<p class=soft>A shard's tokens count evenly from its beginning to its end.</p>"
-    return _chart("Tokens generated a second", tokens_per_s, marks) + note
+    return _chart("Tokens generated a second", tokens_per_s, labels) + note
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
-    """Return the chart of how many rows have which number of tokens."""
+    """Return the chart of numbers of rows by their number of tokens. lengths: see count_lengths."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}
-    # Ranges without rows are drawn too, so that a few long answers stand apart from the others.
-    bounds = [bound for bound in BOUNDS if min(counts) <= bound <= max(counts)]
+    shortest = min(counts)
+    longest = max(counts)
+    # Ranges without rows are drawn too, so that a few long answers stand apart from the rest.
+    bounds = [bound for bound in BOUNDS if shortest <= bound <= longest]
     bars = [counts.get(bound, 0) for bound in bounds]
-    marks = [f"{bound:,}" for bound in bounds]
-    chart = _chart(title, bars, marks)
+    labels = [f"{bound:,}" for bound in bounds]
+    chart = _chart(title, bars, labels)
     note = "Rows by their number of tokens. A bar's number is the most tokens that it counts."
     return f"<section>{chart}<p class=soft>{note}</p></section>"
 
 
-def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars. marks: the text below each bar. At most seven marks are drawn."""
+def _chart(title: str, values: Sequence[float], labels: Sequence[str]) -> str:
+    """Return a bar chart as SVG, with its heading. labels: the text below each bar. At most seven labels are drawn."""
     highest = max(values)
     bars_height = _HEIGHT - _BELOW
     step = (_WIDTH - _LEFT) / len(values)
-    bars_per_mark = math.ceil(len(values) / 7)
+    bars_per_label = math.ceil(len(values) / 7)
     shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
-    for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
-        left = _LEFT + place * step
+    for bar, (value, label) in enumerate(zip(values, labels, strict=True)):
+        left = _LEFT + bar * step
         bar_height = bars_height * value / highest if highest else 0.0
         size = f'width="{0.9 * step:.1f}" height="{bar_height:.1f}"'
         shapes.append(f'<rect x="{left:.1f}" y="{bars_height - bar_height:.1f}" {size}/>')
-        if place % bars_per_mark == 0:
-            shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(mark)}</text>')
+        if bar % bars_per_label == 0:
+            shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(label)}</text>')
 
     attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)}"'
     return f"<h2>{_text(title)}</h2><svg {attributes}>{''.join(shapes)}</svg>"
@@ -314,9 +323,9 @@ def _table(
     num_left_out: int = 0,
     noun: str = "rows",
 ) -> str:
-    """Return a table, and below it how many rows are left out. Return "" if there are no rows.
+    """Return a table with its heading; "" if there are no rows.
 
-    noun: names what is left out.
+    num_left_out: a number that is named below the table. noun: what this number counts.
     """
     if not rows:
         return ""
@@ -379,7 +388,7 @@ def _text(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number without decimals if it is large or whole; else with three digits."""
+    """Return a number without decimals if it is whole or at least 100; else with three significant digits."""
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"

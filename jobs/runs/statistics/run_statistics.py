@@ -33,16 +33,16 @@ IN_MANIFEST = (*COUNTED, "rows_resumed", "tokens_resumed")
 class PartStats:
     """Counts of one part.
 
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns.
-    generated_tokens: tokens that the part's execution computed. Equal prompts count once.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns with these names.
+    generated_tokens: tokens that the execution which wrote the part computed. Equal prompts count once.
     rows_resumed, tokens_resumed: the rows and tokens that earlier executions of the shard had computed.
     started_at, ended_at: Unix seconds.
     failed_checks: rows without an error whose answer fails its check.
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
-    finish_reasons, labels: how many answers have each reason or label, without rows with an error. Only the
-    commonest labels are kept.
+    finish_reasons, labels: how many answers have each finish reason or label. Rows with an error do not count, and only
+    the commonest labels are kept.
     left_out: from how many lines of batch files each argument was left out.
     """
 
@@ -78,7 +78,7 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the execution that wrote the part."""
+        """Return how long the execution that wrote the part took, in seconds."""
         return max(0.0, self.ended_at - self.started_at)
 
     def to_text(self) -> str:
@@ -86,16 +86,27 @@ class PartStats:
         return json.dumps(asdict(self))
 
     def to_record(self) -> str:
-        """Return the JSON that Redis keeps. It is short, because showing a run reads it for every part."""
-        short = replace(self, prompt_lengths={}, completion_lengths={})
-        return replace(short, finish_reasons={}, labels={}, left_out={}).to_text()
+        """Return the JSON that Redis keeps. It is short, because it is read for every part when a run is shown."""
+        short = replace(
+            self,
+            prompt_lengths={},
+            completion_lengths={},
+            finish_reasons={},
+            labels={},
+            left_out={},
+        )
+        return short.to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` or `to_record` wrote, in this or another version. Raises ValueError."""
-        known = {known_field.name for known_field in fields(cls)}
+        """Read what `to_text` or `to_record` of this or another version wrote. Raises ValueError."""
+        content = json.loads(text)
+        values = {}
+        for known_field in fields(cls):
+            if known_field.name in content:
+                values[known_field.name] = content[known_field.name]
         try:
-            return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+            return cls(**values)
         except TypeError as error:
             raise ValueError(str(error)) from None
 
@@ -110,7 +121,7 @@ def outcome_text(errors: int, failed_checks: int, cut: int, noun: str = "") -> s
     return ", ".join(texts)
 
 
-#: The reason for listing a row without an error whose answer ended at its limit of tokens.
+#: The reason of rows without an error whose answer ended at its limit of tokens. Lists of errors may have these rows.
 CUT = "the answer was cut at its limit of tokens"
 
 MAX_REASON_CHARS = 200
@@ -125,8 +136,8 @@ MAX_EXAMPLES = 3
 class Reason:
     """Rows that have the same error.
 
-    text: the first row's error. rows: how many rows there are. examples: numbers of the first rows, over the whole
-    input.
+    text: the error of the first row. rows: the number of rows. examples: the row numbers of the first rows, counted
+    over the whole input.
     """
 
     text: str
@@ -142,7 +153,7 @@ class Reasons:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that were counted, with any reason."""
+        """Return the number of rows with any reason."""
         return sum(reason.rows for reason in self._by_kind.values())
 
     def rows_with(self, text: str) -> int:
@@ -151,9 +162,9 @@ class Reasons:
         return 0 if reason is None else reason.rows
 
     def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
-        """Count rows with one reason.
+        """Count rows that have one reason.
 
-        rows: ascending row numbers. count: the number of rows, if `rows` does not name all of them.
+        rows: ascending row numbers. count: the number of rows, if `rows` has only some of them.
         """
         text = text[:MAX_REASON_CHARS]
         kind = re.sub(r"\d+", "0", text)
@@ -167,12 +178,12 @@ class Reasons:
         reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
 
     def commonest(self, most: int) -> list[Reason]:
-        """Return at most `most` reasons, the commonest first. Equally common ones are ordered by their first rows."""
+        """Return at most `most` reasons, the commonest first. Equally common reasons are ordered by their first row."""
         ordered = sorted(self._by_kind.values(), key=lambda reason: (-reason.rows, reason.examples))
         return ordered[:most]
 
     def to_objects(self, most: int) -> list[dict[str, Any]]:
-        """Return the commonest reasons as JSON."""
+        """Return at most `most` reasons as JSON, the commonest first."""
         objects = []
         for reason in self.commonest(most):
             objects.append(
@@ -181,36 +192,44 @@ class Reasons:
         return objects
 
 
-#: The upper bounds of the ranges in which lengths are counted: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
-BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 3)))
+def _bounds() -> tuple[int, ...]:
+    """Return the upper bounds of the ranges in which lengths are counted: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on."""
+    bounds = [0, 1, 2, 3]
+    for power in range(1, 30):
+        bounds += [2 << power, 3 << power]
+    return tuple(bounds)
+
+
+BOUNDS = _bounds()
 
 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
-    """Count lengths by the range of BOUNDS that they fall into. The keys are the ranges' upper bounds."""
+    """Count lengths by the range that they fall into. The keys are the ranges' upper bounds, from BOUNDS, as texts."""
     counts: Counter[int] = Counter()
-    last_range = len(BOUNDS) - 1  # counts all longer ones too
+    last_range = len(BOUNDS) - 1  # counts all longer lengths too
     for length in lengths:
-        place = min(bisect_left(BOUNDS, length), last_range)
-        counts[BOUNDS[place]] += 1
+        range_index = min(bisect_left(BOUNDS, length), last_range)
+        counts[BOUNDS[range_index]] += 1
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
-#: The most points of the time line, workers and reasons in a manifest.
+#: The most bins of the time line in a manifest.
 MAX_BINS = 120
+#: The most workers, reasons and labels that a manifest names.
 MAX_WORKERS = 200
 MAX_REASONS = 20
-#: The most labels of a manifest, and of a part.
 MAX_LABELS = 100
+#: The most labels that the statistics of a part name.
 MAX_PART_LABELS = 1000
 
 
 def _lasted(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds of all spans together. A span is a start and an end."""
+    """Return the seconds of all spans together. A span is a start and an end in Unix seconds."""
     return fsum(end - start for start, end in spans)
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the times that the spans cover, in order. Spans that touch are merged."""
+    """Return the spans in order. Spans that overlap or touch are merged into one."""
     merged: list[tuple[float, float]] = []
     latest_end = -inf
     for start, end in sorted(spans):
@@ -234,6 +253,11 @@ class _Part(NamedTuple):
     rows: int
     errors: int
     tokens: int
+
+
+def _busy_times(parts: Iterable[_Part]) -> list[tuple[float, float]]:
+    """Return the times in which a worker had any of the parts' shards, as starts and ends, in order."""
+    return _merged((part.start, part.end) for part in parts)
 
 
 class RunStatistics:
@@ -278,11 +302,11 @@ class RunStatistics:
                     "rows": sum(part.rows for part in parts),
                     "errors": sum(part.errors for part in parts),
                     "generated_tokens": sum(part.tokens for part in parts),
-                    "seconds": _lasted(_merged((part.start, part.end) for part in parts)),
+                    "seconds": _lasted(_busy_times(parts)),
                 }
             )
 
-        busy = _merged((part.start, part.end) for part in all_parts)
+        busy = _busy_times(all_parts)
         return {
             "working_seconds": _lasted(busy),
             "timeline": _timeline(all_parts, busy),
@@ -299,17 +323,17 @@ class RunStatistics:
 
 
 def _by_bound(lengths: Counter[int]) -> dict[str, int]:
-    """Return counts of lengths as a manifest has them, in ascending order. lengths: by their upper bound."""
+    """Return counts of lengths in the manifest's form. lengths: the count of each range, by its upper bound."""
     return {str(bound): lengths[bound] for bound in sorted(lengths)}
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Divide the busy times into equal bins; return a bin's seconds, and the tokens generated in each bin.
+    """Divide the busy times into bins of equal length; return their length in seconds, and the tokens of each bin.
 
-    busy: starts and ends of the times in which workers had shards, in order. Each part lies within one of them.
+    busy: the times in which workers had shards (see `_busy_times`). Each part lies within one of them.
     """
     starts = [start for start, _ in busy]
-    # worked_before[i]: the working seconds before busy time i. The last one is all working seconds.
+    # worked_before[i]: the working seconds before busy time i. The last element is the sum of all working seconds.
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]
     num_bins = min(MAX_BINS, 3 * len(parts))
     bin_s = worked_before[-1] / max(1, num_bins)
@@ -318,21 +342,26 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
         return {"bin_s": 0.0, "tokens": [all_tokens] if parts else []}
 
     tokens = [0.0] * num_bins
-    last_bin = num_bins - 1
     for part in parts:
         # `began` and `ended` are in working seconds, so that idle times do not count.
         busy_index = bisect_right(starts, part.start) - 1
         began = worked_before[busy_index] + part.start - starts[busy_index]
         ended = began + max(0.0, part.end - part.start)
-        first_bin = min(last_bin, int(began / bin_s))
-        final_bin = min(last_bin, int(ended / bin_s))
-        if first_bin == final_bin:
-            tokens[first_bin] += part.tokens
-            continue
-        for place in range(first_bin, final_bin + 1):
-            bin_start = place * bin_s
-            bin_end = bin_start + bin_s
-            overlap_s = min(ended, bin_end) - max(began, bin_start)
-            share = overlap_s / (ended - began)
-            tokens[place] += part.tokens * share
+        _spread(part.tokens, began, ended, tokens, bin_s)
     return {"bin_s": bin_s, "tokens": [round(count, 1) for count in tokens]}
+
+
+def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
+    """Add tokens to the bins in which they were generated, evenly from `began` to `ended`."""
+    last_bin = len(bins) - 1
+    first = min(last_bin, int(began / bin_s))
+    final = min(last_bin, int(ended / bin_s))
+    if first == final:
+        bins[first] += num_tokens
+        return
+    for index in range(first, final + 1):
+        bin_start = index * bin_s
+        bin_end = bin_start + bin_s
+        overlap_s = min(ended, bin_end) - max(began, bin_start)
+        share = overlap_s / (ended - began)
+        bins[index] += num_tokens * share

@@ -1,6 +1,6 @@
-"""Records of the API servers in Redis, for others to show: their batches, and which projects were limited.
+"""Records of the API servers in Redis: their batches, and which projects were refused at a limit.
 
-The dashboard and /metrics read these records. The servers decide nothing by them, because batches lie in a folder.
+The dashboard and /metrics show these records. The servers decide nothing by them, because batches lie in a folder.
 """
 
 import json
@@ -15,7 +15,7 @@ from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import API_BATCHES_KEY, API_LIMITED_KEY, RUN_TTL_S
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.watching.reading import read_runs
+from jobs.runs.watching.reading import read_run_list
 from jobs.runs.watching.snapshot import RunSnapshot
 
 #: OpenAI's states of a batch, by the states of its run.
@@ -32,14 +32,14 @@ _STATUS = {
 }
 #: The states of batches that go on.
 OPEN_STATUSES = ("validating", "in_progress", "finalizing")
-#: The most batches and limits that are read.
-MAX_BATCHES, MAX_LIMITED = 5000, 200
-#: The most entries that a look at many batches reads from a queue's registry.
-_MAX_ENTRIES = 20_000
+#: The most batches that are read.
+MAX_BATCHES = 5000
+#: The most refusals that are read.
+MAX_LIMITED = 200
 
 
 def batch_status(snapshot: RunSnapshot) -> str:
-    """Return the state of a run's batch, in OpenAI's words."""
+    """Return OpenAI's word for the state of a run's batch."""
     status = _STATUS[snapshot.state]
     is_late = snapshot.deadline is not None and snapshot.deadline <= time.time()
     if status == "in_progress" and is_late:
@@ -51,7 +51,7 @@ def batch_status(snapshot: RunSnapshot) -> str:
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """A batch as its server has recorded it. Texts are safe to show. Times are Unix seconds."""
+    """A batch as an API server has recorded it. Texts are safe to show. Times are Unix seconds."""
 
     id: str
     project: str
@@ -62,7 +62,10 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class Limited:
-    """A limit at which a project was refused. limit: the error's code. last_at: the last time, Unix seconds."""
+    """A limit at which a project was refused.
+
+    limit: the code of the error that its client got. last_at: the time of the last refusal, in Unix seconds.
+    """
 
     project: str
     limit: str
@@ -86,9 +89,10 @@ def recorded_batches(connection: Redis, most: int = MAX_BATCHES) -> list[BatchRe
 
 
 def batch_runs(connection: Redis, batches: Sequence[BatchRecord]) -> dict[str, RunSnapshot]:
-    """Return the runs of batches by their ids, without those that Redis has forgotten. Raises RedisError."""
+    """Return the snapshots of batches' runs by run id, without runs that Redis has forgotten. Raises RedisError."""
     runs = [batch.run for batch in batches]
-    return {run.run: run for run in read_runs(connection, runs, _MAX_ENTRIES)}
+    snapshots = read_run_list(connection, runs)
+    return {snapshot.run: snapshot for snapshot in snapshots}
 
 
 def record_limited(connection: Redis, project: str, limit: str, now: float) -> None:
@@ -100,7 +104,7 @@ def record_limited(connection: Redis, project: str, limit: str, now: float) -> N
 
 
 def recorded_limits(connection: Redis) -> list[Limited]:
-    """Return at which limits projects were refused, the latest first. Raises RedisError."""
+    """Return the limits at which projects were refused, the latest refusal first. Raises RedisError."""
     fields: Any = connection.hgetall(API_LIMITED_KEY)
     limits = []
     for name, value in fields.items():

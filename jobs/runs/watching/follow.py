@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from jobs.errors import UnknownRun
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, expired_text, needs
 
-#: The pause between two looks at Redis.
+#: The pause between two readings of a run's state.
 POLL_S = 0.5
 
 
@@ -24,12 +24,13 @@ class End(enum.Enum):
     FORGOTTEN = "this Redis no longer knows the run, and perhaps lost its data: submit it again to resume it"
 
 
+#: The sentence for a finished run whose new submission was refused.
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The last look at a run, and how it ended."""
+    """The last snapshot of a run, and how the run ended."""
 
     snapshot: RunSnapshot
     end: End
@@ -53,19 +54,20 @@ class Followed:
 
 
 class Watch:
-    """Looks at a run and remembers what the run waits for.
+    """Reads a run's state and remembers what the run waits for.
 
-    look: reads the run's state.
+    read: reads the run's state.
+    waits_for: a sentence about what the run waits for; None if it waits for nothing.
     """
 
-    def __init__(self, look: Callable[[], RunSnapshot]) -> None:
-        self._look = look
+    def __init__(self, read: Callable[[], RunSnapshot]) -> None:
+        self._read = read
         self.waits_for: str | None = None
 
     def __call__(self) -> RunSnapshot:
-        """Look at the run, and note what it waits for. Raises the errors of `look`."""
+        """Return the run's state, and note what the run waits for. Raises the errors of `read`."""
         try:
-            snapshot = self._look()
+            snapshot = self._read()
         except (ConnectionError, TimeoutError) as error:
             self.waits_for = f"no answer from Redis ({error})"
             raise
@@ -75,17 +77,17 @@ class Watch:
 
 
 def follow(
-    look: Callable[[], RunSnapshot],
+    read: Callable[[], RunSnapshot],
     sleep: Callable[[float], None],
     show: Callable[[RunSnapshot], None] = lambda snapshot: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Followed:
-    """Look at a run until it ends. If Redis or the workers are away, wait until they are back.
+    """Read a run's state again and again until the run ends. If Redis or the workers are away, wait for them.
 
-    show: called with each look. warn: called with a sentence when the run begins to wait for something. Raises the
-    errors of the first look.
+    read: reads the run's state. Its first call's errors are raised.
+    show: called with each state. warn: called with a sentence when the run begins to wait for something.
     """
-    snapshot = look()
+    snapshot = read()
     previous: RunSnapshot | None = None
     warned_needs: list[str] = []
     is_redis_away = False
@@ -104,7 +106,7 @@ def follow(
 
         sleep(POLL_S)
         try:
-            latest = look()
+            latest = read()
         except UnknownRun:
             return Followed(snapshot, End.FORGOTTEN)
         except (ConnectionError, TimeoutError) as error:
@@ -118,7 +120,10 @@ def follow(
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot | None) -> End | None:
-    """Return how the run ended; None if it goes on. previous: the look before this one; None for the first look."""
+    """Return how the run ended; None if it goes on.
+
+    previous: the snapshot that was read before this one; None for the first snapshot.
+    """
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in REFUSED:
@@ -130,7 +135,7 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot | None) -> End | None:
     if snapshot.failed_jobs:
         return End.SHARDS_FAILED
 
-    # A look is several reads, and the last shard may end between two of them. So a run counts as stranded only when two
-    # looks in a row found it idle.
+    # A snapshot is made of several replies of Redis, and the last shard may end between two of them. So a run counts as
+    # stranded only when two snapshots in a row show it idle.
     was_idle = previous is not None and previous.is_idle
     return End.STRANDED if was_idle else None

@@ -9,12 +9,12 @@ from tqdm.auto import tqdm as tqdm_for_notebooks
 from jobs.common.display import duration_text
 from jobs.runs.watching.snapshot import RunSnapshot
 
-#: Leaves out tqdm's own estimate of the time left, which counts rows. Later rows may be longer.
+#: tqdm's format without its estimate of the time left. That estimate takes all rows as equal, but rows may get longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Bar:
-    """Shows a run's progress as a bar. file: a terminal; by default stderr, or the notebook that this runs in."""
+    """Shows a run's progress as a bar. file: a terminal; by default the notebook that this runs in, or stderr."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stderr if file is None else file
@@ -47,7 +47,7 @@ class Bar:
 
 
 def speed_text(snapshot: RunSnapshot) -> str:
-    """Say how fast a run goes, how long it goes on, and how many of its shards have failed; "" if nothing is known."""
+    """Return a run's speed, its time left and its number of failed shards as one text; "" if nothing is known."""
     texts = []
     if snapshot.tokens_per_s is not None:
         texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")

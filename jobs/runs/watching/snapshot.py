@@ -32,7 +32,7 @@ STATES = (
 )
 #: The words for a run on which nobody works any more.
 ENDED_STATES = ("finished", "expired", "failed", "cancelled", "stopped")
-#: The most jobs of a queue that are looked through for the run's first one.
+#: The most waiting jobs of a queue among which the run's first job is looked for.
 MAX_AHEAD = 1000
 
 
@@ -41,21 +41,24 @@ class RunSnapshot:
     """A run's progress. Texts are safe to show, except the queue's name. Times are Unix seconds.
 
     rows, shards, model: None until the run is planned.
-    rows_done, tokens: include running shards. All other counts are of finished shards.
+    rows_done, tokens: counted over finished and running shards. All other counts are of finished shards.
     gone: shards without a part whose job is no longer in Redis.
     claimed: shards that a worker holds. One of them may be about to write the run's end.
     queue_length: the waiting jobs of any run.
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
-    awaited_adapters: those of the run's adapters whose files no worker of its queue has.
-    planned_by: "newer" or "older" if only workers of such a version can take the run.
+    awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
+    planned_by: "newer" or "older" if only workers of a newer or older version can take the run; else None.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
-    submitted_by: the user and machine that submitted it last, which nobody has checked; None if a worker enqueued it.
-    deadline: when no more rows are begun. expired: rows that were not begun before it.
-    failed_jobs: leaves out jobs that an earlier cancel has stopped.
-    worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
+    submitted_by: the user and machine that submitted the run last, which nobody has checked; None if a worker enqueued
+    it.
+    deadline: after this time no more rows are begun. expired: rows that were not begun before the deadline.
+    failed_jobs: the ids of failed jobs, without jobs that an earlier cancel has stopped.
+    worked_s: the seconds in which workers had shards; None until the run has finished.
+    left_s: the estimated seconds until the run ends; None if they are not known.
+    rows_per_s, tokens_per_s: counted over `worked_s` in a finished run, else over the time since work began.
     """
 
     run: str
@@ -158,7 +161,7 @@ class RunSnapshot:
     def deadline_holds(self) -> bool | None:
         """Whether the run is expected to end before its deadline.
 
-        None without a deadline, for a finished run, or if that is not known yet.
+        None if the run has no deadline, has finished, or nobody knows yet how long it goes on.
         """
         if self.deadline is None or self.finished:
             return None
@@ -180,7 +183,7 @@ class RunSnapshot:
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            # A planning job that has ended still has a status. Without one, somebody has deleted the job.
+            # A planning job that has ended still has a status. Without a status, somebody has deleted the job.
             return self.plan_status is None
         if not self.queue_length:
             return True
@@ -216,7 +219,7 @@ class RunSnapshot:
 
 
 def verdict(snapshot: RunSnapshot) -> list[str]:
-    """Say why a run was refused, was stopped, or has too many errors. Empty if nothing is wrong."""
+    """Return lines that say why a run was refused or stopped, or has too many errors; none if nothing is wrong."""
     lines = []
     error = snapshot.plan_error
     if error is not None and snapshot.finished:
@@ -237,7 +240,7 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
 
 
 def expired_text(snapshot: RunSnapshot) -> str:
-    """Say that a run's deadline has left rows unasked, and what to do."""
+    """Say how many rows were not begun before a run's deadline, and what to do."""
     return (
         f"{snapshot.expired} rows were not begun before the deadline: "
         f"`tokenmill errors {snapshot.run} --retry NEW` asks them"
@@ -245,7 +248,7 @@ def expired_text(snapshot: RunSnapshot) -> str:
 
 
 def needs(snapshot: RunSnapshot) -> list[str]:
-    """Say what a person must provide before a run can go on: workers that claim, and that serve its models."""
+    """Return sentences about what a person must provide before a run can go on, such as a worker for its model."""
     # A started shard counts as waiting too, because its worker may be gone.
     is_waiting = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
     if not is_waiting or snapshot.is_over:
@@ -278,15 +281,16 @@ def needs(snapshot: RunSnapshot) -> list[str]:
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Say what holds a run up: what it needs, workers or jobs that are gone, and jobs ahead of it."""
+    """Return sentences about what holds a run up: its needs, workers or jobs that are gone, and jobs ahead of it."""
     if snapshot.is_over:
         return []
 
-    sentences = [
-        f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
-        "them over when its leases run out"
-        for name in snapshot.silent_workers
-    ]
+    sentences = []
+    for name in snapshot.silent_workers:
+        sentences.append(
+            f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
+            "them over when its leases run out"
+        )
     if snapshot.gone:
         sentences.append(
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
@@ -315,18 +319,19 @@ def _not_served(queue: str | None, model: str) -> str:
 
 
 def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Say how many jobs wait or run before the run's first job; nothing if there are none."""
+    """Return a sentence about the jobs that wait or run before the run's first job; none if there are no such jobs."""
     keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
         pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     waiting_ids = list(map(stored.text, waiting))
-    # A run with a second queue may have its jobs there. Then nothing is known about jobs ahead.
+    # If the first job is not found here, all jobs found are ahead of it. But a run with a second queue may have its
+    # jobs there, so that nothing is known about jobs ahead.
     num_ahead = 0 if snapshot.second_queue else len(waiting_ids)
-    for place, job_id in enumerate(waiting_ids):
+    for position, job_id in enumerate(waiting_ids):
         if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:
-            num_ahead = place
+            num_ahead = position
             break
     ids_ahead = waiting_ids[:num_ahead]
     running_ids = []
@@ -337,12 +342,12 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         return []
 
     count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
-    runs: dict[str, None] = {}  # a set that keeps the order
+    other_runs: dict[str, None] = {}  # a set that keeps the order
     for job_id in (*running_ids, *ids_ahead):
-        prefix, _, _ = job_id.partition("-")
-        if is_run_id(prefix):
-            runs[prefix] = None
-    of_runs = f", some of run {', '.join(runs)}" if runs else ""
-    return [
-        f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}{of_runs}"
-    ]
+        run, _, _ = job_id.partition("-")
+        if is_run_id(run):
+            other_runs[run] = None
+    sentence = f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}"
+    if other_runs:
+        sentence += f", some of run {', '.join(other_runs)}"
+    return [sentence]

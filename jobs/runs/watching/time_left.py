@@ -15,8 +15,9 @@ LATELY_S = 2.0
 class Progress:
     """The progress that a shard's job reports.
 
-    rows: how many of shard_rows are answered. tokens: the generated tokens. rows_open: the rows that are being
-    answered. tokens_open: the tokens that were generated for the open rows so far. has_job: whether Redis has the job.
+    rows: how many of shard_rows are answered. rows_open: how many rows are being answered.
+    tokens: all tokens that were generated. tokens_open: the part of them that was generated for open rows.
+    has_job: whether Redis has the job.
     """
 
     rows: int = 0
@@ -43,7 +44,10 @@ class PartsDone:
 
 @dataclass(frozen=True)
 class Span:
-    """Work that a worker did on a shard between two moments, in Unix seconds. work: in shares of the run."""
+    """Work that a worker did on a shard between two moments.
+
+    began_at, ended_at: Unix seconds. work: in the unit of the shards' shares.
+    """
 
     worker: str
     began_at: float
@@ -59,42 +63,50 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return the seconds that a run goes on; None if that is unknown.
+    """Return the seconds until a run ends; None if they cannot be estimated.
 
-    shares_text: each shard's share of the run, as Redis keeps it. running: the shards under way.
+    shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it. shards, rows: how many the run
+    has. running: the shards under way. now: Unix seconds.
     """
     if not shards or rows is None:
         return None
-    work_of = json.loads(shares_text or "[]")  # by shard
-    if len(work_of) < shards:
-        work_of = [1] * shards  # as if all shards were equal
-
-    spans = []
-    for shard, part in parts.latest.items():
-        if shard < shards:
-            generated_work = work_of[shard] * _generated_share(vars(part))
-            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
+    shares = json.loads(shares_text or "[]")  # by shard
+    if len(shares) < shards:
+        shares = [1] * shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
-    share_so_far = _generated_share(parts.counts)
-    new_now, new_later = _new_shares(parts.counts["rows"], share_so_far, rows)
+    new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    spans = _finished_work(parts.latest, shares)
     remaining = []
     for shard in range(shards):
         if shard not in parts.shards and shard not in running:
-            remaining.append(work_of[shard])
+            remaining.append(shares[shard])
     tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
         if progress.started_at is not None and shard < shards:
             rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
             share_done = min(1.0, rows_done / max(1, progress.shard_rows))
-            generated_work = work_of[shard] * share_done * new_now
+            generated_work = shares[shard] * share_done * new_now
             spans.append(Span(progress.worker, progress.started_at, now, generated_work))
-            remaining.append(work_of[shard] * (1 - share_done))
+            remaining.append(shares[shard] * (1 - share_done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
 
 
+def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
+    """Return the work that was done on finished shards. shares: each shard's share of the run's work."""
+    spans = []
+    for shard, part in latest.items():
+        if shard < len(shares):
+            generated_work = shares[shard] * _generated_share(vars(part))
+            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
+    return spans
+
+
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy."""
+    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy.
+
+    spans: the work that was done so far. now: Unix seconds.
+    """
     began_at = min((span.began_at for span in spans), default=now)
     half_time = (began_at + now) / 2
     rate = _rate(spans, since=half_time)
@@ -107,7 +119,10 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
 
 
 def _rate(spans: Sequence[Span], since: float) -> float:
-    """Return the work that one worker does in a second while it has shards; 0 if no work was done."""
+    """Return the work that one worker does in a second while it has shards; 0 if no work was done.
+
+    since: only work after this time counts, in Unix seconds.
+    """
     work = 0.0
     busy_s = 0.0
     busy_until: dict[str, float] = {}
@@ -118,7 +133,7 @@ def _rate(spans: Sequence[Span], since: float) -> float:
         if lasted_s > 0:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
-        # A worker may have several shards at once. The time that they share counts once.
+        # A worker may have several shards at once. Time in which their spans overlap counts once.
         counted_until = max(began_at, busy_until.get(span.worker, began_at))
         busy_s += max(0.0, ended_at - counted_until)
         busy_until[span.worker] = max(ended_at, counted_until)
@@ -126,10 +141,11 @@ def _rate(spans: Sequence[Span], since: float) -> float:
 
 
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
-    """Return the share of rows with a new text, among the next rows and among all remaining rows.
+    """Estimate the share of rows whose text is new: first among the next rows, then among all remaining rows.
 
-    Equal texts are computed once. If rows are drawn from n texts, x rows hold n * (1 - exp(-x / n)) different texts.
-    n is chosen so that the `rows` so far, of `all_rows`, hold `share` * `rows` different texts.
+    rows: the number of rows so far. share: the share of these rows whose text was new.
+    Rows are taken as drawn at random from n texts. Then x rows hold n * (1 - exp(-x / n)) different texts. The rows so
+    far hold rows * share different texts, from which n follows.
     """
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
@@ -155,7 +171,7 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
-    """Return the mean of the tokens generated for an answered row; 0 if none was answered."""
+    """Return the mean number of tokens generated for an answered row; 0 if no row was answered."""
     rows = counts["rows"] + sum(progress.rows for progress in running)
     tokens = counts["generated_tokens"]
     tokens += sum(progress.tokens - progress.tokens_open for progress in running)
@@ -165,7 +181,7 @@ def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> 
 def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
     """Return the work done on rows that are being answered, as a number of rows.
 
-    Without this work, rows of equal length would end together, and nothing would seem to be done in between.
+    Rows of equal length end together. Without this work, nothing would seem to be done until they do.
     """
     if tokens_of_row == 0:
         return 0.0

@@ -24,7 +24,7 @@ from jobs.errors import RunFailed, RunNotHere
 from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.submission import WISHES
+from jobs.runs.redis_state.submission import SUBMISSION_ARGUMENTS
 from jobs.runs.run_options import RunOptions
 from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, queued_jobs
@@ -145,7 +145,7 @@ def test_each_option_of_a_run_has_a_name_a_type_and_a_sentence() -> None:
     expected = {
         *of_run,
         *sampling,
-        *WISHES,
+        *SUBMISSION_ARGUMENTS,
         *WAY_OPTIONS,
         *client._ARGUMENT_OF,
         *client._CHECK_KINDS,

@@ -13,7 +13,7 @@ from rq.results import Result
 from jobs.common.rq_jobs import NO_JSON_VALUE
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob
-from jobs.prompts.templated_task import TOGETHER, answer_of
+from jobs.prompts.templated_task import MAX_READ_AT_ONCE, answer_of
 from jobs.table import task_of
 from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task
 
@@ -76,7 +76,7 @@ def test_answers_stand_in_the_order_of_depends_on_whatever_the_job_returned(
 
 
 def test_more_jobs_than_are_read_at_a_time_keep_their_order(ended: Ended, after: Any) -> None:
-    jobs = [ended(str(number)) for number in range(2 * TOGETHER + 1)]
+    jobs = [ended(str(number)) for number in range(2 * MAX_READ_AT_ONCE + 1)]
     expected = " ".join(map(str, reversed(range(len(jobs)))))
     assert prompt_of(after(*reversed(jobs)), "{{ answers | join(' ') }}") == expected
     assert prompt_of(after(jobs[0], jobs[1], jobs[0]), "{{ answers }}") == '["0", "1", "0"]'

@@ -52,14 +52,14 @@ def test_a_job_that_is_claimed_in_between_is_told_to_stop(
 ) -> None:
     queue = Queue("bulk", connection=redis, serializer="json")
     queue.enqueue("jobs.complete", "x", job_id="one")
-    take = module._take
+    cancel_waiting = module._cancel_waiting
 
     def claimed_first(job_id: str, pipe: object) -> bool | None:
         if not redis.exists("rq:executions:one"):
             redis.lrem("rq:queue:bulk", 1, "one")
             held(redis, "one")
-        return take(job_id, pipe)
+        return cancel_waiting(job_id, pipe)
 
-    monkeypatch.setattr(module, "_take", claimed_first)
+    monkeypatch.setattr(module, "_cancel_waiting", claimed_first)
     assert cancel_job(redis, "one") is JobCancel.STOPPING
     assert redis.zscore("rq:canceled:bulk", "one") is None

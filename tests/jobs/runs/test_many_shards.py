@@ -11,7 +11,7 @@ from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state.state import TOTALS, RunState
-from jobs.runs.watching import reading
+from jobs.runs.watching import run_reader
 from jobs.runs.watching.reading import list_runs, read_snapshot
 from tests.jobs.local_runs import Runs
 from tokenmill.dashboard.seen.shards_seen import list_shards
@@ -62,9 +62,9 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
     run = str(submit()["run"])
     for job in runs.jobs[:9]:
         runs.run(job)
-    monkeypatch.setattr(reading, "MAX_LOOKED", 4)
+    monkeypatch.setattr(run_reader, "MAX_LATEST_PARTS", 4)
     # As if a worker were busy: the time left is estimated then.
-    monkeypatch.setattr(reading.RunLook, "is_stalled", False)
+    monkeypatch.setattr(run_reader.RunReader, "is_stalled", False)
     read, parts_of = list[list[int]](), RunState.parts_of
     monkeypatch.setattr(
         RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards)

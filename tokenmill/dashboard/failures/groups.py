@@ -7,7 +7,7 @@ from functools import cached_property
 from hashlib import blake2b
 
 from jobs.errors import fault_of
-from jobs.runs.watching.reading import error_line
+from jobs.runs.watching.failures import error_line
 
 #: The most characters of an error by which jobs are grouped.
 MAX_FOLDED_CHARS = 300

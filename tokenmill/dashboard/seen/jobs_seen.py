@@ -14,7 +14,7 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
 from jobs.queues.flood import named_producer
 from jobs.runs.job_cancel import CANCELLABLE
-from jobs.runs.watching.reading import error_line
+from jobs.runs.watching.failures import error_line
 
 #: The most bytes of a job's payload or meta that are read, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16

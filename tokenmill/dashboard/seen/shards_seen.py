@@ -7,7 +7,7 @@ from redis import Redis
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.watching.reading import MAX_ENTRIES, begin_looks, read_progress, read_queue
+from jobs.runs.watching.reading import MAX_ENTRIES, read_progress, read_queue, run_readers
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class ShardSeen:
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
     """Return at most `count` of a run's shards. Raises UnknownRun."""
-    if not (looks := begin_looks(connection, [run])):
+    readers = run_readers(connection, [run])
+    if not readers:
         raise UnknownRun(run)
-    (look,) = looks
-    numbers = range(first, min(first + count, look.shards or 0))
+    [reader] = readers
+    numbers = range(first, min(first + count, reader.shards or 0))
     parts = RunState(connection, run).parts_of(numbers)
-    look.see_queues({name: read_queue(connection, name, MAX_ENTRIES) for name in look.queues})
+    reader.add_queues({name: read_queue(connection, name, MAX_ENTRIES) for name in reader.queues})
     told = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
     again = read_progress(
         connection, [shard_job_id(run, shard, is_second=True) for shard in numbers]
@@ -47,7 +48,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
         if (part := parts.get(shard)) is not None:
             counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
             found.append(ShardSeen(shard, "done", *counts, part.worker or each.worker, job_id))
-        elif shard in look.started:
+        elif shard in reader.started:
             found.append(
                 ShardSeen(
                     shard,
@@ -59,8 +60,8 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
                 )
             )
         else:
-            word = "failed" if shard in look.failed else "queued" if each.has_job else "gone"
-            is_left = "cancelled" in look.facts and not look.is_finished
+            word = "failed" if shard in reader.failed else "queued" if each.has_job else "gone"
+            is_left = "cancelled" in reader.facts and not reader.is_finished
             state = "left" if is_left else word
             found.append(ShardSeen(shard, state, worker=each.worker, job_id=job_id))
     return found

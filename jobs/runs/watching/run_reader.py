@@ -1,0 +1,455 @@
+"""Collects what Redis holds about one run, and makes a snapshot of it."""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from jobs.common import rq_jobs, stored
+from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.common.keys import SUBMISSION_FIELD, run_key
+from jobs.common.rq_jobs import JobStatus
+from jobs.common.workers import (
+    LOADING,
+    Worker,
+    are_held,
+    are_suspended,
+    listening_on,
+    models_on,
+    other_lengths,
+)
+from jobs.context.adapters import shown_adapter
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.redis_state.shard_jobs import num_held
+from jobs.runs.redis_state.state import PLAN_ERROR, REUSE_DIFFERS, SUBMITTED_BY, RunState
+from jobs.runs.redis_state.submission import DEADLINE, ErrorLimit
+from jobs.runs.statistics.run_statistics import COUNTED
+from jobs.runs.watching.failures import failure_text
+from jobs.runs.watching.snapshot import WAITING, RunSnapshot
+from jobs.runs.watching.time_left import PartsDone, Progress, time_left
+
+#: The most shards whose jobs are looked up one by one, if no shard seems to run.
+MAX_SOUGHT = 1000
+#: The most finished shards from which the time left is estimated.
+MAX_LATEST_PARTS = 1000
+
+
+class QueueJobs(NamedTuple):
+    """The jobs of one queue at one moment.
+
+    length: the number of waiting jobs of all runs. started, failed: the ids of shards' jobs, by run and shard.
+    """
+
+    length: int
+    started: Mapping[str, Mapping[int, str]]
+    failed: Mapping[str, Mapping[int, str]]
+
+
+class _Measured(NamedTuple):
+    """Rows and tokens of finished shards, and the seconds in which they were computed."""
+
+    rows: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """The rows and tokens that a run computes in a second; None if the rates are not known."""
+
+    rows_per_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+class RunReader:
+    """Collects the state of one run. Call `add_queues`, then `add_parts`, then the other methods.
+
+    facts: fields of the run's hash, as texts. plan_status: the status of the planning job; None if there is no job.
+    length: the number of waiting jobs of all runs on the run's queues.
+    started, failed: the ids of jobs that run or have failed, by shard. running: the started jobs of shards without a
+    part.
+    done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
+    gone: the number of shards that have neither a part nor a job in Redis.
+    progress: the progress of the running shards, in their order.
+    is_worked_on: whether shards run, and a worker of the run's queues lives.
+    stopped: the ids of failed jobs that an earlier cancel has stopped.
+    """
+
+    done = 0
+    claimed = 0
+    gone = 0
+    progress: Sequence[Progress] = ()
+    is_worked_on = False
+    stopped: Collection[str] = ()
+
+    def __init__(self, run: str, facts: dict[str, str], plan_status: JobStatus | None) -> None:
+        self.run = run
+        self.facts = facts
+        self.plan_status = plan_status
+        self.queues = [facts["queue"]]
+        second_queue = facts.get("second_queue", facts["queue"])
+        if second_queue not in self.queues:
+            self.queues.append(second_queue)
+        self.shards = stored.count(facts.get("shards"))
+        self.is_finished = "finished" in facts
+
+    def add_queues(self, queues: Mapping[str, QueueJobs]) -> None:
+        """Note how many jobs wait on the run's queues, and which of the run's jobs run or have failed.
+
+        queues: the jobs of each of the run's queues, by the queue's name.
+        """
+        self.length = 0
+        self.started: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
+        for name in self.queues:
+            queue = queues[name]
+            self.length += queue.length
+            self.started.update(queue.started.get(self.run, {}))
+            self.failed.update(queue.failed.get(self.run, {}))
+
+    def add_parts(
+        self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
+    ) -> None:
+        """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
+
+        with_part: the shards that have a part and also a running or failed job. Another execution has written the part.
+        """
+        self.facts |= counts
+        self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
+        self.done = num_parts
+        self.running = {
+            shard: job_id for shard, job_id in self.started.items() if shard not in with_part
+        }
+
+        # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
+        # a part and the run has not finished, the job has failed while it ended the run.
+        has_all_parts = num_parts >= (self.shards or 1)
+        failed_at_end = has_all_parts and not self.is_finished and not self.started
+        superseded = set(self.running)
+        if not failed_at_end:
+            superseded.update(with_part)
+        still_failed = sorted(self.failed.keys() - superseded)
+        self.failed = {shard: self.failed[shard] for shard in still_failed}
+
+    def find_stopped(self, connection: Redis) -> None:
+        """Find the failed jobs that an earlier cancel has stopped. Sets `stopped`."""
+        cancelled_submission = _number(self.facts, "cancelled_submission")
+        if not cancelled_submission:
+            self.stopped = set()
+            return
+
+        failed_ids = list(self.failed.values())
+        with connection.pipeline(transaction=False) as pipe:
+            for job_id in failed_ids:
+                pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
+            replies = pipe.execute()
+        self.stopped = set()
+        for job_id, reply in zip(failed_ids, replies, strict=True):
+            submission = stored.count(stored.text(reply or b"")) or 0
+            if submission <= cancelled_submission:
+                self.stopped.add(job_id)
+
+    @property
+    def seems_idle(self) -> bool:
+        """Whether the run is planned and not over, and no shard seems to run."""
+        if self.is_finished or "cancelled" in self.facts:
+            return False
+        is_planned = bool(self.shards) and self.plan_status not in WAITING
+        return is_planned and not self.running
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether shards wait, nobody works on a shard, and no shard has failed."""
+        if self.is_finished or "cancelled" in self.facts or self.failed:
+            return False
+        has_shards_left = self.done < (self.shards or 0)
+        return has_shards_left and not self.is_worked_on
+
+    @property
+    def may_lack_jobs(self) -> bool:
+        """Whether fewer jobs wait on the run's queues than the run has shards left."""
+        if self.shards is None:
+            return False
+        num_left = self.shards - self.done - len(self.failed)
+        return num_left > self.length
+
+    def find_jobs(self, connection: Redis) -> None:
+        """Look up the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
+        recorded = RunState(connection, self.run).recorded()
+        planned = range(self.shards or 0)
+        unfinished = [shard for shard in planned if shard not in recorded]
+        # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
+        if not self.length:
+            # Without unfinished shards, any shard's job may be the one that ends the run.
+            shards = unfinished or planned
+            job_ids = chain.from_iterable(map(self._job_ids, shards))
+            self.claimed = num_held(connection, job_ids)
+
+        sought = [shard for shard in unfinished if shard not in self.failed]
+        with connection.pipeline(transaction=False) as pipe:
+            for shard in sought[:MAX_SOUGHT]:
+                job_keys = map(rq_jobs.job_key, self._job_ids(shard))
+                pipe.exists(*job_keys)
+            num_existing = pipe.execute()
+        # Nobody runs a stopped job again, so its shard counts as gone too.
+        self.gone = num_existing.count(0) + len(self.stopped)
+
+    def _job_ids(self, shard: int) -> list[str]:
+        """Return the ids of a shard's jobs: one, or two in a cascade."""
+        job_ids = [shard_job_id(self.run, shard)]
+        if "second_queue" in self.facts:
+            job_ids.append(shard_job_id(self.run, shard, is_second=True))
+        return job_ids
+
+    def snapshot(self, connection: Redis, workers: Collection[Worker]) -> RunSnapshot:
+        """Return the run's progress. Call it after `add_queues`, `add_parts` and `find_stopped`.
+
+        workers: the workers of all queues.
+        """
+        facts = self.facts
+        counts = self.counts
+        progress = self.progress
+        submission = _number(facts, "submission")
+        submitted_at = submission / 1000 if submission else None  # the number is a time in ms
+
+        rows = stored.count(facts.get("rows"))
+        rows_done = counts["rows"] + sum(shard.rows for shard in progress)
+        if rows is not None:
+            rows_done = min(rows_done, rows)
+        tokens_under_way = sum(shard.tokens for shard in progress)
+
+        began_at = stored.seconds(facts.get("began_at"))
+        ended_at = stored.seconds(facts.get("ended_at"))
+        worked_s = stored.seconds(facts.get("worked_s")) if self.is_finished else None
+        rates = self._rates(began_at, ended_at, worked_s)
+
+        limit = ErrorLimit.from_stored(facts.get("max_errors"))
+        too_many_errors = limit.excess(
+            counts["rows"] - counts["expired"],
+            counts["errors"] - counts["expired"],
+            is_whole=self.is_finished,
+        )
+
+        living = [worker for worker in workers if not worker.is_silent]
+        listening = listening_on(living, facts["queue"])
+        busy_workers = {shard.worker for shard in progress}
+        awaited_second = self._awaited(workers, self.queues[-1], "second_model", "second_text")
+        return RunSnapshot(
+            run=self.run,
+            output=safe_name(facts["output"], MAX_TEXT_CHARS),
+            queue=facts["queue"],
+            second_queue=facts.get("second_queue"),
+            cancelled="cancelled" in facts,
+            finished=self.is_finished,
+            plan_job=facts.get("plan_job"),
+            plan_status=self.plan_status,
+            plan_error=self._plan_error(connection),
+            rows=rows,
+            rows_done=rows_done,
+            tokens=counts["generated_tokens"] + tokens_under_way,
+            shards=self.shards,
+            shards_done=self.done,
+            shards_started=len(progress),
+            claimed=self.claimed,
+            gone=self.gone,
+            failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
+            workers=len(listening),
+            queue_length=self.length,
+            listened=_queues_of(living),
+            silent_workers=tuple(sorted(busy_workers - _alive(workers))),
+            is_held=are_held(listening),
+            is_suspended=are_suspended(workers),
+            awaited_model=self._awaited_first(workers),
+            awaited_adapters=self._awaited_adapters(workers),
+            awaited_second=awaited_second,
+            planned_by=self._planned_by(workers),
+            stopped=_shown(facts, "stopped"),
+            reuse_differs=_shown(facts, REUSE_DIFFERS),
+            too_many_errors=too_many_errors,
+            deadline=stored.seconds(facts.get(DEADLINE)),
+            model=_shown(facts, "model_text"),
+            submitted_at=submitted_at,
+            submitted_by=_shown(facts, SUBMITTED_BY),
+            began_at=began_at,
+            ended_at=ended_at,
+            worked_s=worked_s,
+            rows_per_s=rates.rows_per_s,
+            tokens_per_s=rates.tokens_per_s,
+            errors=counts["errors"],
+            failed_checks=counts["failed_checks"],
+            cut=counts["cut"],
+            rows_reused=counts["rows_reused"],
+            rows_escalated=counts["rows_escalated"],
+            expired=counts["expired"],
+            prompt_tokens=counts["prompt_tokens"],
+            completion_tokens=counts["completion_tokens"],
+            cached_tokens=counts["cached_tokens"],
+        )
+
+    def _rates(
+        self, began_at: float | None, ended_at: float | None, worked_s: float | None
+    ) -> _Rates:
+        """Return how fast the run is computed, with what its running shards report. Arguments: see `_measured`."""
+        measured = self._measured(began_at, ended_at, worked_s)
+        if measured is None:
+            return _Rates()
+        num_rows = measured.rows + sum(shard.rows for shard in self.progress)
+        num_tokens = measured.tokens + sum(shard.tokens for shard in self.progress)
+        return _Rates(num_rows / measured.seconds, num_tokens / measured.seconds)
+
+    def _measured(
+        self, began_at: float | None, ended_at: float | None, worked_s: float | None
+    ) -> _Measured | None:
+        """Return the rows, tokens and seconds from which the rates are computed; None if the rates are not known.
+
+        A run on which nobody works has no rates, because old ones would mislead.
+        began_at: when work on the submission began. ended_at: when its last part ended. worked_s: see RunSnapshot; None
+        until the run has finished.
+        """
+        facts = self.facts
+        if worked_s:
+            num_rows = self.counts["rows"] - self.counts["rows_reused"]
+            return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
+        measured_until = ended_at
+        if self.is_worked_on and not self.is_finished:
+            measured_until = time.time()
+        if self.is_stalled or began_at is None or measured_until is None:
+            return None
+        if measured_until <= began_at:
+            return None
+        return _Measured(
+            _number(facts, "judged_rows"),
+            _number(facts, "judged_tokens"),
+            measured_until - began_at,
+        )
+
+    def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
+        """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
+        if self.is_stalled:
+            return None
+        # A worker that loads its model may have the name of a killed worker, whose shards it does not compute.
+        computing = _alive(worker for worker in workers if not _is_loading(worker))
+        running: dict[int, Progress] = {}
+        for shard, progress in zip(self.running, self.progress, strict=True):
+            if progress.worker in computing:
+                running[shard] = progress
+
+        state = RunState(connection, self.run)
+        recorded = state.recorded()
+        latest_shards = self._oldest_first(recorded)[-MAX_LATEST_PARTS:]
+        parts = PartsDone(recorded, state.parts_of(latest_shards), self.counts)
+
+        # The field `sizes` holds each shard's share of the run's work.
+        shares: Any = connection.hget(run_key(self.run), "sizes")
+        rows = stored.count(self.facts.get("rows"))
+        return time_left(shares, self.shards, rows, parts, running, time.time())
+
+    def _oldest_first(self, recorded: Collection[int]) -> list[int]:
+        """Return the shards that have a part, in the order in which the parts were probably done.
+
+        Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
+        Parts after the running shards come from an earlier submission, and count as the oldest.
+        """
+        last_running = max(self.running, default=-1)
+        before = sorted(shard for shard in recorded if shard <= last_running)
+        after = sorted(shard for shard in recorded if shard > last_running)
+        return after + before
+
+    def _plan_error(self, connection: Redis) -> str | None:
+        """Say why the last planning made no plan; None if it made one, or may still make one."""
+        facts = self.facts
+        status = self.plan_status
+        if status in (JobStatus.STOPPED, JobStatus.CANCELED):
+            return "it was stopped"
+        if status is JobStatus.FAILED:
+            return failure_text(connection, facts["plan_job"])
+        if status is None and PLAN_ERROR in facts:
+            return _shown(facts, PLAN_ERROR)
+        if status is None and self.shards is None and "cancelled" not in facts:
+            return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
+        return None
+
+    def _awaited_first(self, workers: Collection[Worker]) -> str | None:
+        """Return the model that the planning job needs, or else the run's first model. See `_awaited`."""
+        queue = self.facts["queue"]
+        if self.plan_status in WAITING:
+            return self._awaited(workers, queue, "plan_model", "plan_model")
+        return self._awaited(workers, queue, "model", "model_text")
+
+    def _awaited(
+        self, workers: Collection[Worker], queue: str, identity_fact: str, text_fact: str
+    ) -> str | None:
+        """Return the text of a model that the run needs; None if a worker of the queue serves the model.
+
+        Also returns None if no model is named, or if a worker does not say what it serves.
+        identity_fact: the name of the fact with the model's identity. text_fact: the name of the fact with its text.
+        """
+        models = models_on(workers, queue)
+        identity = self.facts.get(identity_fact)
+        if models is None or identity is None:
+            return None
+        model, _, _ = identity.partition("\n")  # further lines name adapters
+        if model in models:
+            return None
+        text = _shown(self.facts, text_fact)
+        other_length = other_lengths(workers, queue, identity)
+        if text and other_length:
+            return f"{text}, but {other_length}"
+        return text
+
+    def _awaited_adapters(self, workers: Collection[Worker]) -> str | None:
+        """Return the run's adapters whose files no worker of its queue has, as one text; None if none is missing."""
+        served = models_on(workers, self.facts["queue"])
+        if served is None:
+            return None
+        _, *adapters = self.facts.get("model", "").split("\n")  # the first line names the model
+        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in served]
+        if not missing:
+            return None
+        return safe_name(", ".join(missing), MAX_TEXT_CHARS)
+
+    def _planned_by(self, workers: Collection[Worker]) -> str | None:
+        """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
+        readable_formats = set()
+        for worker in listening_on(workers, self.facts["queue"]):
+            sample = worker.sample
+            if sample is not None and not worker.is_silent and sample.format:
+                readable_formats.add(sample.format)
+
+        plan_format = stored.count(self.facts.get("format"))
+        if not readable_formats or plan_format is None or plan_format in readable_formats:
+            return None
+        return "newer" if plan_format > max(readable_formats) else "older"
+
+
+def _queues_of(workers: Collection[Worker]) -> tuple[str, ...]:
+    """Return the names of all queues on which workers listen, sorted."""
+    names: set[str] = set()
+    for worker in workers:
+        names.update(worker.queues)
+    return tuple(sorted(names))
+
+
+def _is_loading(worker: Worker) -> bool:
+    """Whether a worker still loads its model."""
+    return worker.sample is not None and worker.sample.state == LOADING
+
+
+def _alive(workers: Iterable[Worker]) -> set[str]:
+    """Return the names of the workers that live."""
+    return {worker.name for worker in workers if not worker.is_silent}
+
+
+def _shown(facts: Mapping[str, str], name: str) -> str | None:
+    """Return a fact's text, safe to show; None if it is missing."""
+    if name not in facts:
+        return None
+    return safe_name(facts[name], MAX_TEXT_CHARS)
+
+
+def _number(facts: Mapping[str, str], name: str) -> int:
+    """Return a fact that is a count; 0 if it is missing or no number."""
+    return stored.count(facts.get(name)) or 0
