@@ -10,7 +10,7 @@ from typing import TextIO
 import click
 import redis
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
+from jobs.common.display import MAX_TEXT_CHARS, safe_name, utc_text
 from jobs.common.redis_info import is_full
 from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
@@ -19,7 +19,7 @@ from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
 from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import failure_text, read_planned
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, left_text, needs, obstacles, verdict
 
 #: What a user reads who has no worker at all.
 NO_WORKER_TEXT = (
@@ -159,8 +159,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         )
         lines.append(f"shards   {begun}, {_not_begun_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
-        if snapshot.left_s is not None:
-            lines.append(f"left     {duration_text(snapshot.left_s)}")
+        left = left_text(snapshot)
+        if left:
+            lines.append(f"left     {left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])

@@ -86,6 +86,8 @@ FUNCTION = "function"
 FILE = "file"
 #: A field in RQ's job hash: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
+#: In that JSON: when the worker wrote it, in Unix seconds.
+REPORTED_AT = "reported_at"
 #: A field in RQ's job hash: whether somebody reads the job's text as it grows, from `text_stream_key`.
 STREAM_FIELD = "tokenmill_stream"
 #: A field in the hash of a shard's job: the submission of its run that enqueued the job, or took it over.

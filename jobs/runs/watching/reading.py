@@ -11,7 +11,7 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
+from jobs.common.keys import PROGRESS_FIELD, REPORTED_AT, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import (
     LOADING,
@@ -44,7 +44,9 @@ from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 #: The most shards whose jobs are looked for one by one, if no shard is seen to run.
 MAX_SOUGHT = 1000
 #: The most finished shards from which the time left is estimated.
-MAX_LOOKED = 1000
+MAX_LOOKED = 200
+#: Somebody still counts as working on a run if its last shard ended less than this long ago.
+BETWEEN_SHARDS_S = 10.0
 
 MAX_RUNS = 200
 MAX_REASONS = 20
@@ -106,7 +108,7 @@ class RunLook:
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
-    is_worked_on: whether shards run, and a worker of its queues lives.
+    is_worked_on: whether shards run or one has just ended, and a worker of its queues lives.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -186,6 +188,23 @@ class RunLook:
             return False
         is_planned = bool(self.shards) and self.plan_status not in WAITING
         return is_planned and not self.running
+
+    @property
+    def has_just_ended_a_shard(self) -> bool:
+        """Whether a shard ended so lately that its worker may be about to begin another one."""
+        ended_at = stored.seconds(self.facts.get("ended_at"))
+        return ended_at is not None and time.time() - ended_at < BETWEEN_SHARDS_S
+
+    @property
+    def quiet_s(self) -> float | None:
+        """The seconds since a shard reported progress or ended; None if nobody works on the run."""
+        if not self.is_worked_on:
+            return None
+        moments = [stored.seconds(self.facts.get("ended_at"))]
+        for progress in self.progress:
+            moments += [progress.started_at, progress.reported_at]
+        news_at = max((moment for moment in moments if moment is not None), default=None)
+        return None if news_at is None else max(0.0, time.time() - news_at)
 
     @property
     def is_stalled(self) -> bool:
@@ -299,6 +318,7 @@ class RunLook:
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
+            quiet_s=self.quiet_s,
             rows_per_s=rows_per_s,
             tokens_per_s=tokens_per_s,
             **{name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")},
@@ -416,7 +436,7 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     """Return the progress of the runs that Redis knows.
 
     most: the most entries that are read from a queue's registry, for a list of runs. With 0 all entries are read, and
-    each run is looked at more closely, to see how long it goes on and which of its jobs are gone.
+    each run is looked at more closely, to see which of its jobs are gone.
     """
     looks = begin_looks(connection, runs)
     workers = [worker for worker in read_workers(connection) if worker.queues]
@@ -440,7 +460,8 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
         look.progress = read_progress(connection, list(look.running.values()))
         queues_of_run = set(look.queues)
         has_worker = any(queues_of_run.intersection(worker.queues) for worker in alive)
-        look.is_worked_on = bool(look.progress) and has_worker
+        has_work = bool(look.progress) or look.has_just_ended_a_shard
+        look.is_worked_on = has_work and has_worker
         look.see_stopped(connection)
 
         num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
@@ -448,7 +469,7 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
         if look.seems_idle and (is_close_look or may_lack_jobs):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
-        if is_close_look and snapshot.state == "running":
+        if snapshot.state == "running":
             snapshot = replace(snapshot, left_s=look.left_s(connection, workers))
         snapshots.append(snapshot)
     return snapshots
@@ -558,6 +579,7 @@ def _progress(
         tokens_open=tokens_open,
         shard_rows=stored.count(shown.get("rows")) or 0,
         started_at=stored.moment(started_at),
+        reported_at=stored.seconds(str(shown.get(REPORTED_AT))),
         worker=safe_name(worker or b""),
         has_job=status is not None,
     )

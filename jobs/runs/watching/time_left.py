@@ -9,6 +9,8 @@ from jobs.runs.statistics.run_statistics import PartStats
 
 #: A worker that ended a shard less than this long ago counts as busy: it is about to begin another one.
 LATELY_S = 2.0
+#: While less time than this has been observed, nothing is estimated: first rows wait for caches and a first prefill.
+LEAST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Progress:
     """The progress that a shard's job reports.
 
     rows: how many of shard_rows are answered. tokens: the generated tokens. rows_open: the rows that are being
-    answered. tokens_open: the tokens that were generated for the open rows so far. has_job: whether Redis has the job.
+    answered. tokens_open: the tokens that were generated for the open rows so far. reported_at: when the job reported
+    this, in Unix seconds; None before its first report. has_job: whether Redis has the job.
     """
 
     rows: int = 0
@@ -25,6 +28,7 @@ class Progress:
     tokens_open: int = 0
     shard_rows: int = 0
     started_at: float | None = None
+    reported_at: float | None = None
     worker: str = ""
     has_job: bool = True
 
@@ -43,12 +47,16 @@ class PartsDone:
 
 @dataclass(frozen=True)
 class Span:
-    """Work that a worker did on a shard between two moments, in Unix seconds. work: in shares of the run."""
+    """Work that a worker did on a shard between two moments, in Unix seconds.
+
+    ended_at: the time of the last report, if the shard is under way. work: in shares of the run.
+    """
 
     worker: str
     began_at: float
     ended_at: float
     work: float
+    is_under_way: bool = False
 
 
 def time_left(
@@ -88,20 +96,28 @@ def time_left(
             rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
             share_done = min(1.0, rows_done / max(1, progress.shard_rows))
             generated_work = work_of[shard] * share_done * new_now
-            spans.append(Span(progress.worker, progress.started_at, now, generated_work))
+            # Without news, for example while Redis is full, nothing is known of the time since the last report.
+            reported_at = max(progress.started_at, progress.reported_at or 0.0)
+            spans.append(
+                Span(progress.worker, progress.started_at, reported_at, generated_work, True)
+            )
             remaining.append(work_of[shard] * (1 - share_done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy."""
+    """Return how many seconds the busy workers take for `work`, at their latest rate.
+
+    Returns None if no worker is busy, or if too little has been observed.
+    """
     began_at = min((span.began_at for span in spans), default=now)
-    half_time = (began_at + now) / 2
+    known_until = max((span.ended_at for span in spans), default=now)
+    half_time = (began_at + known_until) / 2
     rate = _rate(spans, since=half_time)
     if rate == 0:  # nothing was done in the last half of the time
         rate = _rate(spans, since=began_at)
-    workers = {span.worker for span in spans if now - span.ended_at < LATELY_S}
-    if rate > 0 and workers:
+    workers = {span.worker for span in spans if span.is_under_way or now - span.ended_at < LATELY_S}
+    if rate > 0 and workers and known_until - began_at >= LEAST_S:
         return work / rate / len(workers)
     return 0.0 if work <= 0 else None
 

@@ -182,21 +182,25 @@ def test_status_says_that_no_worker_listens_and_on_which_queues_workers_do(
     assert says in invoke("status", tmp_path / "out").stdout
 
 
-def test_status_says_behind_how_many_jobs_and_which_run_a_run_is(
+def test_status_says_how_many_other_jobs_wait_and_run_and_of_which_run(
     runs: Runs, invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
 ) -> None:
     add_worker(redis, "w")
     first = runs.plan(source, tmp_path / "first", rows_per_shard=1)["run"]
     runs.plan(source, tmp_path / "second")
     says = (
-        f"waits    it is behind 5 waiting and 0 running jobs on queue 'bulk', some of run {first}"
+        f"waits    other jobs on queue 'bulk': 5 waiting, 0 running, some of run {first}; each run"
     )
     assert says in invoke("status", tmp_path / "second").stdout
     started = runs.jobs[0]
     redis.lrem("rq:queue:bulk", 1, started.id)
     redis.zadd("rq:wip:bulk", {f"{started.id}:e": 9e12})
-    assert "behind 4 waiting and 1 running jobs" in invoke("status", tmp_path / "second").stdout
-    assert "it is behind" not in invoke("status", tmp_path / "first").stdout
+    text = invoke("status", tmp_path / "second").stdout
+    assert "'bulk': 4 waiting, 1 running" in text
+    redis.lpush("rq:queue:bulk", redis.rpop("rq:queue:bulk"))
+    moved = invoke("status", tmp_path / "second").stdout
+    assert "'bulk': 4 waiting, 1 running" in moved, "the place in the queue does not matter"
+    assert "other jobs" not in invoke("status", tmp_path / "first").stdout
 
 
 def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_take_them_over(
