@@ -81,6 +81,9 @@ class IoLoop:
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
+        self._refusals = LastingTrouble(
+            parts.log, "Redis takes all commands again", clock=parts.clock
+        )
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")  # after an error of Redis, when it is called again
         self._drain_by = float("inf")
@@ -156,7 +159,7 @@ class IoLoop:
     @property
     def warning(self) -> str:
         """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
-        if self._outage.lasts:
+        if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
 
@@ -298,6 +301,7 @@ class IoLoop:
 
     def _talk_to_redis(self, moment: float) -> None:
         """Carry out all duties that need Redis. An outage delays them, and the engine goes on meanwhile."""
+        num_answers = self._runner.tally.num_answers
         try:
             refusals = []
             for duty in self._duties:
@@ -308,7 +312,12 @@ class IoLoop:
                 raise refusals[0]  # it is treated like an outage, now that every duty had its turn
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
-            self._outage.passed()
+            has_answered = self._runner.tally.num_answers > num_answers
+            if has_answered:  # in many turns nothing is sent
+                self._outage.ended()
+            else:
+                self._outage.passed()
+            self._refusals.passed()  # no proof, because the next turn may send what Redis refuses
             self.redis_at = moment
         except RedisError as error:
             self._ride_out(moment, error)
@@ -367,7 +376,8 @@ class IoLoop:
         """Log an error of Redis, and set when to try again. A worker that is overdue leaves instead."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
-        self._outage.met(
+        trouble = self._refusals if is_refusal else self._outage
+        trouble.met(
             f"{problem} {type(error).__name__}",
             "%s (%s); trying again until that is over",
             problem,

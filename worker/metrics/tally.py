@@ -100,7 +100,7 @@ class Tally:
     jobs, rows: by queue, outcome and reason, the ended jobs, and the rows of finished shards.
     requests: samples by finish reason. takeovers: jobs by queue and their number of deaths.
     queue_times, latencies: by queue, seconds from enqueueing to beginning, and to the end.
-    ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
+    ended, ended_badly, waited_ms, ran_ms: by queue, see Point. num_answers: of Redis, to the I/O thread.
     queue_numbers: the numbers of the worker's queues, if it runs a scheduler and Redis answers. A pool's thread sets
     them.
     """
@@ -119,6 +119,7 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
+        self.num_answers = 0
         self._slowest_answer_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
@@ -196,7 +197,8 @@ class Tally:
         self.redis_errors[type(error).__name__] += 1
 
     def answered(self, seconds: float) -> None:
-        """Note how long Redis took to answer the I/O thread."""
+        """Count an answer of Redis to the I/O thread. seconds: how long it took."""
+        self.num_answers += 1
         self._slowest_answer_s = max(self._slowest_answer_s, seconds)
 
     def take_slowest(self) -> float:
