@@ -127,11 +127,9 @@ MAX_SHOWN = 5
 
 
 def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print why planning and the first failed shards failed. Prints nothing for a cancelled run."""
+    """Print why the first failed shards failed. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
-    if snapshot.plan_error is not None:
-        click.echo(f"planning: {snapshot.plan_error}", err=True)
     for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
     if len(snapshot.failed_jobs) > MAX_SHOWN:
@@ -216,7 +214,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
             time.sleep(PLAN_POLL_S)
             snapshot = watch()
     if snapshot.plan_status in REFUSED:
-        print_failures(connection, snapshot)
+        click.echo(f"planning: {snapshot.plan_error}", err=True)
         problem = REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
         raise click.ClickException(problem)
     click.echo(run)
