@@ -337,7 +337,7 @@ class RunLook:
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
         if self.is_worked_on and not self.is_finished:
-            measured_until = time.time()
+            measured_until = time.time() - (self.quiet_s or 0.0)  # what is counted was told then
         if self.is_stalled or began_at is None or measured_until is None:
             return None
         if measured_until <= began_at:

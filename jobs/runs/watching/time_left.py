@@ -81,7 +81,8 @@ def time_left(
     for shard, part in parts.latest.items():
         if shard < shards:
             generated_work = work_of[shard] * _generated_share(vars(part))
-            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
+            began_at = part.started_at + part.waited_s
+            spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
 
     # Equal rows are answered once, so only rows with a new text take time.
     share_so_far = _generated_share(parts.counts)

@@ -94,7 +94,8 @@ def test_a_run_on_which_nobody_works_has_no_rate(runs: Runs, redis: Redis, sourc
     runs.run(runs.jobs[0])
     between = read_snapshot(redis, run)
     assert between.rows_per_s is not None, "its worker is about to begin another shard"
-    redis.hset(run_key(run), "ended_at", str(time.time() - BETWEEN_SHARDS_S))
+    then = time.time() - BETWEEN_SHARDS_S
+    redis.hset(run_key(run), mapping={"began_at": str(then - 5), "ended_at": str(then)})
     stalled = read_snapshot(redis, run)
     assert (stalled.rows_done, stalled.tokens_per_s, stalled.rows_per_s) == (2, None, None)
     log = io.StringIO()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.csv
@@ -18,13 +19,14 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.parquet.shards import shard_work
 from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.run_statistics import COUNTED, PartStats
 from jobs.runs.watching.reading import list_runs, read_snapshot
 from jobs.runs.watching.snapshot import STALLED_S, left_text
 from jobs.runs.watching.time_left import LEAST_S, PartsDone, Progress, Span, seconds_left, time_left
-from tests.jobs.answering import add_worker, run_task
+from tests.jobs.answering import add_worker, feed, opened_task, run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -87,6 +89,24 @@ def test_a_run_under_way_tells_what_is_left(
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in invoke("status", plan.run).output
+
+
+def test_a_part_tells_how_long_its_shard_waited_behind_others(
+    redis: Redis, runs: Runs, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=lambda: 1000.0)
+    monkeypatch.setattr(shard_work, "time", clock)
+    first = runs.jobs[0]
+    task = opened_task(runs.context(), first.func_name, first.args)
+    clock.time = lambda: 1060.0
+    feed(task)
+    clock.time = lambda: 1070.0
+    task.result()
+    (part,) = RunState(redis, plan.run).parts_of([0]).values()
+    assert (part.started_at, part.waited_s, part.ended_at) == (1000.0, 60.0, 1070.0)
+    parts = PartsDone([0], {0: part}, vars(part))
+    left = time_left("[1, 1]", 2, 50, parts, {}, 1070.0)
+    assert left == pytest.approx(10.0), "it worked for ten seconds"
 
 
 #: Rows of a shard.
@@ -318,6 +338,9 @@ def test_a_run_whose_shards_report_nothing_is_stalled(
 
     assert left(now).endswith(" s")
     assert "stalled" not in left(now)
+    redis.hset(f"tokenmill:run:{plan.run}", "began_at", str(now - 100))
+    rate = read_snapshot(redis, plan.run).rows_per_s
+    assert rate == pytest.approx(5 / 100), "the time without news does not count"
     assert left(now - STALLED_S - 5).startswith("stalled for 3")
     assert "left     stalled for 3" in invoke("status", plan.run).output
     assert left(now - 95) == "stalled for 1 min 35 s"
