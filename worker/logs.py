@@ -46,6 +46,8 @@ class LastingTrouble:
         self._lock = threading.Lock()
         self._began_at: float | None = None  # None while there is no trouble
         self._last_at = 0.0
+        self._ended_at = float("-inf")
+        self._comes_and_goes = False
         self._num_times = 0
         self._kinds_logged = set[str]()
 
@@ -62,6 +64,7 @@ class LastingTrouble:
             self._num_times += 1
             if self._began_at is None:
                 self._began_at = self._last_at
+                self._comes_and_goes = self._last_at - self._ended_at < OVER_S
             is_new = kind not in self._kinds_logged
             self._kinds_logged.add(kind)
         if is_new:
@@ -72,12 +75,25 @@ class LastingTrouble:
         with self._lock:
             self._end_if_over()
 
+    def note_end(self) -> None:
+        """Note a proof that the trouble is over. That is logged at once, unless the trouble came back within OVER_S."""
+        with self._lock:
+            if self._began_at is None or self._comes_and_goes:
+                self._end_if_over()
+            else:
+                self._end()
+
     def _end_if_over(self) -> None:
         """Log that the trouble is over, if it has not occurred for OVER_S seconds."""
-        if self._began_at is None or self._clock() - self._last_at < OVER_S:
-            return
+        if self._began_at is not None and self._clock() - self._last_at >= OVER_S:
+            self._end()
+
+    def _end(self) -> None:
+        """Log that the trouble is over."""
+        assert self._began_at is not None
         lasted_s = self._last_at - self._began_at
         self._log.info("%s (seen %d times in %.0f s)", self._over, self._num_times, lasted_s)
+        self._ended_at = self._clock()
         self._began_at = None
         self._num_times = 0
         self._kinds_logged.clear()

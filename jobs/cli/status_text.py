@@ -10,7 +10,7 @@ from typing import TextIO
 import click
 import redis
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
+from jobs.common.display import MAX_TEXT_CHARS, safe_name, utc_text
 from jobs.common.redis_info import is_full
 from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
@@ -20,7 +20,7 @@ from jobs.runs.watching.failures import failure_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
 from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import read_planned
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, left_text, needs, obstacles, verdict
 
 #: Printed if there is no worker at all.
 NO_WORKER_TEXT = (
@@ -130,11 +130,9 @@ MAX_SHOWN = 5
 
 
 def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print why planning and the first failed shards failed. Prints nothing for a cancelled run."""
+    """Print why the first failed shards failed. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
-    if snapshot.plan_error is not None:
-        click.echo(f"planning: {snapshot.plan_error}", err=True)
     for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
     if len(snapshot.failed_jobs) > MAX_SHOWN:
@@ -162,8 +160,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         )
         lines.append(f"shards   {begun}, {_not_begun_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
-        if snapshot.left_s is not None:
-            lines.append(f"left     {duration_text(snapshot.left_s)}")
+        left = left_text(snapshot)
+        if left:
+            lines.append(f"left     {left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
@@ -221,7 +220,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
             time.sleep(PLAN_POLL_S)
             snapshot = watch()
     if snapshot.plan_status in REFUSED:
-        print_failures(connection, snapshot)
+        click.echo(f"planning: {snapshot.plan_error}", err=True)
         problem = REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
         raise click.ClickException(problem)
     click.echo(run)

@@ -24,7 +24,7 @@ from jobs.common.workers import WorkerSample, read_workers
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
-from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
+from jobs.runs.watching.snapshot import STATES, RunSnapshot, left_text, obstacles
 
 #: Seconds between two tables of --watch.
 WATCH_EVERY_S = 2.0
@@ -37,7 +37,7 @@ watch_option = click.option(
     "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
 #: The columns of runs with numbers, which are aligned to the right.
-_RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
+_RUN_NUMBERS = ("ROWS", "ERRORS", "ROWS/S", "TOK/S", "LEFT", "SUBMITTED")
 #: The columns that say what a worker's engine does.
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
 #: The columns of workers with numbers, which are aligned to the right.
@@ -219,9 +219,9 @@ def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
         run.state,
         "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
         str(run.errors),
-        "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
         rate(run.rows_per_s),
         rate(run.tokens_per_s),
+        left_text(run) or "-",
         "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
         _cut_path(run.output),
     )

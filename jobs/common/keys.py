@@ -88,6 +88,8 @@ FUNCTION = "function"
 FILE = "file"
 #: A field in RQ's job hash: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
+#: In that JSON: when the worker wrote it, in Unix seconds.
+REPORTED_AT = "reported_at"
 #: A field in RQ's job hash: whether a client follows the job's text while it grows, by `text_stream_key`.
 STREAM_FIELD = "tokenmill_stream"
 #: A field in the hash of a shard's job: the submission of its run that enqueued the job, or took it over.

@@ -18,7 +18,14 @@ from rq.registry import FailedJobRegistry
 from rq.results import Result
 
 from jobs.common import rq_jobs
-from jobs.common.keys import FORMAT, PROGRESS_FIELD, WORKER_STATS_TTL_S, run_key, worker_key
+from jobs.common.keys import (
+    FORMAT,
+    PROGRESS_FIELD,
+    REPORTED_AT,
+    WORKER_STATS_TTL_S,
+    run_key,
+    worker_key,
+)
 from jobs.common.worker_deaths import record_deaths
 from jobs.common.workers import Point
 from jobs.errors import AnswerMissing, DiskFull, InvalidJob
@@ -311,12 +318,13 @@ class Scene:
         for word, shard in (("running", 31), ("behind", 4)):
             seconds = at - self._began_at[word]
             rows = int(seconds % 60 / 60 * 1000) if seconds > 0 else 0
-            progress = json.dumps({"rows": 1000, "rows_done": rows, "tokens": 96 * rows})
+            progress = {"rows": 1000, "rows_done": rows, "tokens": 96 * rows, REPORTED_AT: at}
             key = rq_jobs.job_key(shard_job_id(self.runs[word], shard))
-            self.connection.hset(key, PROGRESS_FIELD, progress)
+            self.connection.hset(key, PROGRESS_FIELD, json.dumps(progress))
 
     def keep_alive(self) -> None:
         """Have the living workers tell of themselves once more. Without that they are silent after ten seconds."""
+        self._run_on(time.time())
         for name, worker in self._workers.items():
             worker.tell(time.time(), "suspended" if name == "gpu-3" else "busy")
 

@@ -80,14 +80,60 @@ def test_a_trouble_that_nobody_saw_pass_is_logged_anew_when_it_comes_back_late(
     ]
 
 
+def test_a_proven_end_is_logged_at_once_unless_the_trouble_comes_and_goes(
+    trouble: LastingTrouble, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(10):
+        trouble.note("away", "Redis is away")
+        clock.moment += 1
+        trouble.note_end()
+    over = "all is well again (seen 1 times in 0 s)"
+    assert caplog.messages == ["Redis is away", over, "Redis is away"]
+    assert trouble.lasts
+    clock.moment += OVER_S
+    trouble.note_end()
+    assert caplog.messages[3:] == ["all is well again (seen 9 times in 8 s)"]
+    clock.moment += OVER_S
+    trouble.note("away", "Redis is away")
+    trouble.note_end()
+    assert caplog.messages[4:] == ["Redis is away", over]
+    assert not trouble.lasts
+
+
+def test_the_first_answer_after_an_outage_is_logged_at_once(
+    whole: WholeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RedisConnectionError("gone")
+
+    def look(clock: RedisClock, client: Redis) -> None:
+        whole.tally.answered(0.001)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.runner, "renew", fail)
+        assert whole.turn()
+    assert "Redis does not answer" in whole.io.warning
+    monkeypatch.setattr(RedisClock, "look", look)
+    assert whole.turn()
+    assert len(lines(caplog, "Redis answers again")) == 1
+    assert whole.io.warning == ""
+
+
 @pytest.mark.parametrize(
-    "error", [RedisTimeoutError("slow"), RedisConnectionError("gone"), OutOfMemoryError("full")]
+    ("error", "over"),
+    [
+        (RedisTimeoutError("slow"), "Redis answers again"),
+        (RedisConnectionError("gone"), "Redis answers again"),
+        (OutOfMemoryError("full"), "Redis takes all commands again"),
+    ],
 )
 def test_an_outage_of_redis_is_two_lines_of_the_log(
     whole: WholeWorker,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
+    over: str,
 ) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -101,7 +147,7 @@ def test_an_outage_of_redis_is_two_lines_of_the_log(
     assert type(error).__name__ in told[0]
     assert "Redis does not answer, or does not take all" in whole.io.warning
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))
-    assert len(lines(caplog, "Redis answers again")) == 1
+    assert len(lines(caplog, over)) == 1
     assert whole.io.warning == ""
 
 

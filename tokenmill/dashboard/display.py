@@ -45,14 +45,6 @@ def duration(seconds: float | None) -> str:
     return NOTHING if seconds is None else duration_text(seconds)
 
 
-def estimate(seconds: float) -> str:
-    """Return a time that is only roughly known, in the largest unit of which it has two: about 90 min."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"about {seconds / size:,.0f} {unit}"
-    return f"about {seconds:.0f} s"
-
-
 def moment(at: float | None) -> str:
     """Return a time of day in UTC, with the date if that is not today."""
     if at is None:

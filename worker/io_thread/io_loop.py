@@ -84,6 +84,9 @@ class IoLoop:
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
+        self._refusals = LastingTrouble(
+            parts.log, "Redis takes all commands again", clock=parts.clock
+        )
         self._backoff_s = FIRST_BACKOFF_S
         # When Redis is called again after an error.
         self._retry_at = float("-inf")
@@ -164,7 +167,7 @@ class IoLoop:
     @property
     def warning(self) -> str:
         """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
-        if self._outage.lasts:
+        if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
 
@@ -306,6 +309,7 @@ class IoLoop:
 
     def _talk_to_redis(self, moment: float) -> None:
         """Carry out all duties that need Redis. An outage delays them, and the engine goes on meanwhile."""
+        num_answers = self._runner.tally.num_answers
         try:
             refusals = []
             for duty in self._duties:
@@ -316,7 +320,12 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
-            self._outage.note_absence()
+            has_answered = self._runner.tally.num_answers > num_answers
+            if has_answered:  # in many turns nothing is sent
+                self._outage.note_end()
+            else:
+                self._outage.note_absence()
+            self._refusals.note_absence()  # no proof, because the next turn may send what Redis refuses
             self.redis_ok_at = moment
         except RedisError as error:
             self._back_off(moment, error)
@@ -375,7 +384,8 @@ class IoLoop:
         """Log an error of Redis, and set when to call it again. A worker that is overdue leaves instead."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
-        self._outage.note(
+        trouble = self._refusals if is_refusal else self._outage
+        trouble.note(
             f"{problem} {type(error).__name__}",
             "%s (%s); trying again until that is over",
             problem,

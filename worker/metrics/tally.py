@@ -107,6 +107,7 @@ class Tally:
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue. latencies: to its end.
     ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
+    num_answers: how many answers of Redis the I/O thread has had.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
     A pool's thread sets them.
     """
@@ -125,6 +126,7 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
+        self.num_answers = 0
         self._slowest_answer_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
@@ -202,7 +204,8 @@ class Tally:
         self.redis_errors[type(error).__name__] += 1
 
     def answered(self, seconds: float) -> None:
-        """Note how long Redis took to answer the I/O thread."""
+        """Count an answer of Redis to the I/O thread. seconds: how long it took."""
+        self.num_answers += 1
         self._slowest_answer_s = max(self._slowest_answer_s, seconds)
 
     def take_slowest(self) -> float:

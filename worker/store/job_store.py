@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief, safe_name
-from jobs.common.keys import FAR_S, FORMAT, JOURNAL_TTL_S, held_key, prefixed
+from jobs.common.keys import FAR_S, FORMAT, JOURNAL_TTL_S, REPORTED_AT, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
@@ -459,8 +459,10 @@ class JobStore:
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
         """Write the progress of running jobs. Returns for each job whether this worker still holds it."""
+        reported = {REPORTED_AT: round(time.time(), 3)}
         calls = [
-            Call("progress", claimed.address, [json.dumps(values)]) for claimed, values in progress
+            Call("progress", claimed.address, [json.dumps({**values, **reported})])
+            for claimed, values in progress
         ]
         return [bool(reply) for reply in self._call_many(calls)]
 

@@ -31,7 +31,7 @@ from jobs.parquet.files.object_requests import (
 )
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
-from sandbox import ChildFailed, Limits, Pool
+from sandbox import ChildFailed, ChildOutOfMemory, Limits, Pool
 
 T = TypeVar("T")
 _TASK = "jobs.parquet.files.object_requests:list_prefix"
@@ -62,10 +62,14 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     }
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, limits))
-    except ChildFailed as error:
+    except ChildOutOfMemory as error:
         raise StoreRefused(folder, f"its listing {error}") from None
+    except ChildFailed as error:  # a store or a child that is slow or died may answer the next time
+        raise exceptions.GenericError(f"its listing {error}") from None
     if "raised" in reply:
-        error_class = getattr(exceptions, reply["raised"], ValueError)
+        name = reply["raised"]
+        builtin = FileNotFoundError if name == "FileNotFoundError" else ValueError
+        error_class = getattr(exceptions, name, builtin)
         raise error_class(reply["text"])
     return reply["answer"]
 

@@ -46,15 +46,14 @@ def without_own_keys(schema: pa.Schema) -> pa.Schema:
 
 def columns_kept(spec: RunSpec) -> ColumnChoice:
     """Return which of the input's columns the output has."""
-    dropped = tuple(spec.drop or ())
     if spec.keep is None:
-        return ColumnChoice(without=dropped)
+        return ColumnChoice(without=tuple(spec.drop or ()))
     names = list(spec.keep)
     if spec.filename_column:
         names.append(spec.filename_column)
     if spec.order:  # the output is sorted by this column
         names.append(ROW_NUMBER)
-    return ColumnChoice(tuple(names), dropped)
+    return ColumnChoice(tuple(names))
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:

@@ -53,11 +53,11 @@ def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> Non
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
     """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots, or PlanDamaged for another run's plan."""
-    if not is_run_id(run) or not isinstance(plan_path, str):
+    if not is_run_id(run):
+        raise unlike("run", run, "the id of a run: enqueue jobs.score_parquet instead")
+    if not isinstance(plan_path, str):
         raise unlike(
-            "run",
-            run,
-            "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead",
+            "plan", plan_path, "the path of the run's plan: enqueue jobs.score_parquet instead"
         )
     path = storage.resolve(plan_path)
     state_of_file = (path, storage.stat(path))

@@ -43,6 +43,7 @@ from jobs.runs.plans.spec import check_queue_name
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.run_statistics import PartStats
+from jobs.tasks import Request
 
 
 class ShardWork(RowsTask):
@@ -72,6 +73,7 @@ class ShardWork(RowsTask):
         self._is_second = queue is not None
         self._escalates = queue is None and folder.plan.second is not None
         self._started_at = time.time()
+        self._waited_s: float | None = None  # None until the first request
         self._has_entered = False
         self._deadline = folder.state.begin(self._started_at)
         # Once the first model's answers are kept, this job only enqueues the second model's job.
@@ -103,6 +105,13 @@ class ShardWork(RowsTask):
         if type(shard) is not int or shard not in range(num_shards):
             raise PlanDamaged(plan, f"it has {num_shards} shards, none numbered {brief(shard)}")
         return cls(context, folder, shard, queue)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the runner's requests, and note for how long the shard has waited before the first one."""
+        for request in super().requests():
+            if self._waited_s is None:
+                self._waited_s = max(0.0, time.time() - self._started_at)
+            yield request
 
     def progress(self) -> dict[str, Any]:
         """Return how many rows are done, and how many tokens they took."""
@@ -230,6 +239,7 @@ class ShardWork(RowsTask):
             shard=number,
             generated_tokens=runner.counts.generated_tokens,
             started_at=self._started_at,
+            waited_s=self._waited_s or 0.0,
             ended_at=time.time(),
             worker=self._context.worker_name,
             rows_resumed=self._rows_resumed + runner.counts.resumed,

@@ -36,7 +36,7 @@ class PartStats:
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns with these names.
     generated_tokens: tokens that the execution which wrote the part computed. Equal prompts count once.
     rows_resumed, tokens_resumed: the rows and tokens that earlier executions of the shard had computed.
-    started_at, ended_at: Unix seconds.
+    started_at, ended_at: Unix seconds. waited_s: for how long the opened shard waited behind others.
     failed_checks: rows without an error whose answer fails its check.
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
@@ -71,6 +71,7 @@ class PartStats:
     rows_reused: int = 0
     rows_escalated: int = 0
     expired: int = 0
+    waited_s: float = 0.0
     commit: str = ""
     finish_reasons: dict[str, int] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)

@@ -6,8 +6,7 @@ from typing import TextIO
 from tqdm import tqdm
 from tqdm.auto import tqdm as tqdm_for_notebooks
 
-from jobs.common.display import duration_text
-from jobs.runs.watching.snapshot import RunSnapshot
+from jobs.runs.watching.snapshot import RunSnapshot, left_text
 
 #: tqdm's format without its estimate of the time left. That estimate takes all rows as equal, but rows may get longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -51,8 +50,11 @@ def speed_text(snapshot: RunSnapshot) -> str:
     texts = []
     if snapshot.tokens_per_s is not None:
         texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
-    if snapshot.left_s is not None:
-        texts.append(f"{duration_text(snapshot.left_s)} left")
+    left = left_text(snapshot)
+    if left and snapshot.left_s is not None and not snapshot.is_quiet:
+        left = f"{left} left"
+    if left:
+        texts.append(left)
     if snapshot.failed_jobs:
         texts.append(f"{len(snapshot.failed_jobs)} shards failed")
     return ", ".join(texts)

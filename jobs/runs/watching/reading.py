@@ -8,7 +8,7 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, run_key
+from jobs.common.keys import PROGRESS_FIELD, REPORTED_AT, RUNS_KEY, run_key
 from jobs.common.workers import Worker, read_workers
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import run_and_shard
@@ -62,19 +62,19 @@ _COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
     """Return the progress of the runs that Redis knows, for a list of them. Raises RedisError.
 
-    Of a queue's registries, at most MAX_ENTRIES entries are read. `left_s` of each snapshot is None.
+    Of a queue's registries, at most MAX_ENTRIES entries are read.
     """
     workers = _workers(connection)
     snapshots = []
     for reader in _read(connection, runs, workers, MAX_ENTRIES):
         if reader.seems_idle and reader.may_lack_jobs:
             reader.find_jobs(connection)
-        snapshots.append(reader.snapshot(connection, workers))
+        snapshots.append(_snapshot(connection, reader, workers))
     return snapshots
 
 
 def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of the runs that Redis knows, with the time left of each. Raises RedisError.
+    """Return the progress of the runs that Redis knows. Raises RedisError.
 
     All entries of the registries are read, and the jobs of a run that seems idle are looked up one by one.
     """
@@ -83,11 +83,16 @@ def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
     for reader in _read(connection, runs, workers, max_entries=None):
         if reader.seems_idle:
             reader.find_jobs(connection)
-        snapshot = reader.snapshot(connection, workers)
-        if snapshot.state == "running":
-            snapshot = replace(snapshot, left_s=reader.left_s(connection, workers))
-        snapshots.append(snapshot)
+        snapshots.append(_snapshot(connection, reader, workers))
     return snapshots
+
+
+def _snapshot(connection: Redis, reader: RunReader, workers: Collection[Worker]) -> RunSnapshot:
+    """Return a run's progress, with the time left if it runs."""
+    snapshot = reader.snapshot(connection, workers)
+    if snapshot.state != "running":
+        return snapshot
+    return replace(snapshot, left_s=reader.left_s(connection, workers))
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
@@ -186,6 +191,7 @@ def _progress(
         tokens_open=tokens_open,
         shard_rows=stored.count(numbers.get("rows")) or 0,
         started_at=stored.moment(started_at),
+        reported_at=stored.seconds(str(numbers.get(REPORTED_AT))),
         worker=safe_name(worker or b""),
         has_job=status is not None,
     )
@@ -222,7 +228,8 @@ def _read(
             served_queues.update(worker.queues)
     for reader in readers:
         reader.progress = read_progress(connection, list(reader.running.values()))
-        reader.is_worked_on = bool(reader.progress) and not served_queues.isdisjoint(reader.queues)
+        has_work = bool(reader.progress) or reader.has_just_ended_a_shard
+        reader.is_worked_on = has_work and not served_queues.isdisjoint(reader.queues)
         reader.find_stopped(connection)
     return readers
 

@@ -34,7 +34,9 @@ from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 #: The most shards whose jobs are looked up one by one, if no shard seems to run.
 MAX_SOUGHT = 1000
 #: The most finished shards from which the time left is estimated.
-MAX_LATEST_PARTS = 1000
+MAX_LATEST_PARTS = 200
+#: A worker still counts as working on a run if the run's last shard ended less than this long ago.
+BETWEEN_SHARDS_S = 10.0
 
 
 class QueueJobs(NamedTuple):
@@ -74,7 +76,7 @@ class RunReader:
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
-    is_worked_on: whether shards run, and a worker of the run's queues lives.
+    is_worked_on: whether shards run or one has just ended, and a worker of the run's queues lives.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -159,6 +161,23 @@ class RunReader:
             return False
         is_planned = bool(self.shards) and self.plan_status not in WAITING
         return is_planned and not self.running
+
+    @property
+    def has_just_ended_a_shard(self) -> bool:
+        """Whether a shard ended so lately that its worker may be about to begin another one."""
+        ended_at = stored.seconds(self.facts.get("ended_at"))
+        return ended_at is not None and time.time() - ended_at < BETWEEN_SHARDS_S
+
+    @property
+    def quiet_s(self) -> float | None:
+        """The seconds since a shard reported progress or ended; None if nobody works on the run."""
+        if not self.is_worked_on:
+            return None
+        moments = [stored.seconds(self.facts.get("ended_at"))]
+        for progress in self.progress:
+            moments += [progress.started_at, progress.reported_at]
+        last_news_at = max((moment for moment in moments if moment is not None), default=None)
+        return None if last_news_at is None else max(0.0, time.time() - last_news_at)
 
     @property
     def is_stalled(self) -> bool:
@@ -276,6 +295,7 @@ class RunReader:
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
+            quiet_s=self.quiet_s,
             rows_per_s=rates.rows_per_s,
             tokens_per_s=rates.tokens_per_s,
             errors=counts["errors"],
@@ -315,7 +335,7 @@ class RunReader:
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
         if self.is_worked_on and not self.is_finished:
-            measured_until = time.time()
+            measured_until = time.time() - (self.quiet_s or 0.0)  # of the last report
         if self.is_stalled or began_at is None or measured_until is None:
             return None
         if measured_until <= began_at:

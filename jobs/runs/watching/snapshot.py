@@ -1,4 +1,4 @@
-"""Describes a run at one moment: its state as a word, and what it needs and what is ahead of it as sentences."""
+"""Describes a run at one moment: its state as a word, and what it needs and what it waits for as sentences."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common import stored
-from jobs.common.display import safe_name
+from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
 from jobs.common.workers import RESTORED_TEXT, SUSPENDED_TEXT
@@ -32,8 +32,10 @@ STATES = (
 )
 #: The words for a run on which nobody works any more.
 ENDED_STATES = ("finished", "expired", "failed", "cancelled", "stopped")
-#: The most waiting jobs of a queue among which the run's first job is looked for.
-MAX_AHEAD = 1000
+#: A run counts as stalled if none of its shards has reported progress for this long.
+STALLED_S = 30.0
+#: The most waiting jobs of a queue that are looked at.
+MAX_OTHERS = 1000
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class RunSnapshot:
     failed_jobs: the ids of failed jobs, without jobs that an earlier cancel has stopped.
     worked_s: the seconds in which workers had shards; None until the run has finished.
     left_s: the estimated seconds until the run ends; None if they are not known.
+    quiet_s: the seconds since a shard last reported progress; None while nobody works on the run.
     rows_per_s, tokens_per_s: counted over `worked_s` in a finished run, else over the time since work began.
     """
 
@@ -85,6 +88,7 @@ class RunSnapshot:
     claimed: int = 0
     gone: int = 0
     left_s: float | None = None
+    quiet_s: float | None = None
     plan_error: str | None = None
     silent_workers: tuple[str, ...] = ()
     listened: tuple[str, ...] = ()
@@ -173,6 +177,11 @@ class RunSnapshot:
         return self.left_s <= until_deadline_s
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether shards run, and none of them has reported progress for STALLED_S."""
+        return self.state == "running" and self.quiet_s is not None and self.quiet_s >= STALLED_S
+
+    @property
     def is_planning(self) -> bool:
         """Whether a planning job waits or runs."""
         return self.plan_status in WAITING
@@ -239,6 +248,16 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
     return lines
 
 
+def left_text(snapshot: RunSnapshot) -> str:
+    """Say how long a run goes on; "" if it does not run, or nobody works on it."""
+    if snapshot.is_quiet:
+        return f"stalled for {duration_text(snapshot.quiet_s or 0.0)}"
+    if snapshot.left_s is not None:
+        return duration_text(snapshot.left_s)
+    is_worked_on = snapshot.state == "running" and snapshot.quiet_s is not None
+    return "estimating" if is_worked_on else ""
+
+
 def expired_text(snapshot: RunSnapshot) -> str:
     """Say how many rows were not begun before a run's deadline, and what to do."""
     return (
@@ -281,7 +300,7 @@ def needs(snapshot: RunSnapshot) -> list[str]:
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Return sentences about what holds a run up: its needs, workers or jobs that are gone, and jobs ahead of it."""
+    """Return sentences about what holds a run up: its needs, workers or jobs that are gone, and other jobs."""
     if snapshot.is_over:
         return []
 
@@ -300,7 +319,7 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     has_waiting = snapshot.is_planning or snapshot.queued > 0
     runs_nothing = snapshot.plan_status != JobStatus.STARTED and not snapshot.shards_started
     if has_waiting and runs_nothing and snapshot.workers:
-        sentences += _jobs_ahead(connection, snapshot)
+        sentences += _other_jobs(connection, snapshot)
     return sentences
 
 
@@ -318,36 +337,40 @@ def _not_served(queue: str | None, model: str) -> str:
     return f"no worker on queue {queue!r} serves model {model}: start one there"
 
 
-def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Return a sentence about the jobs that wait or run before the run's first job; none if there are no such jobs."""
+def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    """Return a sentence about the other jobs that wait or run on the run's queue; none if there are no such jobs.
+
+    How many of them go first is not said, because workers put the queue into a fair order again and again.
+    """
     keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
-        pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
+        pipe.lrange(keys.waiting, 0, MAX_OTHERS - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
-    waiting_ids = list(map(stored.text, waiting))
-    # If the first job is not found here, all jobs found are ahead of it. But a run with a second queue may have its
-    # jobs there, so that nothing is known about jobs ahead.
-    num_ahead = 0 if snapshot.second_queue else len(waiting_ids)
-    for position, job_id in enumerate(waiting_ids):
-        if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:
-            num_ahead = position
-            break
-    ids_ahead = waiting_ids[:num_ahead]
+    waiting_ids = [job_id for job_id in map(stored.text, waiting) if not _is_own(snapshot, job_id)]
     running_ids = []
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
         running_ids.append(job_id)
-    if not ids_ahead and not running_ids:
+    if not waiting_ids and not running_ids:
         return []
 
-    count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
+    count = f"{len(waiting_ids)} or more" if len(waiting) == MAX_OTHERS else str(len(waiting_ids))
     other_runs: dict[str, None] = {}  # a set that keeps the order
-    for job_id in (*running_ids, *ids_ahead):
+    for job_id in (*running_ids, *waiting_ids):
         run, _, _ = job_id.partition("-")
         if is_run_id(run):
             other_runs[run] = None
-    sentence = f"it is behind {count} waiting and {len(running_ids)} running jobs on queue {snapshot.queue!r}"
+    sentence = (
+        f"other jobs on queue {snapshot.queue!r}: {count} waiting, {len(running_ids)} running"
+    )
     if other_runs:
         sentence += f", some of run {', '.join(other_runs)}"
-    return [sentence]
+    return [
+        f"{sentence}; each run gets its share of the workers, so it need not wait for all of them"
+    ]
+
+
+def _is_own(snapshot: RunSnapshot, job_id: str) -> bool:
+    """Whether a job is one of the run's shards, or plans the run."""
+    return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None

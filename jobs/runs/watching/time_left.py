@@ -9,6 +9,8 @@ from jobs.runs.statistics.run_statistics import PartStats
 
 #: A worker that ended a shard less than this long ago counts as busy: it is about to begin another one.
 LATELY_S = 2.0
+#: While less time than this has been observed, nothing is estimated: first rows wait for caches and a first prefill.
+LEAST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Progress:
 
     rows: how many of shard_rows are answered. rows_open: how many rows are being answered.
     tokens: all tokens that were generated. tokens_open: the part of them that was generated for open rows.
+    reported_at: when the job reported this, in Unix seconds; None before its first report.
     has_job: whether Redis has the job.
     """
 
@@ -26,6 +29,7 @@ class Progress:
     tokens_open: int = 0
     shard_rows: int = 0
     started_at: float | None = None
+    reported_at: float | None = None
     worker: str = ""
     has_job: bool = True
 
@@ -46,13 +50,15 @@ class PartsDone:
 class Span:
     """Work that a worker did on a shard between two moments.
 
-    began_at, ended_at: Unix seconds. work: in the unit of the shards' shares.
+    began_at, ended_at: Unix seconds; a shard that is under way ends with its last report. work: in the unit of the
+    shards' shares.
     """
 
     worker: str
     began_at: float
     ended_at: float
     work: float
+    is_under_way: bool = False
 
 
 def time_left(
@@ -87,7 +93,12 @@ def time_left(
             rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
             share_done = min(1.0, rows_done / max(1, progress.shard_rows))
             generated_work = shares[shard] * share_done * new_now
-            spans.append(Span(progress.worker, progress.started_at, now, generated_work))
+            # Without news, for example while Redis is full, nothing is known of the time since the last report.
+            reported_at = max(progress.started_at, progress.reported_at or 0.0)
+            span = Span(
+                progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
+            )
+            spans.append(span)
             remaining.append(shares[shard] * (1 - share_done))
     return seconds_left(spans, fsum(remaining) * new_later, now)
 
@@ -98,22 +109,25 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
     for shard, part in latest.items():
         if shard < len(shares):
             generated_work = shares[shard] * _generated_share(vars(part))
-            spans.append(Span(part.worker, part.started_at, part.ended_at, generated_work))
+            began_at = part.started_at + part.waited_s
+            spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
     return spans
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how many seconds the busy workers take for `work`, at their latest rate; None if no worker is busy.
+    """Return how many seconds the busy workers take for `work`, at their latest rate.
 
-    spans: the work that was done so far. now: Unix seconds.
+    spans: the work that was done so far. now: Unix seconds. Returns None if no worker is busy, or if too little has
+    been observed.
     """
     began_at = min((span.began_at for span in spans), default=now)
-    half_time = (began_at + now) / 2
+    known_until = max((span.ended_at for span in spans), default=now)
+    half_time = (began_at + known_until) / 2
     rate = _rate(spans, since=half_time)
     if rate == 0:  # nothing was done in the last half of the time
         rate = _rate(spans, since=began_at)
-    workers = {span.worker for span in spans if now - span.ended_at < LATELY_S}
-    if rate > 0 and workers:
+    workers = {span.worker for span in spans if span.is_under_way or now - span.ended_at < LATELY_S}
+    if rate > 0 and workers and known_until - began_at >= LEAST_S:
         return work / rate / len(workers)
     return 0.0 if work <= 0 else None
 

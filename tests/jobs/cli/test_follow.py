@@ -1,6 +1,7 @@
 """A run is followed until it ends, on a terminal or in a log, whatever becomes of its shards and workers."""
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,11 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, run_key
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, Watch, follow
-from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
+from jobs.runs.watching.progress_bar import speed_text
+from jobs.runs.watching.reading import BETWEEN_SHARDS_S, MAX_ENTRIES, read_snapshot
 from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
@@ -65,6 +67,8 @@ def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
     assert last.startswith("running:  40%")
     assert "40/100" in last
     assert "7 tok/s, 1 h 2 min left, 1 shards failed" in last
+    assert speed_text(snapshot(quiet_s=1.0)) == "estimating"
+    assert speed_text(snapshot(quiet_s=45.0, left_s=60.0)) == "stalled for 45 s"
 
 
 def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
@@ -88,6 +92,10 @@ def test_a_run_on_which_nobody_works_has_no_rate(runs: Runs, redis: Redis, sourc
     add_worker(redis, "w")
     run = runs.plan(source, rows_per_shard=2)["run"]
     runs.run(runs.jobs[0])
+    between = read_snapshot(redis, run)
+    assert between.rows_per_s is not None, "its worker is about to begin another shard"
+    then = time.time() - BETWEEN_SHARDS_S
+    redis.hset(run_key(run), mapping={"began_at": str(then - 5), "ended_at": str(then)})
     stalled = read_snapshot(redis, run)
     assert (stalled.rows_done, stalled.tokens_per_s, stalled.rows_per_s) == (2, None, None)
     log = io.StringIO()

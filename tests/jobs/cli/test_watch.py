@@ -27,10 +27,11 @@ def test_status_without_a_run_shows_all_of_them(
     runs.work()
     moving = runs.plan(source, tmp_path / "two\x1b[2J")["run"]
     heads, first, second = invoke("status").stdout.splitlines()
-    assert heads.split()[:5] == ["RUN", "STATE", "ROWS", "ERRORS", "SHARDS"]
-    assert first.split()[:5] == [moving, "running", "0/5", "0", "0/1"]
+    columns = ["RUN", "STATE", "ROWS", "ERRORS", "ROWS/S", "TOK/S", "LEFT", "SUBMITTED", "OUTPUT"]
+    assert heads.split() == columns
+    assert first.split()[:7] == [moving, "running", "0/5", "0", "-", "-", "-"]
     assert first.endswith(r"two\x1b[2J")
-    assert second.split()[:5] == [done, "finished", "5/5", "1", "1/1"]
+    assert second.split()[:4] == [done, "finished", "5/5", "1"]
     assert first.index("running") == second.index("finished") == heads.index("STATE")
     told = json.loads(invoke("runs", "--json").stdout)
     assert [each["run"] for each in told] == [moving, done]

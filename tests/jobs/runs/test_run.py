@@ -261,7 +261,7 @@ def test_a_shard_shows_its_progress(runs: Runs, context: JobContext) -> None:
     ("changed", "told"),
     [
         ({"run": "../x"}, "run is '../x'"),
-        ({"plan": 3}, "the path of its plan"),
+        ({"plan": 3}, "plan is 3, expected the path of the run's plan"),
         ({"shard": 0.0}, "none numbered 0.0"),
     ],
     ids=str,

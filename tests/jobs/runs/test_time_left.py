@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.csv
@@ -18,12 +19,14 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.parquet.shards import shard_work
 from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.run_statistics import COUNTED, PartStats
-from jobs.runs.watching.reading import read_snapshot
-from jobs.runs.watching.time_left import PartsDone, Progress, Span, seconds_left, time_left
-from tests.jobs.answering import add_worker, run_task
+from jobs.runs.watching.reading import list_runs, read_snapshot
+from jobs.runs.watching.snapshot import STALLED_S, left_text
+from jobs.runs.watching.time_left import LEAST_S, PartsDone, Progress, Span, seconds_left, time_left
+from tests.jobs.answering import add_worker, feed, opened_task, run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -76,6 +79,8 @@ def test_a_run_under_way_tells_what_is_left(
     add_worker(redis, "w-1")
     left = read_snapshot(redis, plan.run).left_s
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
+    (listed,) = list_runs(redis)
+    assert listed.left_s == pytest.approx(left, rel=0.05), "a list tells the same"
     redis.hset(second.key, "tokenmill_progress", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
     redis.set(worker_key("w-1"), '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
@@ -84,6 +89,24 @@ def test_a_run_under_way_tells_what_is_left(
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in invoke("status", plan.run).output
+
+
+def test_a_part_tells_how_long_its_shard_waited_behind_others(
+    redis: Redis, runs: Runs, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=lambda: 1000.0)
+    monkeypatch.setattr(shard_work, "time", clock)
+    first = runs.jobs[0]
+    task = opened_task(runs.context(), first.func_name, first.args)
+    clock.time = lambda: 1060.0
+    feed(task)
+    clock.time = lambda: 1070.0
+    task.result()
+    (part,) = RunState(redis, plan.run).parts_of([0]).values()
+    assert (part.started_at, part.waited_s, part.ended_at) == (1000.0, 60.0, 1070.0)
+    parts = PartsDone([0], {0: part}, vars(part))
+    left = time_left("[1, 1]", 2, 50, parts, {}, 1070.0)
+    assert left == pytest.approx(10.0), "it worked for ten seconds"
 
 
 #: Rows of a shard.
@@ -125,7 +148,7 @@ class Run:
 
     def ask(self, now: float) -> None:
         running = {
-            shard: self.progress(shard, worker)
+            shard: self.progress(shard, worker, now)
             for worker in self.workers
             for shard in worker.shards
         }
@@ -137,7 +160,7 @@ class Run:
         if left is not None:
             self.told.append((now, left))
 
-    def progress(self, shard: int, worker: Worker) -> Progress:
+    def progress(self, shard: int, worker: Worker, now: float) -> Progress:
         at, name = self.begun[shard]
         open_rows = [row for row in worker.running if row[0] == shard]
         tokens_open = sum(answer - left for _, left, answer in open_rows)
@@ -148,6 +171,7 @@ class Run:
             tokens_open=tokens_open,
             shard_rows=len(self.shards[shard]),
             started_at=at,
+            reported_at=now,
             worker=name,
         )
 
@@ -278,3 +302,45 @@ def test_without_anything_to_go_by_nothing_is_told() -> None:
     done = [Span("a", 0.0, 10.0, 0.5)]
     assert seconds_left(done, 0.5, 11.0) == pytest.approx(10.0), "it is about to go on"
     assert seconds_left(done, 0.5, 100.0) is None, "nobody works on it"
+
+
+def test_without_news_the_estimate_stays() -> None:
+    parts = PartsDone([], {}, dict.fromkeys(COUNTED, 0))
+    progress = Progress(rows=10, shard_rows=25, started_at=0.0, reported_at=20.0, worker="a")
+    told = [time_left("[1, 1]", 2, 50, parts, {0: progress}, now) for now in (20.0, 25.0, 90.0)]
+    assert told == [pytest.approx(80.0)] * 3
+
+
+def test_the_first_seconds_are_not_taken_for_the_pace() -> None:
+    def left(now: float) -> float | None:
+        return seconds_left([Span("a", 0.0, now, 0.01, is_under_way=True)], 0.99, now)
+
+    assert left(LEAST_S - 1) is None
+    assert left(LEAST_S) is not None
+
+
+def test_a_run_whose_shards_report_nothing_is_stalled(
+    redis: Redis, invoke: Invoke, plan: Plan
+) -> None:
+    add_worker(redis, "w-1")
+    job = f"{plan.run}-00000"
+    redis.lrem("rq:queue:bulk", 1, job)
+    redis.zadd("rq:wip:bulk", {f"{job}:abc": 9e12})
+    now = time.time()
+
+    def left(reported_at: float) -> str:
+        """What is told of a shard that began 100 s ago, and of which a row in five is done."""
+        progress = {"rows": 25, "rows_done": 5, "reported_at": reported_at}
+        began_at = utcformat(datetime.fromtimestamp(now - 100, UTC))
+        fields = {"status": "started", "worker_name": "w-1", "started_at": began_at}
+        redis.hset(f"rq:job:{job}", mapping={**fields, "tokenmill_progress": json.dumps(progress)})
+        return left_text(read_snapshot(redis, plan.run))
+
+    assert left(now).endswith(" s")
+    assert "stalled" not in left(now)
+    redis.hset(f"tokenmill:run:{plan.run}", "began_at", str(now - 100))
+    rate = read_snapshot(redis, plan.run).rows_per_s
+    assert rate == pytest.approx(5 / 100), "the time without news does not count"
+    assert left(now - STALLED_S - 5).startswith("stalled for 3")
+    assert "left     stalled for 3" in invoke("status", plan.run).output
+    assert left(now - 95) == "stalled for 1 min 35 s"

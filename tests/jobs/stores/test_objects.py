@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,11 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import object_files
-from jobs.parquet.files.filesystem import FetchedFile
+from jobs.parquet.files.filesystem import FetchedFile, StoreRefused, StoreUnreachable
+from jobs.parquet.files.object_files import listed
+from jobs.parquet.files.object_requests import LEVEL, make_request
 from jobs.parquet.files.storage import Storage
+from sandbox import ChildDied, ChildOutOfMemory, ChildTooSlow
 from tests.jobs.conftest import MakeContext
 from tests.jobs.s3_server import S3, FaultyProxy
 from tests.jobs.stored_runs import ROOT, in_store
@@ -103,3 +107,37 @@ def test_any_reads_give_what_is_there(reads: list[tuple[int, int]]) -> None:
         for place, size in reads:
             reader.seek(place)
             assert reader.read(size) == CONTENTS[place:][: size if size >= 0 else None]
+
+
+class Children:
+    """Stands in for the children that list prefixes. reply: what each of them replies, or its failure."""
+
+    def __init__(self, reply: dict[str, Any] | Exception) -> None:
+        self._reply = reply
+
+    def call(self, _: object) -> tuple[dict[str, Any], bytearray]:
+        if isinstance(self._reply, Exception):
+            raise self._reply
+        return self._reply, bytearray()
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (ChildTooSlow("took more than 30 s"), StoreUnreachable),
+        (ChildDied("ended its process"), StoreUnreachable),
+        (ChildOutOfMemory("needed more than 512 MiB"), StoreRefused),
+        ({"raised": "GenericError", "text": "connection reset"}, StoreUnreachable),
+        ({"raised": "PermissionDeniedError", "text": "no"}, StoreRefused),
+        ({"raised": "ValueError", "text": "no region"}, StoreRefused),
+        ({"raised": "FileNotFoundError", "text": "no such key"}, FileNotFoundError),
+    ],
+    ids=str,
+)
+def test_a_failed_listing_is_as_lasting_as_its_cause(
+    monkeypatch: pytest.MonkeyPatch, reply: dict[str, Any] | Exception, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(object_files, "_pool", Children(reply))
+    with pytest.raises(error) as raised:
+        make_request(ROOT, lambda: listed(LEVEL, ROOT, 1.0))
+    assert raised.type is error

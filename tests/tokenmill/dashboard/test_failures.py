@@ -101,6 +101,23 @@ def test_a_group_shows_its_newest_jobs_own_message_until_that_job_is_gone() -> N
     assert group.message == "row 3 (--encoding cp1253)"
 
 
+def test_a_group_whose_newest_job_is_gone_is_named_after_the_next_one(redis: Redis) -> None:
+    put_three_kinds(redis)
+    index = FailureIndex(redis)
+
+    def name() -> str:
+        index.advance(["bulk", "prompts"], 60.0)
+        (group,) = [each for each in index.groups("bulk") if each.cause.kind == "DiskFull"]
+        return group.message
+
+    assert name() == "no space on /data/54"
+    redis.zrem("rq:failed:bulk", "job-54")
+    index.forget("bulk", ["job-54"])
+    assert name() == "no space on /data/52"
+    assert len(index.jobs_of("bulk")) == index.num_jobs - len(index.jobs_of("prompts")) == 29
+    index.close()
+
+
 def test_ticked_jobs_are_put_back_or_deleted_and_the_outcome_is_one_sentence(
     redis: Redis, page: TestClient
 ) -> None:

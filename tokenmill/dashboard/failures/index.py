@@ -74,11 +74,25 @@ class FailureIndex:
         is_more = True
         while is_more and self._clock() < until:
             is_more = self._step(queues)
+        self._name_groups()
         if is_more and not self._reader.is_alive():
             self._reader = threading.Thread(
                 target=self._read_on, args=(list(queues),), name="tokenmill-failures", daemon=True
             )
             self._reader.start()
+
+    def _name_groups(self) -> None:
+        """Read the newest job of each group again whose message went with the job that was newest before."""
+        unnamed: dict[str, list[str]] = {}  # jobs by queue
+        with self._lock:
+            nameless = [group for group in self._groups.values() if not group.message_job]
+            for group in nameless[:CHUNK]:
+                _, (queue, job_id) = group.newest_first()[0]
+                unnamed.setdefault(queue, []).append(job_id)
+                _, key = self._known[queue, job_id]
+                self._known[queue, job_id] = (float("-inf"), key)  # so it counts as changed
+        for queue, job_ids in unnamed.items():
+            self.look_at(queue, job_ids)
 
     def _read_on(self, queues: Sequence[str]) -> None:
         """Read until the next page is asked for, with rests as long as the reading. Others need the processor too."""

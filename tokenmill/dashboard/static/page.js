@@ -51,6 +51,8 @@ function showTicked() {
     all.indeterminate = count > 0 && count < boxes.length;
   }
   if (paused) paused.hidden = count === 0;
+  const remove = main.querySelector("[data-delete-ticked]");
+  if (remove) remove.textContent = count ? `Delete ${count} ${count === 1 ? "job" : "jobs"}` : "Delete ticked jobs";
 }
 main.addEventListener("change", (event) => {
   if (event.target.matches("[data-tick-all]")) {

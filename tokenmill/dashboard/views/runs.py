@@ -9,7 +9,7 @@ from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import read_planned, run_reasons
-from jobs.runs.watching.snapshot import STATES, RunSnapshot, needs, obstacles
+from jobs.runs.watching.snapshot import STATES, RunSnapshot, left_text, needs, obstacles
 from tokenmill.dashboard import display
 from tokenmill.dashboard.seen.run_asked import read_asked
 from tokenmill.dashboard.seen.runs_seen import MAX_RUNS
@@ -21,12 +21,8 @@ PAGE_SHARDS = 100
 
 
 def time_left(run: RunSnapshot) -> str:
-    """Say how long a run still takes: as its shards tell, else at the pace so far."""
-    if run.is_active and run.left_s is not None:
-        return display.estimate(run.left_s)
-    if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
-        return display.NOTHING
-    return display.estimate((run.rows - run.rows_done) / run.rows_per_s)
+    """Say how long a run goes on, as `tokenmill status` does; a dash if nobody knows."""
+    return left_text(run) or display.NOTHING
 
 
 def running_first(runs: Iterable[RunSnapshot]) -> list[RunSnapshot]:

@@ -153,6 +153,7 @@ def test_keys_go_from_row_to_row_and_ticked_jobs_stay_ticked_until_they_are_put_
         for number in (0, 1):
             boxes.nth(number).check()
         assert page.is_visible(".paused")
+        assert page.text_content("[data-delete-ticked]") == "Delete 2 jobs"
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.evaluate("htmx.trigger('#main', 'refresh')")
@@ -161,6 +162,7 @@ def test_keys_go_from_row_to_row_and_ticked_jobs_stay_ticked_until_they_are_put_
         page.wait_for_selector("text=2 put back.")
         assert page.locator("input[name=job]:checked").count() == 0
         assert page.is_hidden(".paused")
+        assert page.text_content("[data-delete-ticked]") == "Delete ticked jobs"
 
         page.click("[data-tick-all]")
         assert page.locator("input[name=job]:checked").count() == 50

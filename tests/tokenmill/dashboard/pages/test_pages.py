@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
-from tokenmill.dashboard.display import estimate
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"
 RUN = "0123456789abcdef"
@@ -77,6 +76,17 @@ def test_the_overview_shows_queues_workers_runs_and_failed_jobs(
     assert re.search(r"bulk 1,234 0 0 0 0 1 ", text)
     assert "jobs.errors.PromptTooLong: 9 tokens" in text
     assert "secret" not in html
+
+
+def test_the_title_of_a_run_is_its_folder_and_state_also_in_updates(
+    redis: Redis, page: TestClient
+) -> None:
+    put_run(redis, output="/data/<odd>/")
+    path = f"/runs/{RUN}"
+    assert "<title>&lt;odd&gt;: running · Tokenmill</title>" in page.get(path).text
+    put_run(redis, output="/data/out", cancelled=1)
+    update = page.get(path, headers={"HX-Request": "true"}).text
+    assert "<title>out: cancelled · Tokenmill</title>" in update
 
 
 def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: Open) -> None:
@@ -232,15 +242,3 @@ def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(
     html = page.get(f"/jobs/{RUN}-00000").text
     assert "/cancel-job" not in html
     assert f'href="/runs/{RUN}"' in html
-
-
-def test_a_time_that_is_only_guessed_has_one_unit() -> None:
-    told = [estimate(seconds) for seconds in (5, 119, 647, 7100, 11_280, 200_000)]
-    assert told == [
-        "about 5 s",
-        "about 119 s",
-        "about 11 min",
-        "about 118 min",
-        "about 3 h",
-        "about 2 d",
-    ]
