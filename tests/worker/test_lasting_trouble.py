@@ -114,7 +114,7 @@ def test_the_first_answer_after_an_outage_is_logged_at_once(
         patch.setattr(whole.runner, "renew", fail)
         assert whole.turn()
     assert "Redis does not answer" in whole.io.warning
-    monkeypatch.setattr(RedisClock, "look", look)
+    monkeypatch.setattr(RedisClock, "sync", sync)
     assert whole.turn()
     assert len(lines(caplog, "Redis answers again")) == 1
     assert whole.io.warning == ""
