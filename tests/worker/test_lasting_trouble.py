@@ -107,7 +107,7 @@ def test_the_first_answer_after_an_outage_is_logged_at_once(
     def fail(*_: object) -> None:
         raise RedisConnectionError("gone")
 
-    def look(clock: RedisClock, client: Redis) -> None:
+    def sync(clock: RedisClock, client: Redis) -> None:
         whole.tally.answered(0.001)
 
     with monkeypatch.context() as patch:
