@@ -67,6 +67,8 @@ def test_without_a_login_the_log_says_so_and_is_bounded(
 @pytest.fixture
 def as_user(redis: Redis, redis_url: str) -> Iterator[Redis]:
     """Redis as the user `dashboard` of ops/redis-users.acl."""
+    if redis.info("server")["redis_version"].startswith("6."):
+        pytest.skip("the rules are written for Redis 7, where a subcommand may be allowed")
     lines = (ROOT / "ops" / "redis-users.acl").read_text().splitlines()
     (line,) = [each for each in lines if each.startswith("user dashboard ")]
     redis.execute_command("ACL", "SETUSER", "dashboard", *line.split()[2:])

@@ -40,7 +40,6 @@ def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
         assert 'rq_jobs{queue="prompts",status="queued"} 1.0' in get(address, "/metrics")
         page = get(address, "/")
         assert name in page
-        queues = re.findall(
-            r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', page
-        )
+        row = r'id="queue-\d+" data-row>\s*<th scope="row"><a href="/queues/(\w+)"'
+        queues = re.findall(row, page)
         assert set(queues) == {"bulk", "prompts"}
