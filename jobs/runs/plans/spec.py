@@ -257,7 +257,13 @@ class RunSpec:
     @property
     def has_tools(self) -> bool:
         """Whether rows' chats may have tools, from the run or from a column."""
-        return "tools" in self.chat.options or "tools" in self.sampling_columns
+        return "tools" in self.chat.options or self.has_row_tools
+
+    @property
+    def has_row_tools(self) -> bool:
+        """Whether rows' chats may have tools from a column. With `tool_choice` "none" they have no tools at all."""
+        offers_tools = self.sampling.get("tool_choice") != "none"
+        return offers_tools and "tools" in self.sampling_columns
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
