@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.values import some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 #: The kinds of checks that producers may ask for.
@@ -95,7 +95,7 @@ def _check(name: str, value: Any) -> dict[str, Any]:
     is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
     if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
-        raise unlike(name, value, kinds)
+        raise wrong_value_error(name, value, kinds)
     [(kind, rule)] = value.items()
     if kind == "json":
         return {"json": _schema(rule)}
@@ -118,7 +118,7 @@ def _schema(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob(f"json of check is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise unlike("json of check", value, "a JSON schema: an object")
+        raise wrong_value_error("json of check", value, "a JSON schema: an object")
     check_limit(size, MAX_CHARS, "json of check has {} characters")
     return value
 

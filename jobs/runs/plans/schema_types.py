@@ -176,7 +176,7 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
             common = replace(common, kind=NUMBER)
         elif common != other:
             kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
-            raise _unfit(path, f"it may be values of unlike types ({kinds})")
+            raise _unfit_schema_error(path, f"it may be values of unlike types ({kinds})")
     return common
 
 

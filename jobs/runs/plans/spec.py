@@ -13,7 +13,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.adapters import ADAPTER
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 from jobs.prompts.arguments import parse_model
 from jobs.prompts.generated import check_repairs
 from jobs.prompts.messages import ChatArguments, split_chat_options
@@ -603,4 +603,6 @@ def check_queue_name(value: Any, name: str = "queue") -> str:
     """Return a queue's name. name: the argument's name, for the message. Raises InvalidValue."""
     if isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_NAME_CHARS:
         return value
-    raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
+    raise wrong_value_error(
+        name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters"
+    )
