@@ -155,7 +155,8 @@ def classify_task(
             without_content = _messages_without_content(messages, calibrate)
             if pictures_in(messages) or pictures_in(without_content):
                 raise InvalidJob(
-                    "calibrate and pictures do not go together: a picture always has content"
+                    "calibrate and pictures do not go together: calibrate asks a prompt without content, and a picture "
+                    "is content"
                 )
             requests.append(scoring.request(without_content, chat))
         return PromptTask(requests, respond, model_name)

@@ -217,7 +217,8 @@ def _check_labels(options: Mapping[str, Any]) -> None:
         check_read(options["sampling"], "labels", PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
-            "calibrate and prompts do not go together: without content, earlier prompts have no answers"
+            "calibrate and prompts do not go together: calibrate asks a prompt without content, and earlier prompts "
+            "have no answers to that"
         )
     _refuse(("sampling_columns",), options, "labels")
 

@@ -521,7 +521,8 @@ def _check_images(spec: RunSpec) -> None:
     _check_used(
         images,
         not spec.calibrate,
-        "image_column and calibrate do not go together: a picture always has content",
+        "image_column and calibrate do not go together: calibrate asks a prompt without content, and a picture is "
+        "content",
     )
 
 
