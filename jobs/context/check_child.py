@@ -220,7 +220,10 @@ def _agreement(agree_on: str) -> Check:
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the text that a pattern's first group matches, or the whole match without a group; None for no match."""
+    """Return the text that a pattern's first group matches, or the whole match if the pattern has no group.
+
+    Returns None for no match.
+    """
     match = pattern.search(text)
     if match is None:
         return None
