@@ -19,7 +19,7 @@ from redis import Redis
 from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import API_KEYS_KEY, API_LIMITS_KEY, api_rate_key
-from jobs.errors import unlike
+from jobs.errors import wrong_value_error
 
 #: The beginning of every key.
 PREFIX = "tm-"
@@ -174,7 +174,7 @@ def count_request(connection: Redis, project: str, now: float) -> int:
 def _check_project(project: str) -> None:
     """Raise InvalidValue for a name that no project may have."""
     if _PROJECT.fullmatch(project) is None:
-        raise unlike(
+        raise wrong_value_error(
             "project", project, "1 to 64 letters, digits, - and _, a letter or digit first"
         )
 

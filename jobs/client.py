@@ -23,7 +23,14 @@ from redis import Redis
 
 from jobs.common.display import brief
 from jobs.context.adapters import ADAPTER
-from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
+from jobs.errors import (
+    InvalidJob,
+    InvalidValue,
+    RunFailed,
+    RunNotHere,
+    UnknownRun,
+    wrong_value_error,
+)
 from jobs.installed import check_sampling, json_schema_of
 from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
@@ -302,7 +309,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     if single_values:
         sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
-            raise unlike("sampling", sampling, "a mapping")
+            raise wrong_value_error("sampling", sampling, "a mapping")
         arguments["sampling"] = {**sampling, **single_values}
 
     adapter_column = arguments.pop("adapter_column", None)
@@ -311,7 +318,9 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         name = "column" if "column" in arguments else "sampling_columns"
         columns = arguments.get(name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
-            raise unlike(name, columns, "a mapping without adapter, which adapter_column gives")
+            raise wrong_value_error(
+                name, columns, "a mapping without adapter, which adapter_column gives"
+            )
         arguments[name] = {**columns, ADAPTER: adapter_column}
 
     checks = {}
@@ -334,7 +343,7 @@ def response_format(model: type) -> dict[str, Any]:
     """
     schema = json_schema_of(model)
     if schema is model:  # json_schema_of returns anything but a pydantic model's class as it is
-        raise unlike("response_format", model, "the class of a pydantic model")
+        raise wrong_value_error("response_format", model, "the class of a pydantic model")
     return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": schema}}
 
 
@@ -398,7 +407,7 @@ def _paths(source: Any) -> list[str] | None:
     if all(isinstance(path, str | os.PathLike) for path in sources):
         return [os.fspath(path) for path in sources]
     if isinstance(source, list | tuple | dict) or source is None:
-        raise unlike("input", source, "paths, or a table such as a DataFrame")
+        raise wrong_value_error("input", source, "paths, or a table such as a DataFrame")
     return None
 
 

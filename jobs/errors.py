@@ -120,7 +120,7 @@ def _filled(text: str, values: Sequence[object]) -> str:
     return filled
 
 
-def unlike(name: str, value: object, expected: str) -> InvalidValue:
+def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
     """Return the error for an argument whose value is not the expected one."""
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 

@@ -48,12 +48,15 @@ class Request:
         """
         clock = now if self.messages is not None else ""  # a plain prompt has no template
         values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
-        text = json.dumps(values, default=_hashed, sort_keys=True)
+        text = json.dumps(values, default=_for_json, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _hashed(value: Any) -> Any:
-    """Return what JSON writes for a value that it does not know: a picture's bytes, a mapping, a range of ids."""
+def _for_json(value: Any) -> Any:
+    """Return a value that `json` can write, in place of one that it cannot.
+
+    This is the hash of a picture's bytes, a mapping as a dict, or a range of ids as a list.
+    """
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
     if isinstance(value, Mapping):

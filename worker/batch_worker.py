@@ -121,7 +121,7 @@ class BatchWorker(BaseWorker):
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
-            self._log_no_start(error)
+            self._exit_under_rq_command(error)
             raise
         share_freed_memory()
         spin_briefly(os.environ)
@@ -176,7 +176,7 @@ class BatchWorker(BaseWorker):
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
-            self._log_no_start(error)
+            self._exit_under_rq_command(error)
             raise
 
     def _log_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
@@ -193,10 +193,11 @@ class BatchWorker(BaseWorker):
             version("tokenmill"),
         )
 
-    def _log_no_start(self, error: Exception) -> None:
-        """Under RQ's command, log a startup error in one line and raise SystemExit.
+    def _exit_under_rq_command(self, error: Exception) -> None:
+        """Stop the `rq worker-pool` that started this process, if one did.
 
-        Under any other program this does nothing, and the caller raises the error.
+        Under RQ's command, log a startup error in one line and raise SystemExit, so that RQ prints no traceback. Under
+        any other program, return: the caller raises the error.
         """
         self._stop_pool(error)
         if called_by_rq_command():

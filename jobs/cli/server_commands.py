@@ -86,7 +86,8 @@ def _run_server(
 ) -> None:
     """Run a server until it is stopped.
 
-    module_name: the server's module, which is imported here because its package imports this one.
+    module_name: the server's module. It is imported here, because `tokenmill.server` and `tokenmill.dashboard` import
+    `jobs`.
     extra: the extra of Tokenmill that installs what the server needs.
     """
     try:

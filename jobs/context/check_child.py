@@ -19,7 +19,10 @@ from sandbox.recent import Recent
 MAX_REASON_CHARS = 2_000
 
 Check = Callable[[Any, str], object]
-"""Takes a row and the text of its answer. Returns None, or the reason why the text is not valid."""
+"""Takes a row and the text of its answer. Returns None, or the reason why the text is not valid.
+
+The functions of two kinds return something else: for `agree_on` a hash or None, for `tool` JSON. See their makers.
+"""
 
 
 class Unusable(Exception):
@@ -52,9 +55,10 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
     if "text" not in question:
         return {}
     if kind in ("agree_on", "tool"):
-        # These are our own functions. They raise nothing, and may return more than a reason.
-        return {"reason": check(question["row"], question["text"])}
-    return {"reason": _reason(check, question["row"], question["text"])}
+        # The functions made for these kinds are our own. They raise nothing, and what they return is no reason but a
+        # hash or JSON, which must not be cut.
+        return {"outcome": check(question["row"], question["text"])}
+    return {"outcome": _reason(check, question["row"], question["text"])}
 
 
 def _kind_and_rule(text: str) -> tuple[str, Any]:
@@ -216,7 +220,10 @@ def _agreement(agree_on: str) -> Check:
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the text that a pattern's first group matches, or the whole match without a group; None for no match."""
+    """Return the text that a pattern's first group matches, or the whole match if the pattern has no group.
+
+    Returns None for no match.
+    """
     match = pattern.search(text)
     if match is None:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.values import some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 #: The kinds of checks that producers may ask for.
@@ -95,7 +95,7 @@ def _check(name: str, value: Any) -> dict[str, Any]:
     is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
     if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
-        raise unlike(name, value, kinds)
+        raise wrong_value_error(name, value, kinds)
     [(kind, rule)] = value.items()
     if kind == "json":
         return {"json": _schema(rule)}
@@ -118,7 +118,7 @@ def _schema(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob(f"json of check is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise unlike("json of check", value, "a JSON schema: an object")
+        raise wrong_value_error("json of check", value, "a JSON schema: an object")
     check_limit(size, MAX_CHARS, "json of check has {} characters")
     return value
 
@@ -187,7 +187,7 @@ class Checks:
         try:
             return {} if options.check is None else self._ask(options, **question)
         except ChildFailed as error:
-            raise _useless(error) from None
+            raise _useless_check_error(error) from None
 
     def version(self, options: RepairOptions) -> str:
         """Return a text that changes when the files of a check's function change. Raises InvalidJob."""
@@ -196,8 +196,8 @@ class Checks:
         reply = self.prepare(options, version=True)
         return str(reply["version"])
 
-    def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid; None if it is valid. Raises InvalidJob.
+    def outcome(self, options: RepairOptions, row: Any, text: str) -> str | None:
+        """Return what a check finds: why an answer's text is not valid, or None if it is valid. Raises InvalidJob.
 
         A check of kind AGREE_ON returns a hash of the compared part of the text, or None if the text has no such part.
         A check of kind TOOL returns JSON with the result or the error of the call.
@@ -210,11 +210,12 @@ class Checks:
             check = options.check or {}
             if AGREE_ON in check:
                 return None
+            # The error's text begins with a verb, such as "went on for more than 5 s".
             if TOOL in check:
                 return json.dumps({"error": f"it {error}"})
             return f"the check {error}"
-        reason: str | None = reply["reason"]
-        return reason
+        outcome: str | None = reply["outcome"]
+        return outcome
 
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
@@ -241,7 +242,7 @@ class Checks:
             try:
                 reply, _ = child.ask(_TASK, check_question, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
-                raise _useless(error) from None
+                raise _useless_check_error(error) from None
         if "problem" not in reply:
             # The child keeps its last checks in the same order as these notes. So both forget the same checks.
             child.notes.put(options.check_text, True)
@@ -256,6 +257,6 @@ class Checks:
         self._pool.close()
 
 
-def _useless(error: ChildFailed) -> InvalidJob:
+def _useless_check_error(error: ChildFailed) -> InvalidJob:
     """Return the error for a check that failed before it could check an answer."""
     return InvalidJob(f"the check {error} before it could check anything")

@@ -5,7 +5,7 @@ import time
 from datetime import datetime, timedelta
 from typing import Any
 
-from jobs.errors import unlike
+from jobs.errors import wrong_value_error
 
 #: The error of a row that was not begun before the run's deadline.
 EXPIRED = "the deadline passed before this row was begun"
@@ -42,7 +42,7 @@ def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     elif type(value) in (int, float) and value >= _EARLIEST:
         moment = value
     if moment is None or not 0 < moment < _LATEST:
-        raise unlike(name, value, _FORMS)
+        raise wrong_value_error(name, value, _FORMS)
     return float(moment)
 
 

@@ -98,11 +98,11 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) for a shard: the nearest idle reader of the key, or a new one.
+        """Lend a RowReader (jobs/parquet/tables) for a shard.
 
-        Only one reader of a key is lent at a time, and other shards of the file wait for it. The reader is closed if
-        the body of the `with` raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS
-        readers are lent.
+        The reader is the idle one of the key that stands nearest before the shard, or a new one. Only one reader of a
+        key is lent at a time, and other shards of the file wait for it. The reader is closed if the body of the `with`
+        raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are lent.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard)
@@ -121,7 +121,7 @@ class SharedFiles:
                 self._close(reader)
 
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that is nearest before a shard; None if there is none."""
+        """Take the idle reader of a key that stands nearest before a shard; None if there is none."""
         with self._lock:
             candidates = []
             for idle in self._idle:

@@ -13,7 +13,7 @@ CHECK_EVERY_S = 0.2
 class Caller(Protocol):
     """A call that is watched. It is interrupted if it shows no sign of life for long."""
 
-    def wait_for(self, holder: Any) -> None:
+    def check_while_waiting_for(self, holder: Any) -> None:
         """Raise the call's interrupt if it has one. Otherwise, count the holder's last sign of life as its own.
 
         holder: the call that has the turn; None if that is not known.
@@ -47,7 +47,7 @@ class Turns:
             turn = self._turns.setdefault(key, _Turn())
         while not turn.lock.acquire(timeout=CHECK_EVERY_S):
             if caller is not None:
-                caller.wait_for(turn.holder)
+                caller.check_while_waiting_for(turn.holder)
         turn.holder = caller
         try:
             yield

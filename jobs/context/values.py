@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief, is_unicode
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 
 
 def truth(name: str, value: Any) -> bool:
     """Return a truth value; None counts as False."""
     if value is not None and not isinstance(value, bool):
-        raise unlike(name, value, f"true or false: write {name}:=true")
+        raise wrong_value_error(name, value, f"true or false: write {name}:=true")
     return bool(value)
 
 
@@ -26,21 +26,21 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
     is_too_large = most is not None and type(value) is int and value > most
     if type(value) is not int or value < 1 or is_too_large:
         until = "on" if most is None else f"to {most}"
-        raise unlike(name, value, f"an integer from 1 {until}")
+        raise wrong_value_error(name, value, f"an integer from 1 {until}")
     return value
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     """Return one of the known words."""
     if value not in known:
-        raise unlike(name, value, " or ".join(map(repr, known)))
+        raise wrong_value_error(name, value, " or ".join(map(repr, known)))
     return str(value)
 
 
 def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
     """Return a list of `least` to `most` values. kind_of_list: words for the error about a value that is no list."""
     if not isinstance(value, list | tuple):
-        raise unlike(name, value, kind_of_list)
+        raise wrong_value_error(name, value, kind_of_list)
     if not least <= len(value) <= most:
         raise InvalidJob(f"{name} holds {len(value)}, expected {least} to {most} of them")
     return value
@@ -49,7 +49,7 @@ def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> S
 def some_text(name: str, value: Any, most: int) -> str:
     """Return a text of 1 to `most` characters that is valid Unicode."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
-        raise unlike(name, value, f"a text of 1 to {most} characters")
+        raise wrong_value_error(name, value, f"a text of 1 to {most} characters")
     if not is_unicode(value):
         raise InvalidJob(f"{name} is not valid Unicode: it holds half of a surrogate pair")
     return value
@@ -61,7 +61,7 @@ column_name = partial(some_text, most=MAX_NAME_CHARS)
 def share(name: str, value: Any) -> float:
     """Return a number above 0 and at most 1. Raises InvalidJob."""
     if type(value) not in (int, float) or not 0 < value <= 1:
-        raise unlike(name, value, "a number above 0, at most 1")
+        raise wrong_value_error(name, value, "a number above 0, at most 1")
     return float(value)
 
 

@@ -33,7 +33,10 @@ fault = partial(Finding, Level.FAULT)
 
 
 def fault_of(subject: str, error: str) -> Finding:
-    """Return a fault for the text of an error of ours, such as "problem (why): remedy" or "problem; remedy"."""
+    """Split the text of one of our errors into problem and remedy, and return them as a fault.
+
+    The text has the form "problem (why): remedy" or "problem; remedy". Any other text is a problem without a remedy.
+    """
     separator = re.search(r"(?<=\)): |; ", error)
     if separator is None:
         return fault(subject, error, "")

@@ -14,7 +14,8 @@ T = TypeVar("T")
 class Check:
     """Asks a child process whether an answer's text is valid.
 
-    The item gets None, or the reason why the text is not valid. The item gets InvalidJob if the check can never work.
+    The item gets None, or the reason why the text is not valid; for our own kinds of checks see Checks.outcome. The
+    item gets InvalidJob if the check can never work.
     row: what a check function gets in addition to the text.
     """
 
@@ -96,8 +97,8 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
         for number in sorted(steps):
             step = steps.get(number)
             while isinstance(step, Check):
-                reason = yield step
-                advance(number, reason)
+                outcome = yield step
+                advance(number, outcome)
                 step = steps.get(number)  # None once the item has returned
 
         requests: list[Request] = []

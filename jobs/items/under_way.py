@@ -76,12 +76,12 @@ class ItemUnderWay(Generic[T]):
         """Have answers checked until the item yields requests or returns. step: the item's present step."""
         while isinstance(step, Check):
             try:
-                reason = self._checks.reason(step.options, step.row, step.text)
+                outcome = self._checks.outcome(step.options, step.row, step.text)
             except JobsError as error:
                 step = self._next(error)
             else:
-                self.replies.append(reason)
-                step = self._next(reason)
+                self.replies.append(outcome)
+                step = self._next(outcome)
 
     def _next(self, reply: Any) -> Step | None:
         """Give the item a reply, or raise an error in it. Return its next step, None once it has returned."""

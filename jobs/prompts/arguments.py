@@ -11,7 +11,7 @@ from typing import Any
 from jobs.common.display import MAX_SHOWN_CHARS, brief
 from jobs.context.adapters import ADAPTER
 from jobs.context.values import some_text, truth
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 
 #: The most bytes of a prompt. A longer prompt exceeds every model's length, and would only cost the tokenizer's time
 #: and Redis' memory.
@@ -184,7 +184,7 @@ def splits_control_tokens(values: Mapping[str, Any]) -> bool:
     """Whether control tokens in messages and in the values of a template are read as plain text. Raises InvalidJob."""
     splits = values.get(SPLIT_TOKENS)
     if splits is not None and not isinstance(splits, bool):
-        raise unlike(SPLIT_TOKENS, splits, "true or false")
+        raise wrong_value_error(SPLIT_TOKENS, splits, "true or false")
     return splits is not False
 
 
@@ -308,13 +308,15 @@ def _form_of(response_format: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        raise unlike(
+        raise wrong_value_error(
             "response_format",
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
     described = response_format.get("json_schema")
     if not isinstance(described, dict):
-        raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
+        raise wrong_value_error(
+            "json_schema of response_format", described, '{"name": ..., "schema": ...}'
+        )
     schema = described.get("schema")
     return {"json_object": True} if schema is None else {"json": schema}

@@ -12,7 +12,7 @@ from typing import Any
 from jobs.common.display import message_of
 from jobs.context.checks import REPAIR_OPTIONS
 from jobs.context.deadlines import EXPIRED
-from jobs.errors import InvalidJob, JobsError, ModelNotServed, RequestFailed, unlike
+from jobs.errors import InvalidJob, JobsError, ModelNotServed, RequestFailed, wrong_value_error
 from jobs.prompts import openai_responses
 from jobs.prompts.arguments import CHAT_ONLY, FOR_OPERATORS, NEUTRAL, SPLIT_TOKENS, is_neutral
 from jobs.prompts.messages import MESSAGE_KEYS
@@ -104,19 +104,19 @@ def line_task(
 def _check_line(line: Mapping[str, Any], endpoint: str | None) -> None:
     """Raise InvalidJob unless a line is a POST request to the endpoint, or to any of ours if that is None."""
     if custom_id(line) is None:
-        raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
+        raise wrong_value_error("custom_id", line.get("custom_id"), "a text that names the line")
     if line.get("method") != "POST":
-        raise unlike("method", line.get("method"), "'POST'")
+        raise wrong_value_error("method", line.get("method"), "'POST'")
     url = line.get("url")
     if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
+        raise wrong_value_error("url", url, " or ".join(map(repr, _ENDPOINTS)))
     if endpoint not in (None, url):
         raise InvalidJob(
             f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
         )
     body = line.get("body")
     if not isinstance(body, dict):
-        raise unlike("body", body, "an object")
+        raise wrong_value_error("body", body, "an object")
 
 
 #: Arguments of prompts and chats that become other arguments before the engine gets them.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 from jobs.prompts.arguments import (
     CHAT_ONLY,
     EFFORT,
@@ -120,7 +120,9 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
         )
     detail = image_url.get("detail")
     if detail not in (None, "auto", "high"):
-        raise unlike(f"detail of a picture of message {number}", detail, "'auto' or 'high'")
+        raise wrong_value_error(
+            f"detail of a picture of message {number}", detail, "'auto' or 'high'"
+        )
     return picture_of(url, f"a picture of message {number}")
 
 
@@ -213,7 +215,7 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
     function = _function_in(choice)
     if not isinstance(function.get("name"), str):
         known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
-        raise unlike("tool_choice", choice, known)
+        raise wrong_value_error("tool_choice", choice, known)
     if all(tool["function"]["name"] != function["name"] for tool in tools):
         raise InvalidValue(
             "tool_choice names {}, which is none of the tools", brief(function["name"])
@@ -236,7 +238,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         name = _function_in(tool).get("name")
         if not isinstance(name, str) or not name:
-            raise unlike(
+            raise wrong_value_error(
                 f"tool {number}",
                 tool,
                 "an object of type 'function' with a 'function' that has a name",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from jobs.errors import InvalidJob, unlike
+from jobs.errors import InvalidJob, wrong_value_error
 from jobs.prompts.generated import PromptAnswer
 from jobs.tasks import Completion, Logprob
 
@@ -43,12 +43,12 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     echo = values.get("echo") or False
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
-        raise unlike("echo", echo, "true or false")
+        raise wrong_value_error("echo", echo, "true or false")
     if num_top is None or num_top is False:  # both show no log probabilities
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
-        raise unlike("logprobs", num_top, "a number of tokens")
+        raise wrong_value_error("logprobs", num_top, "a number of tokens")
     if not echo:
         return sampling, ResponseOptions(num_top=num_top)
     sampling["echo"] = True
@@ -76,13 +76,15 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     wants_logprobs = sampling.pop("logprobs", None)
     num_top = values.get("top_logprobs") or 0
     if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
-        raise unlike("logprobs", wants_logprobs, "true or false: a number is top_logprobs")
+        raise wrong_value_error(
+            "logprobs", wants_logprobs, "true or false: a number is top_logprobs"
+        )
     if num_top and not wants_logprobs:
         raise InvalidJob("top_logprobs needs logprobs=true")
     if not wants_logprobs:
         return sampling, ResponseOptions()
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise unlike("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
+        raise wrong_value_error("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
 
 
@@ -99,7 +101,7 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in LOGPROBS:
         num_top = remaining.get(name, 0)
         if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-            raise unlike(name, num_top, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
+            raise wrong_value_error(name, num_top, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
     if "echo" in remaining:
         raise InvalidJob("echo is not built for a run: its output has no column for it")
     return remaining

@@ -1,7 +1,8 @@
 """Writes the metrics of queues and of Redis for Prometheus, also while no worker runs.
 
-The dashboard serves the metrics of the queues that its operator names, because producers may write anything into RQ's
-own list. A worker with a scheduler serves the metrics of its own queues, so that alerts and scaling need no dashboard.
+The dashboard serves the metrics only of the queues that its operator names. It does not use RQ's list of queues
+(`rq:queues`), because producers may write any name into it. A worker with a scheduler serves the metrics of its own
+queues, so that alerts and scaling need no dashboard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ from jobs.common.keys import run_key
 from jobs.common.rq_jobs import Retry, job_queue
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
-from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
+from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, wrong_value_error
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transact
 from jobs.runs.redis_state.submission import (
@@ -217,7 +217,7 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
     if not 0 < len(body) <= MAX_BODY_BYTES:
-        raise unlike("content", content, "a small mapping")
+        raise wrong_value_error("content", content, "a small mapping")
     for pause_s in (*PAUSES_S, None):  # None after the last try
         context.check_interrupted()
         try:

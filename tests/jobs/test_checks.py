@@ -27,17 +27,17 @@ pytestmark = pytest.mark.processes
 
 def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -> None:
     options = RepairOptions(check={"function": FUNCTION})
-    assert checks.reason(options, {"prompt": "x"}, "12") is None
+    assert checks.outcome(options, {"prompt": "x"}, "12") is None
     assert (
-        checks.reason(options, {"prompt": "naïve"}, "11")
+        checks.outcome(options, {"prompt": "naïve"}, "11")
         == "11 is odd, and naïve wants an even one"
     )
-    assert checks.reason(options, {}, "silent") == "the check gave no reason"
-    assert checks.reason(options, {}, "true") == (
+    assert checks.outcome(options, {}, "silent") == "the check gave no reason"
+    assert checks.outcome(options, {}, "true") == (
         "the check returned bool, expected None or the reason as a text"
     )
-    assert len(checks.reason(options, {}, "long") or "") < 3_000
-    assert checks.reason(options, {}, "prints") is None, "what it prints is none of its replies"
+    assert len(checks.outcome(options, {}, "long") or "") < 3_000
+    assert checks.outcome(options, {}, "prints") is None, "what it prints is none of its replies"
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_a_check_that_fails_fails_the_attempt_and_the_next_is_checked(
     checks: Checks, check: dict[str, Any], text: str, says: str
 ) -> None:
     options = RepairOptions(check=check)
-    assert says in (checks.reason(options, {}, text) or "")
-    assert checks.reason(RepairOptions(check={"regex": "é+"}), {}, "éé") is None
+    assert says in (checks.outcome(options, {}, text) or "")
+    assert checks.outcome(RepairOptions(check={"regex": "é+"}), {}, "éé") is None
 
 
 def test_processes_end_with_the_one_that_asked() -> None:
     checks, options = Checks(), RepairOptions(check={"regex": "a"})
-    assert checks.reason(options, {}, "a") is None
+    assert checks.outcome(options, {}, "a") is None
     (child,) = checks._pool._idle
     checks.close()
     assert not child.is_alive
@@ -84,7 +84,7 @@ def test_what_takes_long_to_compile_is_refused(
     with pytest.raises(
         InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"
     ):
-        checks.reason(RepairOptions(check=check), {}, "1")
+        checks.outcome(RepairOptions(check=check), {}, "1")
 
 
 def test_others_are_checked_beside_what_takes_long_to_compile(
@@ -101,7 +101,7 @@ def test_others_are_checked_beside_what_takes_long_to_compile(
 
     slow = threading.Thread(target=ask)
     slow.start()
-    assert checks.reason(RepairOptions(check={"regex": "b"}), {}, "b") is None
+    assert checks.outcome(RepairOptions(check={"regex": "b"}), {}, "b") is None
     assert ended.empty()
     checks._pool.close(kill=True)
     slow.join()
@@ -123,9 +123,9 @@ def test_a_function_whose_file_changed_is_read_anew(
             for child in (one, other):
                 found._reply(child, options, {})
         before = found.version(options)
-        assert found.reason(options, {}, "a") == "first"
+        assert found.outcome(options, {}, "a") == "first"
         source.write_text("PREFIX = 'the second'\ndef check(row, text):\n    return PREFIX\n")
-        assert [found.reason(options, {}, "a") for _ in range(3)] == ["the second"] * 3
+        assert [found.outcome(options, {}, "a") for _ in range(3)] == ["the second"] * 3
         changed = found.version(options)
         assert changed != before
         source.write_text("PREFIX = 'the third one'\ndef check(row, text):\n    return PREFIX\n")
@@ -184,9 +184,9 @@ def test_a_function_whose_helper_changed_is_read_anew(
     found = Checks({"aided_checks.check"})
     try:
         before = found.version(options)
-        assert found.reason(options, {}, "a") == "first"
+        assert found.outcome(options, {}, "a") == "first"
         helper.write_text("SAY = 'the second'\n")
-        assert found.reason(options, {}, "a") == "the second"
+        assert found.outcome(options, {}, "a") == "the second"
         assert found.version(options) != before
     finally:
         found.close()
@@ -222,12 +222,14 @@ def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_be
     first_child = None
     for number in range(80):
         check = {"json": {"const": str(number) * 500_000}}
-        assert checks.reason(RepairOptions(check=check), {}, '"1"') is not None
+        assert checks.outcome(RepairOptions(check=check), {}, '"1"') is not None
         (child,) = checks._pool._idle
         first_child = first_child or child
         assert child is first_child
     assert child.notes.num_chars <= MAX_CHARS
     for number in range(MAX_TEXTS + 10):
-        assert checks.reason(RepairOptions(check={"regex": f"a{number}"}), {}, f"a{number}") is None
+        assert (
+            checks.outcome(RepairOptions(check={"regex": f"a{number}"}), {}, f"a{number}") is None
+        )
     assert len(child.notes) == MAX_TEXTS
     checks.close()

@@ -43,7 +43,7 @@ def compile_form() -> None:
 
 
 def check_answer() -> None:
-    Checks().reason(RepairOptions(check={"regex": "a+"}), None, "a")
+    Checks().outcome(RepairOptions(check={"regex": "a+"}), None, "a")
 
 
 def decode_picture() -> None:

@@ -358,7 +358,7 @@ class TaskFiles:
         job.open_task = opened
 
     def finish(self, job: HeldJob, then: Then) -> None:
-        """Make the result of a job's open task in a thread, then call `then` with it."""
+        """Make the result of a job's open task in a thread, then call `then` with the result."""
         self._packer.finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:

@@ -109,7 +109,7 @@ class Call:
             raise self.error
         self._alive_at = self._clock()
 
-    def wait_for(self, holder: "Call | None") -> None:
+    def check_while_waiting_for(self, holder: "Call | None") -> None:
         """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
 
         A call that waits for another one repeats this. holder: the other call; None if it is not known.

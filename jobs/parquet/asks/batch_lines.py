@@ -45,7 +45,7 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of any run that generates. If arguments may be left out, add a column for their names."""
+        """Return the columns that every generating run has, and `left_out` if arguments of lines may be left out."""
         fields = list(OUTPUT_FIELDS)
         if spec.drop_unsupported:
             fields.append(pa.field(LEFT_OUT, pa.string()))

@@ -79,6 +79,7 @@ class Generate(RowAsk):
         self._seed = seed
         self._n = spec.n
         self._chat = chat
+        self._has_row_tools = spec.has_row_tools
         self._is_chat = is_chat
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
@@ -155,12 +156,15 @@ class Generate(RowAsk):
 
     def request(self, row: Row, seed: int) -> Request:
         """Return the request of a row's prompt. seed: used if the row names no seed."""
-        row_sampling = row.own_sampling
-        sampling = {**self._sampling, **row_sampling}
+        row_values = row.own_sampling
+        if not self._has_row_tools:
+            row_values.pop("tools", None)
+        sampling = {**self._sampling, **row_values}
         chat = self._chat
-        if "tools" in row_sampling:
-            # Tools are a chat option, and the row's tools replace the run's.
-            sampling, chat = split_chat_options({**sampling, **chat, **row_sampling})
+        if "tools" in row_values:
+            # Tools are a chat option. The row's tools replace the run's, and the run's other options stay.
+            run_values = {**self._sampling, **self._chat}
+            sampling, chat = split_chat_options({**run_values, **row_values})
         if sampling.get("temperature") != 0:
             sampling = {"seed": seed, **sampling}  # a seed that the row names stays
         prompt = prompt_of(row, is_json=self._is_chat)

@@ -176,7 +176,7 @@ class _RowLines:
         self.size = 0
 
     def keep_first(self) -> None:
-        """Make the first line the whole row. The row's other lines are read again."""
+        """Cut the row down to its first line. Its other lines are read again, as rows of their own."""
         first_line, *later_lines = self.lines
         self._lines_again.extendleft(reversed(later_lines))
         self.lines = [first_line]

@@ -254,7 +254,7 @@ class SurveyWork(RowsTask):
             "prompt": prompt,
             "prompt_tokens": planned.tokens,
         }
-        if "tools" in row.own_sampling:
+        if self._spec.has_row_tools and "tools" in row.own_sampling:
             shown["tools"] = row.own_sampling["tools"]
         if answer is not None:
             shown |= _shown_answer(answer)

@@ -6,7 +6,7 @@ from jobs.context import JobContext
 from jobs.context.adapters import shown_adapter
 from jobs.context.answers import Answer
 from jobs.context.served_model import is_served
-from jobs.errors import AdapterAwaited, PlanDamaged, RunOfAnotherModel, unlike
+from jobs.errors import AdapterAwaited, PlanDamaged, RunOfAnotherModel, wrong_value_error
 from jobs.items.runner import ItemRunner, ItemsTask
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import load_plan
@@ -54,9 +54,9 @@ def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> Non
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
     """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots, or PlanDamaged for another run's plan."""
     if not is_run_id(run):
-        raise unlike("run", run, "the id of a run: enqueue jobs.score_parquet instead")
+        raise wrong_value_error("run", run, "the id of a run: enqueue jobs.score_parquet instead")
     if not isinstance(plan_path, str):
-        raise unlike(
+        raise wrong_value_error(
             "plan", plan_path, "the path of the run's plan: enqueue jobs.score_parquet instead"
         )
     path = storage.resolve(plan_path)

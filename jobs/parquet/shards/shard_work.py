@@ -350,7 +350,10 @@ class ShardWork(RowsTask):
         return runner
 
     def _render_rows(self, source: RowSource) -> ShardTexts:
-        """Read and render the shard's rows. The bytes of a row count until the row is let go or this task is closed."""
+        """Read and render the shard's rows.
+
+        `shard_bytes` counts each row's bytes until the row is let go or this task is closed.
+        """
         texts = ShardTexts(self._file.path, source.columns, self._context.shard_bytes)
         self._texts = texts  # freed by `close`, even if an error is raised below
         with self._reader(ColumnChoice(source.columns)) as reader:

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import InvalidJob, unlike
+from jobs.errors import InvalidJob, wrong_value_error
 
 #: The rows of a row group. So the reader of a shard skips fewer rows than this before the shard.
 GROUP_ROWS = 10_000
@@ -77,7 +77,7 @@ def _as_table(source: Any) -> pa.Table:
         source = source.with_format("arrow")[:]
     if hasattr(source, "__arrow_c_stream__"):
         return pa.table(source)
-    raise unlike(
+    raise wrong_value_error(
         "input",
         type(source).__name__,
         "paths, a pandas or polars DataFrame, a DuckDB relation, a Dataset of Hugging Face's, or an Arrow table",

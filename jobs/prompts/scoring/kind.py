@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from jobs.context.adapters import ADAPTER
 from jobs.context.served_model import ServedModel
-from jobs.errors import unlike
+from jobs.errors import wrong_value_error
 from jobs.prompts.arguments import Prompt, Unusable
 from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
@@ -101,4 +101,4 @@ def truncation(value: object) -> dict[str, int]:
         return {}
     if type(value) is int and (value >= 1 or value == -1):
         return {TRUNCATION: value}
-    raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")
+    raise wrong_value_error(TRUNCATION, value, "a number of tokens, or -1 for what fits")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from jobs.common.display import brief
 from jobs.context.served_model import ServedModel
 from jobs.context.values import listed
-from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed, wrong_value_error
 from jobs.prompts.arguments import SPLIT_TOKENS, checked_text, one_prompt, parse_model
 from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import NAMES as CHAT_NAMES
@@ -155,7 +155,8 @@ def classify_task(
             without_content = _messages_without_content(messages, calibrate)
             if pictures_in(messages) or pictures_in(without_content):
                 raise InvalidJob(
-                    "calibrate and pictures do not go together: a picture always has content"
+                    "calibrate and pictures do not go together: calibrate asks a prompt without content, and a picture "
+                    "is content"
                 )
             requests.append(scoring.request(without_content, chat))
         return PromptTask(requests, respond, model_name)
@@ -194,7 +195,7 @@ def _prompt_without_content(calibrate: object) -> str:
     if calibrate is True:
         return CONTENT_FREE
     if not isinstance(calibrate, str):
-        raise unlike("calibrate", calibrate, "true, false, or a prompt without content")
+        raise wrong_value_error("calibrate", calibrate, "true, false, or a prompt without content")
     return calibrate
 
 
@@ -207,7 +208,7 @@ def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
         *earlier, last = messages
         return [*earlier, {**last, "content": CONTENT_FREE}]
     if not isinstance(calibrate, list):
-        raise unlike("calibrate", calibrate, "true, false, or messages without content")
+        raise wrong_value_error("calibrate", calibrate, "true, false, or messages without content")
     return normal_messages(calibrate)
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from jobs.context.values import listed
-from jobs.errors import unlike
+from jobs.errors import wrong_value_error
 from jobs.prompts.arguments import MAX_CHOICES, one_prompt, parse_model
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
@@ -40,7 +40,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     for number, value in enumerate(values):
         name = f"continuation {number}"
         if not value or not isinstance(value, str | list):
-            raise unlike(name, value, "a text or a list of token ids, and not empty")
+            raise wrong_value_error(name, value, "a text or a list of token ids, and not empty")
         texts_or_ids.append(one_prompt(value, name))
     return texts_or_ids
 

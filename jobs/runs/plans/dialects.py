@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.errors import InvalidJob, unlike
+from jobs.errors import InvalidJob, wrong_value_error
 from jobs.runs.plans.names import HEADED, LINES
 
 #: The arguments of a run that say how its input's text is written, in the order in which they are shown.
@@ -23,7 +23,7 @@ def parse_encoding(name: str, value: Any) -> str | None:
     except (LookupError, TypeError, ValueError):
         codec = None
     if codec is None or not codec._is_text_encoding or codec.incrementaldecoder is None:
-        raise unlike(
+        raise wrong_value_error(
             name, value, "an encoding of text that Python knows, such as utf-8, cp1252 or utf-16"
         )
     return codec.name
@@ -37,7 +37,9 @@ def parse_delimiter(name: str, value: Any) -> str | None:
         return _TAB
     is_character = isinstance(value, str) and len(value) == 1
     if not is_character or not _may_separate(value):
-        raise unlike(name, value, "one character that stands between fields, such as ; or | or \\t")
+        raise wrong_value_error(
+            name, value, "one character that stands between fields, such as ; or | or \\t"
+        )
     return str(value)
 
 
@@ -53,7 +55,9 @@ def parse_decimal(name: str, value: Any) -> str | None:
     if value in (None, "."):
         return None
     if value != ",":
-        raise unlike(name, value, "the point or the comma that stands in numbers, . or ,")
+        raise wrong_value_error(
+            name, value, "the point or the comma that stands in numbers, . or ,"
+        )
     return ","
 
 

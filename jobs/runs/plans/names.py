@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from jobs.errors import MixedFormats, unlike
+from jobs.errors import MixedFormats, wrong_value_error
 
 PARQUET = "parquet"
 CSV = "csv"
@@ -42,7 +42,7 @@ def parse_single_file(name: str, value: Any) -> str | None:
     if value is True:
         return PARQUET
     if not isinstance(value, str) or value not in OUTPUTS:
-        raise unlike(name, value, f"true, false, or one of {', '.join(OUTPUTS)}")
+        raise wrong_value_error(name, value, f"true, false, or one of {', '.join(OUTPUTS)}")
     return value
 
 

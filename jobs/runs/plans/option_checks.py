@@ -7,7 +7,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.adapters import ADAPTER
 from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard, column_name
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, wrong_value_error
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import forces_call
@@ -31,7 +31,7 @@ MAX_STRUCT_LABELS = 1000
 def column_names(name: str, value: Any) -> list[str]:
     """Return the columns of a list, each once and in alphabetical order. Raises InvalidValue."""
     if not isinstance(value, list | tuple):
-        raise unlike(
+        raise wrong_value_error(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
         )
     return sorted({column_name(f"a column of {name}", column) for column in value})
@@ -40,7 +40,7 @@ def column_names(name: str, value: Any) -> list[str]:
 def image_columns(name: str, value: Any) -> list[str] | None:
     """Return the columns of pictures, each once; None for an empty list. Raises InvalidValue."""
     if not isinstance(value, str | list | tuple):
-        raise unlike(name, value, "a column, or a list of columns")
+        raise wrong_value_error(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
     columns = [column_name(f"a column of {name}", column) for column in names]
     return list(dict.fromkeys(columns)) or None
@@ -85,21 +85,21 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 def model_alias(name: str, value: Any) -> list[str] | None:
     """Return the names that stand for the served model; None for an empty list. Raises InvalidValue."""
     if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
-        raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
+        raise wrong_value_error(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
 
 
 def batch_endpoint(name: str, value: Any) -> str | None:
     """Return the endpoint that the lines of batch files must ask for. Raises InvalidValue."""
     if not isinstance(value, str) or not value.startswith("/v1/"):
-        raise unlike(name, value, "an endpoint such as '/v1/chat/completions'")
+        raise wrong_value_error(name, value, "an endpoint such as '/v1/chat/completions'")
     return value
 
 
 def sampling_columns(name: str, value: Any) -> dict[str, str]:
     """Return the columns of sampling values, by the names of the values. Raises InvalidJob."""
     if not isinstance(value, dict):
-        raise unlike(name, value, 'a mapping such as {"max_tokens": "limit"}')
+        raise wrong_value_error(name, value, 'a mapping such as {"max_tokens": "limit"}')
     for sampling_name in value:
         if not isinstance(sampling_name, str) or len(sampling_name) > MAX_NAME_CHARS:
             raise InvalidValue(
@@ -133,7 +133,7 @@ def _check_from_column(sampling_name: str) -> None:
 def defaults(name: str, value: Any) -> dict[str, str]:
     """Return the texts that stand for null, by column. Raises InvalidValue."""
     if not isinstance(value, dict):
-        raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
+        raise wrong_value_error(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
         checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
     return {
@@ -217,7 +217,8 @@ def _check_labels(options: Mapping[str, Any]) -> None:
         check_read(options["sampling"], "labels", PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
-            "calibrate and prompts do not go together: without content, earlier prompts have no answers"
+            "calibrate and prompts do not go together: calibrate asks a prompt without content, and earlier prompts "
+            "have no answers to that"
         )
     _refuse(("sampling_columns",), options, "labels")
 

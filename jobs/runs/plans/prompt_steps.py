@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS
 from jobs.context.values import check_shard
-from jobs.errors import InvalidJob, check_limit, unlike
+from jobs.errors import InvalidJob, check_limit, wrong_value_error
 from jobs.prompts.arguments import parse_sampling, refuse_chat_options
 from jobs.prompts.messages import ChatOptions, forces_call, split_chat_options
 from jobs.prompts.responses import LOGPROBS, run_values
@@ -179,7 +179,9 @@ class PromptStep:
 def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
     if not isinstance(value, list) or not value:
-        raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
+        raise wrong_value_error(
+            name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]'
+        )
     check_limit(len(value), MAX_STEPS, "prompts has {} entries")
     return [_parse_prompt(prompt, number) for number, prompt in enumerate(value)]
 
@@ -188,14 +190,14 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     """Return one prompt of `parse_prompts`. number: the prompt's index, for errors."""
     has_keys = isinstance(value, dict) and "name" in value and "template" in value
     if not has_keys or not value.keys() <= {"name", "template", "sampling"}:
-        raise unlike(
+        raise wrong_value_error(
             f"prompts[{number}]", value, "an object of name, template and, if at all, sampling"
         )
     name = value["name"]
     max_chars = MAX_NAME_CHARS - len(LONGEST_ENDING)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > max_chars:
         expected = f"a word of letters, digits and _, at most {max_chars} characters"
-        raise unlike(f"the name of prompts[{number}]", name, expected)
+        raise wrong_value_error(f"the name of prompts[{number}]", name, expected)
 
     template_texts(value["template"])  # raises for a template of another form
 
@@ -203,7 +205,7 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     if sampling is None:
         sampling = {}
     if not isinstance(sampling, dict):
-        raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
+        raise wrong_value_error(f"the sampling of prompt {name!r}", sampling, "a mapping")
     for key in ("n", "seed"):
         if sampling.get(key) is not None:
             raise InvalidJob(
@@ -226,7 +228,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
     Equal values get one form, so that equal runs have one id. For example, 0.0 becomes 0.
     """
     if not isinstance(value, dict):
-        raise unlike(
+        raise wrong_value_error(
             "sampling",
             value,
             "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'",

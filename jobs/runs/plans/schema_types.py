@@ -61,11 +61,11 @@ class _Reader:
         """
         self._num_types += 1
         if self._num_types > MAX_TYPES:
-            raise _unfit(path, f"the schema names more than {MAX_TYPES} values")
+            raise _unfit_schema_error(path, f"the schema names more than {MAX_TYPES} values")
         if path.count(".") + path.count("[") > MAX_DEPTH:
-            raise _unfit(path, f"it is nested more than {MAX_DEPTH} times")
+            raise _unfit_schema_error(path, f"it is nested more than {MAX_DEPTH} times")
         if not isinstance(schema, dict):
-            raise _unfit(path, f"its schema is {brief(schema)}, which names no type")
+            raise _unfit_schema_error(path, f"its schema is {brief(schema)}, which names no type")
 
         if "$ref" in schema:
             return self._referred(schema["$ref"], path, references)
@@ -73,7 +73,9 @@ class _Reader:
             options = schema.get(keyword)
             if isinstance(options, list) and options:
                 if keyword == "allOf" and len(options) > 1:
-                    raise _unfit(path, "allOf of several schemas has no type of its own")
+                    raise _unfit_schema_error(
+                        path, "allOf of several schemas has no type of its own"
+                    )
                 return self._any(options, path, references)
         if "const" in schema:
             return _type_of_values([schema["const"]], path)
@@ -88,15 +90,17 @@ class _Reader:
     def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
         """Return the type of the schema that a `$ref` names."""
         if reference in references:
-            raise _unfit(path, f"{brief(reference)} holds itself, and a column's type cannot")
+            raise _unfit_schema_error(
+                path, f"{brief(reference)} holds itself, and a column's type cannot"
+            )
         schema = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise _unfit(path, f"{brief(reference)} is not in this schema")
+            raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")
         _, *steps = reference.split("/")  # "#/$defs/date" has the steps "$defs" and "date"
         for step in steps:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if not isinstance(schema, dict) or name not in schema:
-                raise _unfit(path, f"{brief(reference)} is not in this schema")
+                raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")
             schema = schema[name]
         return self.type_of(schema, path, (*references, reference))
 
@@ -124,25 +128,25 @@ class _Reader:
         if kind == ARRAY:
             items = schema.get("items")
             if schema.get("prefixItems"):
-                raise _unfit(path, "prefixItems give each place a type of its own")
+                raise _unfit_schema_error(path, "prefixItems give each place a type of its own")
             return ValueType(ARRAY, item=self.type_of(items, f"{path}[]", references))
 
         if kind != OBJECT:
             problem = "null alone" if kind == "null" else "no type"
-            raise _unfit(path, f"its schema names {problem}")
+            raise _unfit_schema_error(path, f"its schema names {problem}")
 
         properties = schema.get("properties")
         if isinstance(properties, dict) and properties:
             fields = {}
             for name, inner in properties.items():
                 if not is_unicode(name):
-                    raise _unfit(path, "the name of a property is no valid Unicode")
+                    raise _unfit_schema_error(path, "the name of a property is no valid Unicode")
                 fields[name] = self.type_of(inner, f"{path}.{name}", references)
             return ValueType(OBJECT, fields, frozenset(schema.get("required") or ()))
 
         values = schema.get("additionalProperties")
         if not isinstance(values, dict):
-            raise _unfit(path, "an object without properties has no columns")
+            raise _unfit_schema_error(path, "an object without properties has no columns")
         return ValueType(MAP, item=self.type_of(values, f"{path}.*", references))
 
 
@@ -156,7 +160,9 @@ def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
             continue
         kind = _KINDS.get(type(value))
         if kind is None:
-            raise _unfit(path, f"{brief(value)} is a list or an object with no type of its own")
+            raise _unfit_schema_error(
+                path, f"{brief(value)} is a list or an object with no type of its own"
+            )
         types.append(ValueType(kind))
     return _common(types, is_nullable, path)
 
@@ -167,7 +173,7 @@ _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: S
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
     """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
     if not types:
-        raise _unfit(path, "its schema names null alone")
+        raise _unfit_schema_error(path, "its schema names null alone")
     is_nullable = is_nullable or any(value_type.is_nullable for value_type in types)
     common = replace(types[0], is_nullable=is_nullable)
     for value_type in types[1:]:
@@ -176,11 +182,11 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
             common = replace(common, kind=NUMBER)
         elif common != other:
             kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
-            raise _unfit(path, f"it may be values of unlike types ({kinds})")
+            raise _unfit_schema_error(path, f"it may be values of unlike types ({kinds})")
     return common
 
 
-def _unfit(path: str, reason: str) -> InvalidJob:
+def _unfit_schema_error(path: str, reason: str) -> InvalidJob:
     """Return the error for a part of a schema that fits into no column."""
     return InvalidJob(
         f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give it one type"

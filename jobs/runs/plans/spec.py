@@ -13,7 +13,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.adapters import ADAPTER
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, wrong_value_error
 from jobs.prompts.arguments import parse_model
 from jobs.prompts.generated import check_repairs
 from jobs.prompts.messages import ChatArguments, split_chat_options
@@ -257,7 +257,13 @@ class RunSpec:
     @property
     def has_tools(self) -> bool:
         """Whether rows' chats may have tools, from the run or from a column."""
-        return "tools" in self.chat.options or "tools" in self.sampling_columns
+        return "tools" in self.chat.options or self.has_row_tools
+
+    @property
+    def has_row_tools(self) -> bool:
+        """Whether rows' chats may have tools from a column. With `tool_choice` "none" they have no tools at all."""
+        offers_tools = self.sampling.get("tool_choice") != "none"
+        return offers_tools and "tools" in self.sampling_columns
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
@@ -515,7 +521,8 @@ def _check_images(spec: RunSpec) -> None:
     _check_used(
         images,
         not spec.calibrate,
-        "image_column and calibrate do not go together: a picture always has content",
+        "image_column and calibrate do not go together: calibrate asks a prompt without content, and a picture is "
+        "content",
     )
 
 
@@ -597,4 +604,6 @@ def check_queue_name(value: Any, name: str = "queue") -> str:
     """Return a queue's name. name: the argument's name, for the message. Raises InvalidValue."""
     if isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_NAME_CHARS:
         return value
-    raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
+    raise wrong_value_error(
+        name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters"
+    )

@@ -274,7 +274,8 @@ class _ShardJobs:
         run = self._plan.run
         job_ids = {shard: shard_job_id(run, shard, self._is_second) for shard in shards}
         if job_ids:
-            # A worker may have stopped one of these jobs after it was read, so that the job failed.
+            # An earlier job with one of these ids may have failed after `find` looked for it. Its id must not stay
+            # among the failed jobs. `EarlierJob.delete` sees only to jobs that `find` found.
             pipe.zrem(self._target.keys.failed, *job_ids.values())
         jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
         self._target.queue.enqueue_many(jobs, pipeline=pipe)

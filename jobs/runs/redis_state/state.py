@@ -344,7 +344,7 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop; None if it goes on.
 
-        The parts recorded since the submission are judged, without rows that were not begun before the deadline.
+        Judge the parts recorded since the submission. Expired rows, which the deadline left unbegun, do not count.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
         not matter.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -368,6 +368,7 @@ class RunState:
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
+        # `excess` ends with what to look at, so that "then" says what to do after that.
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )

@@ -12,7 +12,7 @@ from jobs.common.display import brief
 from jobs.context.deadlines import parse_deadline
 from jobs.context.values import truth, whole_number
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
-from jobs.errors import InvalidValue, unlike
+from jobs.errors import InvalidValue, wrong_value_error
 from jobs.prompts.arguments import parse_model
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
@@ -50,15 +50,15 @@ class ErrorLimit:
             return DEFAULT_LIMIT
         expected = "a number of rows, or a share of them like '5%'"
         if type(value) not in (int, str):
-            raise unlike("max_errors", value, expected)
+            raise wrong_value_error("max_errors", value, expected)
         match = _LIMIT.fullmatch(str(value).strip())
         if match is None:
-            raise unlike("max_errors", value, expected)
+            raise wrong_value_error("max_errors", value, expected)
         if match["rows"] is not None:
             return cls(rows=int(match["rows"]))
         percent = float(match["percent"])
         if percent > 100:
-            raise unlike("max_errors", value, expected)
+            raise wrong_value_error("max_errors", value, expected)
         return cls(share=percent / 100)
 
     @classmethod
@@ -223,7 +223,7 @@ def _function(name: Any) -> str | None:
         return None
     if isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name):
         return name
-    raise unlike(
+    raise wrong_value_error(
         "on_end",
         name,
         "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)",

@@ -225,7 +225,7 @@ MAX_PART_LABELS = 1000
 
 
 def _lasted(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds of all spans together. A span is a start and an end in Unix seconds."""
+    """Return the sum of the spans' seconds. Spans must not overlap. A span is a start and an end in Unix seconds."""
     return fsum(end - start for start, end in spans)
 
 

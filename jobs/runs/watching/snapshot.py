@@ -348,7 +348,7 @@ def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     waiting_ids = [job_id for job_id in map(stored.text, waiting) if not _is_own(snapshot, job_id)]
-    running_ids = []
+    running_ids = []  # of other jobs: the run itself has no running job, see `obstacles`
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
         running_ids.append(job_id)

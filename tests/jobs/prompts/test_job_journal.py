@@ -83,7 +83,7 @@ def test_attempts_go_on_and_no_answer_is_checked_twice(
     assert keep(first, {1: {0: [7, 8]}})
     checked = list[str]()
     with monkeypatch.context() as patch:
-        patch.setattr(Checks, "reason", lambda self, options, row, text: checked.append(text))
+        patch.setattr(Checks, "outcome", lambda self, options, row, text: checked.append(text))
         task = opened("a", **ask)
         assert checked == []
     left = feed(task)

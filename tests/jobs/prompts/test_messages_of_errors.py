@@ -12,7 +12,7 @@ from jobs import errors
 from jobs.cli import main
 from jobs.common.display import message_of
 from jobs.context import JobContext
-from jobs.errors import InvalidValue, JobsError, unlike
+from jobs.errors import InvalidValue, JobsError, wrong_value_error
 from jobs.installed import check_sampling
 from jobs.prompts.batch_lines import failure_text, line_task
 
@@ -29,7 +29,7 @@ def test_structured_outputs_of_a_wrong_kind_are_refused_in_words(value: object) 
 
 def test_braces_around_a_value_stay_as_they_are() -> None:
     assert (
-        str(unlike("{a}", {"b": 1}, 'one of {"c": d}'))
+        str(wrong_value_error("{a}", {"b": 1}, 'one of {"c": d}'))
         == "{a} is {'b': 1}, expected one of {\"c\": d}"
     )
     assert (

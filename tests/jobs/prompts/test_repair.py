@@ -213,13 +213,14 @@ def test_an_answer_that_was_cut_goes_on_and_is_one(context: JobContext) -> None:
 def test_only_whole_answers_are_checked_and_repairs_go_on_too(
     checking: JobContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked, reason = list[str](), Checks.reason
+    checked = list[str]()
+    outcome = Checks.outcome
 
     def noted(self: Checks, options: Any, row: Any, text: str) -> str | None:
         checked.append(text)
-        return reason(self, options, row, text)
+        return outcome(self, options, row, text)
 
-    monkeypatch.setattr(Checks, "reason", noted)
+    monkeypatch.setattr(Checks, "outcome", noted)
     answers = Answers(cut("1"), "12x", cut("4"), "42")
     options = {"check": {"regex": r"\d+"}, "continue_on_length": True, "max_attempts": 4}
     messages = [{"role": "user", "content": "?"}]

@@ -405,6 +405,30 @@ def test_tools_of_a_column_are_each_rows_own(runs: Runs, kind: str) -> None:
     assert "column 'tools': tool 0" in found[3]["error"]
 
 
+def test_tool_choice_none_keeps_the_tools_of_rows_from_their_chats(runs: Runs) -> None:
+    row = {"chat": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    pq.write_table(pa.Table.from_pylist([row]), runs.source)
+    runs.plan(
+        runs.source,
+        messages_column="chat",
+        sampling_columns={"tools": "tools"},
+        sampling={"tool_choice": "none"},
+    )
+    seen = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        return FakeCompletion("yes", 0, [1])
+
+    runs.work(answer)
+    [request] = seen
+    assert request.chat_options == {}
+    assert "tool_choice" not in request.sampling
+    [row] = runs.rows()
+    assert row["completion"] == "yes"
+    assert "tool_calls" not in row
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -151,14 +151,14 @@ def read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[F
             pipe.hstrlen(key, "data")
             pipe.hstrlen(key, "meta")
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        told = pipe.execute()
-        for key, data_bytes, meta_bytes in zip(keys, told[1::4], told[2::4], strict=True):
+        replies = pipe.execute()
+        for key, data_bytes, meta_bytes in zip(keys, replies[1::4], replies[2::4], strict=True):
             pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
             pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
         fields = pipe.execute()
     found = []
     for entry, (ended_at, status), results, data, meta in zip(
-        entries, told[::4], told[3::4], fields[::2], fields[1::2], strict=True
+        entries, replies[::4], replies[3::4], fields[::2], fields[1::2], strict=True
     ):
         error = _error(results)
         is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")

@@ -67,14 +67,14 @@ def _read(
             pipe.hmget(key, time_field or "created_at", "worker_name")
             pipe.hstrlen(key, "data")
         # Anybody may have put another kind of value there.
-        told = pipe.execute(raise_on_error=False)
-        for key, num_bytes in zip(hashes, told[1::2], strict=True):
+        replies = pipe.execute(raise_on_error=False)
+        for key, num_bytes in zip(hashes, replies[1::2], strict=True):
             is_short = isinstance(num_bytes, int) and num_bytes <= MAX_PAYLOAD_BYTES
             pipe.hget(key, "data" if is_short else "")
         payloads = pipe.execute(raise_on_error=False)
 
     jobs = []
-    for job_id, fields, data in zip(job_ids, told[::2], payloads, strict=True):
+    for job_id, fields, data in zip(job_ids, replies[::2], payloads, strict=True):
         at, worker = fields if isinstance(fields, list) else (None, None)
         function = called(data)[0] if isinstance(data, bytes) else None
         moment = stored.moment(at) if time_field else scores.get(job_id)

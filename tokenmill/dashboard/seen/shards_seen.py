@@ -8,6 +8,7 @@ from jobs.errors import UnknownRun
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.watching.reading import MAX_ENTRIES, read_progress, read_queue, run_readers
+from jobs.runs.watching.run_reader import RunReader
 
 
 @dataclass(frozen=True)
@@ -37,31 +38,50 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     numbers = range(first, min(first + count, reader.shards or 0))
     parts = RunState(connection, run).parts_of(numbers)
     reader.add_queues({name: read_queue(connection, name, MAX_ENTRIES) for name in reader.queues})
-    told = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
-    again = read_progress(
+    first_jobs = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
+    second_jobs = read_progress(
         connection, [shard_job_id(run, shard, is_second=True) for shard in numbers]
     )
-    found = []
-    for shard, one, two in zip(numbers, told, again, strict=True):
-        each = two if two.has_job else one
-        job_id = shard_job_id(run, shard, is_second=two.has_job) if each.has_job else ""
-        if (part := parts.get(shard)) is not None:
-            counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
-            found.append(ShardSeen(shard, "done", *counts, part.worker or each.worker, job_id))
+
+    shards = []
+    for shard, first_job, second_job in zip(numbers, first_jobs, second_jobs, strict=True):
+        # In a cascade, the job for the second model comes after the job for the first one.
+        is_second = second_job.has_job
+        progress = second_job if is_second else first_job
+        job_id = shard_job_id(run, shard, is_second) if progress.has_job else ""
+        part = parts.get(shard)
+        if part is not None:
+            seen = ShardSeen(
+                shard,
+                "done",
+                rows_done=part.rows,
+                errors=part.errors,
+                tokens=part.generated_tokens,
+                seconds=part.seconds,
+                worker=part.worker or progress.worker,
+                job_id=job_id,
+            )
         elif shard in reader.started:
-            found.append(
-                ShardSeen(
-                    shard,
-                    "running",
-                    each.rows,
-                    tokens=each.tokens,
-                    worker=each.worker,
-                    job_id=job_id,
-                )
+            seen = ShardSeen(
+                shard,
+                "running",
+                rows_done=progress.rows,
+                tokens=progress.tokens,
+                worker=progress.worker,
+                job_id=job_id,
             )
         else:
-            word = "failed" if shard in reader.failed else "queued" if each.has_job else "gone"
-            is_left = "cancelled" in reader.facts and not reader.is_finished
-            state = "left" if is_left else word
-            found.append(ShardSeen(shard, state, worker=each.worker, job_id=job_id))
-    return found
+            state = _idle_state(reader, shard, has_job=progress.has_job)
+            seen = ShardSeen(shard, state, worker=progress.worker, job_id=job_id)
+        shards.append(seen)
+    return shards
+
+
+def _idle_state(reader: RunReader, shard: int, *, has_job: bool) -> str:
+    """Return the state of a shard that has no part and does not run. has_job: whether Redis has a job of it."""
+    is_stopped = "cancelled" in reader.facts and not reader.is_finished
+    if is_stopped:
+        return "left"
+    if shard in reader.failed:
+        return "failed"
+    return "queued" if has_job else "gone"
