@@ -93,12 +93,11 @@ class CpuBackend(KernelBackend):
         from engine.cpu_kernels.kernel import run_compiled
 
         self._device = device
-        self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._logit_masks, self._sampler, self._run_compiled = (
-            logit_masks,
-            cpu_sampler,
-            run_compiled,
-        )
+        self._decoding = decode_attention
+        self._prefilling = prefill_attention
+        self._logit_masks = logit_masks
+        self._sampler = cpu_sampler
+        self._run_compiled = run_compiled
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -185,8 +184,10 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        prefilling, lens = self._prefilling, step.query_lens
-        starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
+        prefilling = self._prefilling
+        lens = step.query_lens
+        starts = np.cumsum(lens) - lens
+        begins = np.zeros(len(lens), np.int64)
         prefixes = []
         if shares and len(lens) > 1:
             prefixes = find_shared_prefixes(

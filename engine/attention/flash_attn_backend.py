@@ -64,10 +64,8 @@ class FlashAttnBackend(TritonBackend):
         super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._attend_decodes, self._attend_prefills = (
-            flash_attn_with_kvcache,
-            flash_attn_varlen_func,
-        )
+        self._attend_decodes = flash_attn_with_kvcache
+        self._attend_prefills = flash_attn_varlen_func
 
     def check_features(self, features: AttentionFeatures) -> None:
         super().check_features(features)
@@ -90,8 +88,10 @@ class FlashAttnBackend(TritonBackend):
         query_lens: Lens,
         beside: Arrays = (),
     ) -> tuple[AttentionMetadata, list[Tensor]]:
-        decodes, starts = query_lens == 1, np.cumsum(query_lens) - query_lens
-        queries, contexts = query_lens[~decodes], context_lens[~decodes]
+        decodes = query_lens == 1
+        starts = np.cumsum(query_lens) - query_lens
+        queries = query_lens[~decodes]
+        contexts = context_lens[~decodes]
         own = [
             starts[decodes], context_lens[decodes], block_tables[decodes],
             np.flatnonzero(np.repeat(~decodes, query_lens)),
@@ -149,7 +149,8 @@ class FlashAttnBackend(TritonBackend):
 
         def attend_decodes(rows: Tensor) -> Tensor:
             """[decodes, heads, head_dim], one row for each sequence."""
-            lens, tables = metadata.decode.context_lens, metadata.decode.block_tables
+            lens = metadata.decode.context_lens
+            tables = metadata.decode.block_tables
             attended: Tensor = self._attend_decodes(
                 rows.unsqueeze(1),
                 cache.keys,

@@ -37,7 +37,8 @@ class Indexers:
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Choose for each sequence of this batch from now on."""
-        self._step, self._tried = (batch, cache), None
+        self._step = (batch, cache)
+        self._tried = None
 
     def end(self) -> None:
         """Choose for whole rows."""
@@ -47,7 +48,8 @@ class Indexers:
         """Store a sequence's new index keys, [1, tokens, dim]; return those of its whole context."""
         if self._step is None or self._span is None:
             return keys
-        (batch, cache), span = self._step, self._span
+        batch, cache = self._step
+        span = self._span
         assert cache.index is not None, "a model with index keys has a pool of them"
         ((_, stored),) = cache.index.layers[layer]
         stored[batch.slot_mapping[span.start : span.end]] = keys[0]

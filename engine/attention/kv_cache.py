@@ -95,7 +95,8 @@ class KVCache:
 
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return views of the pool by shape of layer, [2 * layers, slots, numbers]; FP8 as wider numbers, to be copied."""
-    views, start = [], 0
+    views = []
+    start = 0
     for shape, layers in groupby(shapes):
         num_sides = 2 * len(list(layers))
         length = num_sides * math.prod(shape[1:])

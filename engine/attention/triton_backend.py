@@ -217,7 +217,8 @@ class TritonBackend(CapturableBackend):
             return metadata.attend(query, cache, features, sinks, slopes)
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decode, prefill = metadata.decode, metadata.prefill
+        decode = metadata.decode
+        prefill = metadata.prefill
         kind = features.options | {"sinks": sinks, "slopes": slopes}
         if len(prefill.seqs):
             prefill_attention(query, cache, prefill, out, **kind)

@@ -44,7 +44,8 @@ def check_file(path: Path) -> list[TensorEntry]:
             for name, each in header.items()
             if name != "__metadata__"
         ]
-        found, wanted = path.stat().st_size, max((each.end for each in entries), default=0)
+        found = path.stat().st_size
+        wanted = max((each.end for each in entries), default=0)
         if found < wanted:
             raise ValueError(f"it has {found} bytes, and its header names {wanted}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -144,7 +145,8 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
     digest = blake2b(digest_size=16)
     if length <= WHOLE_BYTES:
-        offsets, sample = [0], length
+        offsets = [0]
+        sample = length
     else:
         sample = WHOLE_BYTES // NUM_SAMPLES
         offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]

@@ -9,7 +9,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, UnsupportedModel
 
 CLASSIFIES = "ForSequenceClassification"
-MAX_LABELS, MAX_LABEL_CHARS = 10_000, 1_000
+MAX_LABELS = 10_000
+MAX_LABEL_CHARS = 1_000
 
 #: Endings of the names of models that give hidden states and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
@@ -39,7 +40,8 @@ def read_classes(model: ModelConfig) -> Classes | None:
     """Return a checkpoint's classes; None for one without such a head. Raises ConfigError or UnsupportedModel."""
     if not model.architecture.endswith(CLASSIFIES):
         return None
-    given, number = model.values.get("id2label"), model.values.get("num_labels") or 2
+    given = model.values.get("id2label")
+    number = model.values.get("num_labels") or 2
     if type(number) is not int or not 0 < number <= MAX_LABELS:
         raise ConfigError(
             f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}"

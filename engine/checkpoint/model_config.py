@@ -12,7 +12,8 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.text_part import read_text_values, reads_more_than_text
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
-MAX_SIZE, MAX_LAYERS = 2**31, 10_000
+MAX_SIZE = 2**31
+MAX_LAYERS = 10_000
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten MiB
 UNNAMED = "none named"
 
@@ -78,7 +79,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    whole, named = None, config.get("architectures") or [UNNAMED]
+    whole = None
+    named = config.get("architectures") or [UNNAMED]
     if not isinstance(named, list):
         raise ConfigError(
             f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(named)}"

@@ -10,7 +10,8 @@ from engine.checkpoint.model_config import ModelConfig, read_json, read_json_val
 from engine.errors import ConfigError, UnsupportedModel
 
 MODULES = "modules.json"
-TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+TRANSFORMER_FILE = "sentence_bert_config.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 
 #: Ways to make a text's vector of its hidden states, by sentence-transformers' names.
 MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
@@ -147,10 +148,8 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
 
 def _read_dense(folder: Path) -> Dense:
     values = read_json(folder / "config.json")
-    size, activation = (
-        values.get("out_features"),
-        str(values.get("activation_function")).rpartition(".")[2],
-    )
+    size = values.get("out_features")
+    activation = str(values.get("activation_function")).rpartition(".")[2]
     if type(size) is not int or size < 1 or activation not in ACTIVATIONS:
         raise UnsupportedModel(
             f"{folder}: out_features {brief(size)} and activation_function {brief(activation)}; supported are "

@@ -119,7 +119,8 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
                 f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
             )
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
-    shift, groups = int(layout == "gptq"), bool(values.get("desc_act"))
+    shift = int(layout == "gptq")
+    groups = bool(values.get("desc_act"))
     scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
     return (replace(scheme, zero_shift=shift, column_groups=groups),)
 
@@ -142,7 +143,9 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
         raise UnsupportedModel(f"compressed-tensors' format {form!r} is not supported; {SUPPORTED}")
     weights = group["weights"]
     layout = "packed" if form == PACKED_FORMAT else "plain"
-    kind, bits, strategy = weights.get("type", "int"), weights["num_bits"], weights.get("strategy")
+    kind = weights.get("type", "int")
+    bits = weights["num_bits"]
+    strategy = weights.get("strategy")
     strategies = STRATEGIES.get((layout, kind, bits))
     if strategies is None:
         raise UnsupportedModel(

@@ -81,12 +81,14 @@ def fill_heads(
 
     place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
     """
-    period, rest = sum(sizes), tensor.shape[1:]
+    period = sum(sizes)
+    rest = tensor.shape[1:]
     if tensor.shape[:1] != (heads.total * period,):
         raise WeightMismatch(
             f"shape {list(tensor.shape)} found, {heads.total * period} rows expected"
         )
-    found, begin = [], 0
+    found = []
+    begin = 0
     for size in [period] if together else sizes:
         rows = tensor.read(0, begin + heads.start * size, heads.length * size)
         found.append(rows.view(heads.length, size, *rest))
@@ -103,7 +105,8 @@ class DeltaProjection(ReplicatedLinear):
         super().__init__(
             in_features, share.length * sum(heads.rows.values()), bias=False, dtype=dtype
         )
-        self.heads, self.share = heads, share
+        self.heads = heads
+        self.share = share
         self.shards = ("qkvz", "ba") if heads.interleaved else ("qkv", "z", "b", "a")
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
@@ -147,7 +150,8 @@ class GatedDeltaNet(WeightedModule):
             return nn.Parameter(weight, requires_grad=False)
 
         self.conv1d = parameter(heads.num_channels, 1, heads.kernel_size)
-        self.A_log, self.dt_bias = parameter(heads.group), parameter(heads.group)
+        self.A_log = parameter(heads.group)
+        self.dt_bias = parameter(heads.group)
         self.mix = mix if kernels is None or kernels.delta_net is None else kernels.delta_net
 
     def forward(
@@ -174,7 +178,8 @@ class GatedDeltaNet(WeightedModule):
         else:
             mixed = compute(x, parts)
         if rows is not None:
-            mixed, total = mixed[rows], total[rows]
+            mixed = mixed[rows]
+            total = total[rows]
         return norms.joined(total, self.out_proj(mixed))
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
@@ -248,9 +253,11 @@ def _advance(
     )
     query = query * heads.key_dim**-0.5
     decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
-    rate, decay = b.float().sigmoid().mT[..., None], decay.mT[..., None]
+    rate = b.float().sigmoid().mT[..., None]
+    decay = decay.mT[..., None]
     given = (query, key, of_group(values), rate, decay)
-    state, chunks = before[1].mT, []
+    state = before[1].mT
+    chunks = []
     for start in range(0, x.shape[2], CHUNK):
         found, state = _chunk(state, *(each[..., start : start + CHUNK, :] for each in given))
         chunks.append(found)

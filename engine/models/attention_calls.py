@@ -262,7 +262,8 @@ class PagedAttention:
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Answer calls from this batch and cache from now on."""
-        self._pass, self._next = (batch, cache), 0
+        self._pass = (batch, cache)
+        self._next = 0
         for module in self._modules:
             module.__dict__[PLACE] = self
 
@@ -278,7 +279,8 @@ class PagedAttention:
         return None if self._pass is None else self._pass[0].positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        index, self._next = self._next, self._next + 1
+        index = self._next
+        self._next += 1
         if (
             self._pass is None
             or index >= len(self._modules)
@@ -289,7 +291,8 @@ class PagedAttention:
             )
         _refuse_unbuilt(call)  # some options come only with long sequences
         batch, cache = self._pass
-        features, layer_cache = self.features[index], cache.layers[index]
+        features = self.features[index]
+        layer_cache = cache.layers[index]
         head_dim = features.head_dim
         query, key, value = (
             _rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value)

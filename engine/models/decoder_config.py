@@ -104,10 +104,8 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
         raise UnsupportedModel(
             f"delta nets with hidden_act {known['hidden_act']!r} are not supported natively"
         )
-    num_heads, num_values = (
-        size(known, "linear_num_key_heads"),
-        size(known, "linear_num_value_heads"),
-    )
+    num_heads = size(known, "linear_num_key_heads")
+    num_values = size(known, "linear_num_value_heads")
     if num_values % num_heads:
         raise ConfigError(
             f"config.json: {num_values} heads of values cannot share {num_heads} of keys"
@@ -185,7 +183,9 @@ def _read_rope(
     return rope
 
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 #: Keys that say how many layers it is from one of FULL to the next, and the kind of those between.
 PATTERNS = {"sliding_window_pattern": SLIDING, "full_attention_interval": LINEAR}
 

@@ -56,7 +56,8 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
     """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
     if path.is_single_pass:
-        has_head, embeds = False, embeds or model.architecture.endswith(CLASSIFIES)
+        has_head = False
+        embeds = embeds or model.architecture.endswith(CLASSIFIES)
     else:
         has_head = _has_lm_head(folder, model, path)
     if not has_head and not embeds and (path.is_single_pass or model.architecture in BODIES):
@@ -213,7 +214,8 @@ def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, emb
         named = own_names(tensors, is_text_part=config.is_text_part)
         if not any(name.startswith("lm_head.") for name in named):
             return embeds or decoder.tie_word_embeddings
-        head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
+        head = named.get("lm_head.weight")
+        embedding = named.get("model.embed_tokens.weight")
         if not decoder.tie_word_embeddings or head is None or embedding is None:
             return decoder.tie_word_embeddings
         return head.shape == embedding.shape and torch.equal(head.whole(), embedding.whole())

@@ -161,7 +161,8 @@ class Mixers:
     def __init__(self, cache: StateCache, argument: str) -> None:
         """cache: with which the model was run. argument: by which the body takes it."""
         self.states = cache.shapes()
-        self._cache, self._argument = cache, argument
+        self._cache = cache
+        self._argument = argument
         self.index_keys = tuple(cache.index_keys.values())
         self._step: tuple[StateParts, StatePool] | None = None
         self._indexers = Indexers(cache.indexers)
@@ -237,7 +238,8 @@ class Mixers:
                 getattr(layer, state.name)[state.place] = values
                 getattr(layer, f"is_{state.name}_initialized")[state.place] = True
                 layer.has_previous_state[state.place] = True
-                layer.dtype, layer.device = values.dtype, values.device
+                layer.dtype = values.dtype
+                layer.device = values.device
                 if state.name == "conv_states":
                     layer.conv_kernel_size[state.place] = values.shape[-1]
 

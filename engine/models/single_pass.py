@@ -107,7 +107,8 @@ class SinglePass:
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
-        self.model, self.classifies = model, classifies
+        self.model = model
+        self.classifies = classifies
         self._vocab_size = model.config.vocab_size
         self._pad = model.config.pad_token_id
         arguments = inspect.signature(model.forward).parameters
@@ -139,7 +140,8 @@ class SinglePass:
 
     def fuse(self) -> None:
         """Compute activations and sums together with the products before them, from now on."""
-        self._fused, self._layers = fuse_linears(*self._layers), ([], {})
+        self._fused = fuse_linears(*self._layers)
+        self._layers = ([], {})
 
     def pad(self) -> None:
         """Compute texts in padded batches from now on, by transformers' own code."""
@@ -322,7 +324,8 @@ class SinglePass:
 
     def _replace(self, body: Any, output: Any) -> None:
         """Have the body return the known states, if there are any, and else compute."""
-        compute, kind = body.forward, type(output)
+        compute = body.forward
+        kind = type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
 
         def forward(*args: Any, **options: Any) -> Any:
@@ -392,7 +395,8 @@ class PackedAttention:
         kind = query.shape[1] // key.shape[1], after
         if kind not in self._tasks:
             lengths = np.array(self._lengths)
-            starts, none = lengths.cumsum() - lengths, np.zeros_like(lengths)
+            starts = lengths.cumsum() - lengths
+            none = np.zeros_like(lengths)
             tasks = kernel.tasks_of_sequences(
                 starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
             )
@@ -430,14 +434,13 @@ class Sight:
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
-        zero, places = (
-            torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device),
-            torch.arange(length, device=device),
-        )
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+        places = torch.arange(length, device=device)
         seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
         for part in torch.split(places, NUM_LOOKED_UP):
             seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
-        after, before = int(seen[0, 0, 0].sum()) - 1, int(seen[0, 0, -1].sum()) - 1
+        after = int(seen[0, 0, 0].sum()) - 1
+        before = int(seen[0, 0, -1].sum()) - 1
         is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
         return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
 
@@ -494,7 +497,8 @@ def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     for place, length in enumerate(lengths):
         if place > begin and num_tokens + length > most:
             yield begin, place
-            begin, num_tokens = place, 0
+            begin = place
+            num_tokens = 0
         num_tokens += length
     yield begin, len(lengths)
 
@@ -506,7 +510,8 @@ def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
         if group and lengths[place] * (len(group) + 1) > MAX_PADDED * (num_tokens + lengths[place]):
             yield group
-            group, num_tokens = [], 0
+            group = []
+            num_tokens = 0
         group.append(place)
         num_tokens += lengths[place]
     if group:

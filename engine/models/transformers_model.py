@@ -71,14 +71,17 @@ class TransformersModel(CausalModel):
     ) -> None:
         """Keep the model, its body, the attention that answers both, and the mixers that keep states."""
         super().__init__()
-        self.model, self.hidden_size = model, body.hidden_size
+        self.model = model
+        self.hidden_size = body.hidden_size
         self._first_position = first_position
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._body = body
-        self.attention, self._mixers = attention, mixers
+        self.attention = attention
+        self._mixers = mixers
         self.attention_layers = attention.features
         if mixers is not None:
-            self.states, self.index_keys = mixers.states, mixers.index_keys
+            self.states = mixers.states
+            self.index_keys = mixers.index_keys
         beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
         self.probe_lengths = (
             max(150, beyond + 100),
@@ -88,7 +91,8 @@ class TransformersModel(CausalModel):
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self.attention.begin(batch, cache)
-        ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
+        ids = batch.token_ids[None]
+        positions = batch.positions[None] + self._first_position
         told = {"position_ids": positions} if self._body.takes_positions else {}
         if batch.pictures is not None:
             told |= batch.pictures.arguments
@@ -131,12 +135,10 @@ class Body:
 
     def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
         """output: one of the body's."""
-        self._model, self.module, self.compute, self._output_type = (
-            model,
-            body,
-            body.forward,
-            type(output),
-        )
+        self._model = model
+        self.module = body
+        self.compute = body.forward
+        self._output_type = type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
         self._given: Tensor | None = None
@@ -209,7 +211,8 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
             model: Any = kind._from_config(values, dtype=TRACED)
             _drop_other_parts(model)
             put_in_place(model)
-            cache, argument = StateCache(), _name_of_cache(model)
+            cache = StateCache()
+            argument = _name_of_cache(model)
             calls = _record(
                 model, torch.device("meta"), more={argument: cache} if argument else {}
             ).calls
@@ -315,7 +318,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
         return values
     if isinstance(text, kind.config_class):
         return text  # of a whole model, for its text part's class
-    expected, found = kind.config_class.__name__, type(values).__name__
+    expected = kind.config_class.__name__
+    found = type(values).__name__
     raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {found}")
 
 
@@ -367,7 +371,9 @@ def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
             continue
         parent, _, last = name.rpartition(".")
         absent: Any = nn.Module()
-        absent.device, absent.dtype = module.device, module.dtype  # they are still asked for
+        # Both are still asked for.
+        absent.device = module.device
+        absent.dtype = module.dtype
         setattr(model.get_submodule(parent), last, absent)
 
 
@@ -389,7 +395,8 @@ def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
 
     hf_logging: Any = logging
-    had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    had_bar = hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:

@@ -48,7 +48,8 @@ def free_memory(config: EngineConfig) -> tuple[int, str]:
 
 
 def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
-    count, wanted = torch.cuda.device_count(), config.tensor_parallel_size
+    count = torch.cuda.device_count()
+    wanted = config.tensor_parallel_size
     if count < wanted:
         found = f"torch sees {count} GPUs, and tensor_parallel_size={wanted}"
         mend = "list more in CUDA_VISIBLE_DEVICES, or lower tensor_parallel_size"

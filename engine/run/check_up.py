@@ -236,7 +236,8 @@ def _check_memory(
     ranks = config.tensor_parallel_size
     free_bytes, owner = free_memory(config)
     adapters = adapter_bytes(config, dtype_bytes)
-    memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights - adapters
+    memory = f"{free_bytes / GIB:.2f} GiB {owner}"
+    left = free_bytes - weights - adapters
     beside_weights = (
         f", and {config.max_adapters} adapters {adapters / GIB:.2f} GiB" if adapters else ""
     )

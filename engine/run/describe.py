@@ -53,7 +53,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     config = EngineConfig(str(folder))
     model, path, reader = find_reader(folder, *read_supported(folder, config.model_path))
-    name, new = model.whole or model.architecture, ""
+    name = model.whole or model.architecture
+    new = ""
     if path.is_single_pass:
         single_pass_class(model.architecture)
     elif path.decoder is None:
@@ -83,7 +84,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
     if path.is_single_pass:
-        classes, pooling = read_classes(model), read_pooling(folder, model)
+        classes = read_classes(model)
+        pooling = read_pooling(folder, model)
         embeds = (
             "embeddings"
             if pooling

@@ -290,7 +290,8 @@ class SequenceEdits:
         token_ids: the known ones. start: where the completion begins.
         pending_sample: of LogitEdits.pending, None if all tokens are known.
         """
-        request, is_pending = self._request, pending_sample is not None
+        request = self._request
+        is_pending = pending_sample is not None
         if pending_sample is not None:
             parts.pending.append((place, pending_sample))
         if request.mask is not None:

@@ -357,7 +357,8 @@ class BlockManager:
         ):
             return []
         self.extend_keys(seq)
-        first, parent = seq.num_published_blocks, seq.root
+        first = seq.num_published_blocks
+        parent = seq.root
         if first:
             previous = self._blocks[seq.block_table[first - 1]].content_id
             assert previous is not None
@@ -387,7 +388,8 @@ class BlockManager:
         if self._tails.find(parent, tokens)[1] == num_tokens:
             return []
         self._unlist(block)
-        block.parent_content_id, block.tokens = parent, tokens
+        block.parent_content_id = parent
+        block.tokens = tokens
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
@@ -439,13 +441,15 @@ class BlockManager:
         """Give a full block its content id, and return that; other content of the same hash is not found any more."""
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
-        block.parent_content_id, block.tokens = parent, key.tokens
+        block.parent_content_id = parent
+        block.tokens = key.tokens
         if owner is not None and owner.parent_content_id == parent and owner.tokens == key.tokens:
             block.content_id = owner.content_id
         else:
             if owner is not None:
                 self._hide(owner)
-            block.content_id, block.hash = next(self._content_ids), key.hash
+            block.content_id = next(self._content_ids)
+            block.hash = key.hash
             self._by_hash[key.hash] = block
         assert block.content_id is not None
         return block.content_id

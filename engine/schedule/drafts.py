@@ -42,7 +42,8 @@ class Drafts:
         self._seconds: dict[
             int, tuple[float, float]
         ] = {}  # by size of step: rows and least seconds
-        self._right, self._tried = 1.0, 2.0
+        self._right = 1.0
+        self._tried = 2.0
         self._num_steps = 0
 
     def choose(
@@ -98,7 +99,8 @@ class Drafts:
 
     def _guess(self, seq: Sequence, token_ids: NDArray[np.int32]) -> list[int]:
         room = min(MOST, seq.max_len - len(token_ids) - 1)
-        text, last = token_ids[:-1].tobytes(), token_ids[-NUM_LAST:].tobytes()
+        text = token_ids[:-1].tobytes()
+        last = token_ids[-NUM_LAST:].tobytes()
         place = text.rfind(last)
         for _ in range(MAX_SKIPPED):
             if place % TOKEN_BYTES and place > 0:

@@ -78,7 +78,8 @@ class RunningList:
         return self._seqs.pop()
 
     def clear(self) -> None:
-        self._seqs, self._lanes = [], {}
+        self._seqs = []
+        self._lanes = {}
 
     def move(self, seq: Sequence, lane: int) -> None:
         """Move one of them to another lane."""

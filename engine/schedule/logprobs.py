@@ -52,7 +52,8 @@ def as_dicts(
     """
     dicts: list[dict[int, Logprob]] = []
     for part in known:
-        starts, ends = part.starts[:-1].tolist(), part.starts[1:].tolist()
+        starts = part.starts[:-1].tolist()
+        ends = part.starts[1:].tolist()
         own = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
         for token_id, (logprob, rank, start, end) in zip(
             token_ids[len(dicts) :], own, strict=False

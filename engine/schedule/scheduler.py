@@ -195,7 +195,8 @@ class Scheduler:
         )
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
-        finished, num_dropped = [], 0
+        finished = []
+        num_dropped = 0
         for seq, token_id, is_plain in zip(
             batch.sampling, ordinary.tolist(), goes_on.tolist(), strict=True
         ):
@@ -234,7 +235,8 @@ class Scheduler:
             if not batch.launched:
                 self.blocks.let_go_sources(batch.copies)
             for seq in batch.sampling + batch.ending:
-                seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
+                seq.num_tokens = len(seq.token_ids)
+                seq.num_stale = 0
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
             for seq, _ in batch.scored + batch.pooled:
@@ -303,7 +305,8 @@ class Scheduler:
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
         """Add guesses to the decodes, as far as there are blocks and token budget for them."""
-        slots, size = self.slots, self.blocks.block_size
+        slots = self.slots
+        size = self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
         most = (
             min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
@@ -537,7 +540,8 @@ class Scheduler:
     def _queue_followers(self, seq: Sequence) -> None:
         """Queue the sequences that waited for `seq` to finish."""
         for follower in seq.followers:
-            follower.arrival, follower.lane = seq.arrival, seq.lane
+            follower.arrival = seq.arrival
+            follower.lane = seq.lane
             self.blocks.extend_keys(follower)
             self._wait_again(follower)
 

@@ -93,7 +93,8 @@ class _Nodes:
 
     def __init__(self) -> None:
         self._children: dict[Scored, int] = {}
-        self._depths, self._owners = [0], [0]
+        self._depths = [0]
+        self._owners = [0]
 
     def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
         """Build the tree, the longest tails first, so that none is the beginning of a later one."""
@@ -129,7 +130,8 @@ class _Nodes:
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
         """Return the parent branch of a new one; None if it has no node of its own, or is the first."""
-        node, parent = 0, None
+        node = 0
+        parent = None
         for depth, token_id in enumerate(way, start=1):
             child = self._children.get((node, token_id))
             if child is None:
@@ -144,7 +146,8 @@ class _Nodes:
     def _scored(self, tail: Tail, end_token_ids: tuple[int, ...]) -> list[list[Scored]]:
         """List a tail's tokens from its place on, each with the node before it; then the end tokens."""
         token_ids, first = tail
-        node, scored = 0, []
+        node = 0
+        scored = []
         for place, token_id in enumerate(token_ids):
             if place >= first:
                 scored.append([(node, token_id)])

@@ -48,8 +48,12 @@ class SlotTable:
         def zeros() -> NDArray[np.int64]:
             return np.zeros(max_num_seqs, np.int64)
 
-        self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
-        self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
+        self.num_tokens = zeros()
+        self.num_computed = zeros()
+        self.num_known = zeros()
+        self.num_prompt = zeros()
+        self.min_len = zeros()
+        self.max_len = zeros()
         self.sample_place = zeros()
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -169,7 +173,8 @@ class SlotTable:
 
     def move_on(self, seq: Sequence, num_new: int) -> None:
         """Write the last num_new tokens of a sequence that has no pending one."""
-        slot, known = seq.slot, seq.num_tokens
+        slot = seq.slot
+        known = seq.num_tokens
         self.token_ids[slot, known - num_new : known] = seq.token_ids[known - num_new :]
         self.num_tokens[slot] = self.num_known[slot] = known
         self.num_computed[slot] = seq.num_computed_tokens

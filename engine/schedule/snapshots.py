@@ -78,15 +78,15 @@ class StateMoves:
         self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> Iterator[tuple[int, ...]]:
         for seq, num_new, _ in prefills:
-            source, begin, end = (
-                self.sources.get(seq, seq.slot),
-                seq.num_computed_tokens,
-                row + num_new,
-            )
+            source = self.sources.get(seq, seq.slot)
+            begin = seq.num_computed_tokens
+            end = row + num_new
             for num_tokens, saved in self.saves.get(seq, ()):
                 middle = row + num_tokens - begin
                 yield row, middle, source, seq.slot, saved
-                row, begin, source = middle, num_tokens, seq.slot
+                row = middle
+                begin = num_tokens
+                source = seq.slot
             if row < end:
                 yield row, end, source, seq.slot, NO_ROW
             row = end

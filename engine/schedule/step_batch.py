@@ -24,11 +24,14 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
 
     A token's row scores the token behind it.
     """
-    batch.scored, batch.pooled = [], []
-    scored, pooled_rows = [(NOTHING, NOTHING, NOTHING)], [NOTHING]
+    batch.scored = []
+    batch.pooled = []
+    scored = [(NOTHING, NOTHING, NOTHING)]
+    pooled_rows = [NOTHING]
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
-        end, shift = seq.num_computed_tokens + num_new, first_row - seq.num_computed_tokens
+        end = seq.num_computed_tokens + num_new
+        shift = first_row - seq.num_computed_tokens
         first_row += num_new
         if seq.targets is not None and len(
             places := seq.targets.places[found := seq.targets.until(end)]
@@ -202,10 +205,12 @@ class StepBatch:
 
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     """Cut the scheduled tokens out of the slot table."""
-    rows, num_new = batch.slots, batch.num_new_tokens
+    rows = batch.slots
+    num_new = batch.num_new_tokens
     context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
-    token_rows, positions = rows, context_lens - 1
+    token_rows = rows
+    positions = context_lens - 1
     if batch.prefills or batch.drafted:
         token_rows = np.repeat(rows, num_new)
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
@@ -253,12 +258,15 @@ def _find_pictures(
     batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]
 ) -> StepPictures | None:
     """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
-    rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
+    rows = [NOTHING]
+    parts = list[Part]()
+    blocks = [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
     first = 0
     for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-        start, first = seq.num_computed_tokens, first + num_new
+        start = seq.num_computed_tokens
+        first += num_new
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)

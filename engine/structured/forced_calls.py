@@ -32,7 +32,8 @@ class ForcedCalls:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
         """eos_token_ids: ids that end a text. A mark that is one of them ends the call by itself."""
-        self._template, self._added_tokens = tokenizer.tool_template or "", tokenizer.added_tokens
+        self._template = tokenizer.tool_template or ""
+        self._added_tokens = tokenizer.added_tokens
         self._eos_token_ids = eos_token_ids
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
 

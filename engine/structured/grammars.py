@@ -84,7 +84,8 @@ class Grammars:
         are calls of tools.
         """
         self._forced_calls = forced_calls
-        self._backend, self._vocab_size = backend, vocab_size
+        self._backend = backend
+        self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
@@ -178,10 +179,8 @@ class Grammars:
                 raise InvalidSampling(wanted, error.got) from None
             raise InvalidSampling(*error.args) from None
         assert self._started is not None
-        vocabulary, allowed = (
-            self._started[0].vocabulary,
-            allowed_mask(params.allowed_token_ids, self._vocab_size),
-        )
+        vocabulary = self._started[0].vocabulary
+        allowed = allowed_mask(params.allowed_token_ids, self._vocab_size)
         shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, spec)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 

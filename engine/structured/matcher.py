@@ -49,10 +49,8 @@ class Vocabulary:
         """Make the vocabulary of a tokenizer."""
         from llguidance import LLExecutor
 
-        num_words, is_small = (
-            -(-tokenizer.vocab_size // WORD),
-            tokenizer.vocab_size < SMALL_VOCABULARY,
-        )
+        num_words = -(-tokenizer.vocab_size // WORD)
+        is_small = tokenizer.vocab_size < SMALL_VOCABULARY
         special = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
         eos_mask = token_mask(tokenizer.eos_tokens, num_words * WORD)
         eos_words = np.flatnonzero(eos_mask)
@@ -85,7 +83,9 @@ class Matcher:
         forget: called when the machine fails: all copies of a grammar share one lexer, so later rows need another.
         """
         self._forget = forget
-        self.machine, self._fresh, self.vocabulary = machine, fresh, vocabulary
+        self.machine = machine
+        self._fresh = fresh
+        self.vocabulary = vocabulary
         self._ends = end_token_ids & vocabulary.without_text
         ends = [token_id for token_id in self._ends if token_id < vocabulary.num_words * WORD]
         #: [words] int32, the tokens that end the completion and stand for no text.
@@ -175,7 +175,9 @@ def fill_masks(
     matchers: of one vocabulary.  one_by_one: compute them so even with a large vocabulary; then a mask that takes
     longer than MAX_MASK_S fails its matcher, as it does with a small one.
     """
-    vocabulary, address, num_bytes = matchers[0].vocabulary, masks.ctypes.data, masks.strides[0]
+    vocabulary = matchers[0].vocabulary
+    address = masks.ctypes.data
+    num_bytes = masks.strides[0]
     if vocabulary.executor is not None and not one_by_one:
         machines = [(each.machine, row) for row, each in enumerate(matchers)]
         vocabulary.executor.unsafe_compute_mask_ptr(machines, address, num_bytes, len(masks))
@@ -187,7 +189,8 @@ def fill_masks(
             if end - start > MAX_MASK_S:
                 matcher.error = f"its next token takes too long to find ({end - start:.1f} s)"
             start = end
-    words, bits = vocabulary.eos_words, vocabulary.eos_bits
+    words = vocabulary.eos_words
+    bits = vocabulary.eos_bits
     has_eos = (masks[:, words] & bits).any(axis=1)
     masks[:, words] &= ~bits
     for row in np.flatnonzero(has_eos).tolist():

@@ -52,7 +52,9 @@ def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
 
     The driver is told before and after the ranks meet, so that it knows which rank is missing.
     """
-    rank, config, folder = order["rank"], EngineConfig(**order["config"]), Path(order["folder"])
+    rank = order["rank"]
+    config = EngineConfig(**order["config"])
+    folder = Path(order["folder"])
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
     torch.set_num_threads(order["num_threads"])

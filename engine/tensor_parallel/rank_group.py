@@ -135,7 +135,8 @@ class RankTokens(PendingTokens):
     """The tokens that rank 0 will send for a launched step, numbered from 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        self._group, self._number = group, number
+        self._group = group
+        self._number = number
 
     def wait(self) -> NDArray[np.int64]:
         token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
@@ -381,7 +382,8 @@ def check_split(model: ModelConfig, size: int) -> None:
 
 def rank_devices(config: EngineConfig) -> list[str]:
     """Return the device of each rank. Raises ConfigError if there are too few GPUs."""
-    device, size = resolve_device(config.device), config.tensor_parallel_size
+    device = resolve_device(config.device)
+    size = config.tensor_parallel_size
     if device.type == "cpu":
         return ["cpu"] * size
     if ":" in config.device:

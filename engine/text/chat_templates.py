@@ -27,7 +27,8 @@ RESERVED = frozenset(
 )
 
 #: The role of instructions: OpenAI's newer name, and the name that most templates read.
-DEVELOPER, SYSTEM = "developer", "system"
+DEVELOPER = "developer"
+SYSTEM = "system"
 
 #: Kinds of the parts of a message.
 TEXT_ALONE = ("text",)

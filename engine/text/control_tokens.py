@@ -28,13 +28,13 @@ class ControlTokens:
     def __init__(
         self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]
     ) -> None:
-        self._backend, self._added_texts, self._kept_texts = backend, added, kept
+        self._backend = backend
+        self._added_texts = added
+        self._kept_texts = kept
         self.texts = frozenset(texts)
         self._added = _pattern(added)
-        self._control, self._in_answers = (
-            Spellings(self.texts),
-            Spellings(self.texts.difference(kept)),
-        )
+        self._control = Spellings(self.texts)
+        self._in_answers = Spellings(self.texts.difference(kept))
         self._names = {
             text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)
         }

@@ -4,8 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
 #: The text that opens reasoning, and the one that ends it and opens the answer.
@@ -40,7 +45,8 @@ class HarmonyMessage:
 
 
 def _message(header: str, content: str, *, is_closed: bool) -> HarmonyMessage:
-    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    channel = _CHANNEL.search(header)
+    recipient = _RECIPIENT.search(header)
     return HarmonyMessage(channel and channel[1], recipient and recipient[1], content, is_closed)
 
 
@@ -85,7 +91,8 @@ class AnswerChannels:
 
     def __init__(self, marks: Mapping[int, str], header: str) -> None:
         self._marks = marks
-        self._header, self._is_plain = header, True
+        self._header = header
+        self._is_plain = True
         self._is_answer: bool | None = None  # None within a header
         self._take(MESSAGE if header.endswith(MESSAGE) else "")
 
@@ -108,6 +115,7 @@ class AnswerChannels:
         if mark == MESSAGE:
             self._is_answer = _message(self._header, "", is_closed=False).is_answer
         elif mark in (START, END, CALL, RETURN):
-            self._is_answer, self._header = None, ""
+            self._is_answer = None
+            self._header = ""
         else:
             self._header += mark

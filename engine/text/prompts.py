@@ -191,7 +191,8 @@ class PromptReader:
         self.check_ids([*context, *continuation])
         if context:
             return tuple(continuation), tuple(context)
-        prefix, own = tuple(self._tokenizer.prefix), tuple(continuation)
+        prefix = tuple(self._tokenizer.prefix)
+        own = tuple(continuation)
         return own[1:] if own[:1] == prefix else own, prefix
 
     def continued(

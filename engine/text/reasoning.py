@@ -75,20 +75,25 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
     """
     if span is Span.CLOSED:
         return None, text
-    start, end = marks.start.text, marks.end.text
+    start = marks.start.text
+    end = marks.end.text
     before, opened, rest = text.partition(start)
     if span is Span.OPEN:
-        before, rest = "", rest if opened and not before.strip() else text
+        if not opened or before.strip():
+            rest = text
+        before = ""
     elif opened and end not in before:
         if end not in rest and before.strip():
             return None, text
     elif end in text:
-        before, rest = "", text
+        before = ""
+        rest = text
     else:
         return None, text
     inner, _, after = rest.partition(end)
     if not before.strip():
-        before, after = "", after.lstrip("\n")
+        before = ""
+        after = after.lstrip("\n")
     return inner.strip("\n"), before + after
 
 
@@ -101,7 +106,8 @@ class ThinkingBudget:
     def __init__(
         self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]
     ) -> None:
-        self._budget, self._marks = budget, marks
+        self._budget = budget
+        self._marks = marks
         needs_text = marks.start.token_id is None or marks.end.token_id is None
         self._text = text() if needs_text else None
         self._tail = ""
@@ -117,12 +123,15 @@ class ThinkingBudget:
         if num_left:  # tokens of the end mark are still to come
             return ()
         if self._left == 0:  # that was the end mark's last token
-            self._left, self._tail = None, ""
+            self._left = None
+            self._tail = ""
         elif self._left is None:
             if self._completes(self._marks.start, token_id):
-                self._left, self._tail = self._budget, ""
+                self._left = self._budget
+                self._tail = ""
         elif self._completes(self._marks.end, token_id):
-            self._left, self._tail = None, ""
+            self._left = None
+            self._tail = ""
         else:
             self._left -= 1
         return self.first()
@@ -165,19 +174,22 @@ class LeadingSpan:
 
     def _before(self, token_id: int) -> str:
         """Look for the start mark. Return the text held back once it shows that there is none."""
-        start, begun = self._marks.start, self._held.lstrip()
+        start = self._marks.start
+        begun = self._held.lstrip()
         is_mark = (
             token_id == start.token_id
             if start.token_id is not None
             else begun.startswith(start.text)
         )
         if is_mark:
-            self._is_open, self._held = True, begun.removeprefix(start.text)
+            self._is_open = True
+            self._held = begun.removeprefix(start.text)
             self._close(token_id)
             return ""
         if begun and start.token_id is None and start.text.startswith(begun):
             return ""
-        released, self._held = self._held, ""
+        released = self._held
+        self._held = ""
         self._is_over = bool(begun)
         return released
 
@@ -187,9 +199,12 @@ class LeadingSpan:
             _, mark, behind = self._held.partition(end.text)
             is_closed = bool(mark)
         else:
-            is_closed, behind = token_id == end.token_id, ""
+            is_closed = token_id == end.token_id
+            behind = ""
         if is_closed:
-            self._is_open, self._is_behind, self._held = False, True, behind
+            self._is_open = False
+            self._is_behind = True
+            self._held = behind
         else:
             self._held = self._held[-len(end.text) :]
 
@@ -198,7 +213,8 @@ class Reasoner:
     """Closes spans that are too long, and splits reasoning from answers."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
         added = tokenizer.added_tokens
         has_channels = harmony.CHANNEL in added and harmony.MESSAGE in added

@@ -217,7 +217,8 @@ class Tokenizer:
         if short + long > room:
             long = max(short, room - short) if short <= room else short
             if short + long > room:
-                short, long = room // 2, room // 2 + room % 2
+                short = room // 2
+                long = room // 2 + room % 2
             sizes = (short, long) if len(both[0]) <= len(both[1]) else (long, short)
             for each, size in zip(both, sizes, strict=True):
                 each.truncate(size, direction=self._tokenizer.truncation_side)
@@ -280,7 +281,8 @@ class Tokenizer:
         spaces_between_special_tokens: of SamplingParams; it holds for all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
-        whole, cuts = anchor + token_ids, [0, len(anchor) + len(token_ids)]
+        whole = anchor + token_ids
+        cuts = [0, len(anchor) + len(token_ids)]
         if not skip_special_tokens and not spaces_between_special_tokens:
             is_added = [token_id in self._added_ids for token_id in whole]
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
@@ -401,7 +403,8 @@ class Tokenizer:
             messages = with_short_ids(messages)
         if split_special_tokens:
             messages = [self._control.broken_message(message) for message in messages]
-            tools, variables = self._control.broken(tools), self._control.broken(variables)
+            tools = self._control.broken(tools)
+            variables = self._control.broken(variables)
         try:
             dated = template if now is None or template is None else at_time(template, now)
             text = self._render(messages, tools=tools, chat_template=dated, **variables)

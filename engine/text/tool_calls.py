@@ -99,7 +99,9 @@ def read_tool_calls(
     first_problem = None
     for each in FORMS if form is None else (form, *(other for other in FORMS if other is not form)):
         pieces = each.parse(text)
-        calls, rest, problem = list[dict[str, str]](), list[str](), None
+        calls = list[dict[str, str]]()
+        rest = list[str]()
+        problem = None
         for piece in pieces:
             call = None if piece.name is None else _call_of(piece, functions, is_cut)
             if isinstance(call, dict):
@@ -211,7 +213,8 @@ def _spans(
     text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]
 ) -> list[Piece]:
     """Cut a text at the matches of a pattern, and read each match."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     for match in pattern.finditer(text):
         pieces += [Piece(text[at : match.start()]), *read(match)]
         at = match.end()
@@ -223,13 +226,15 @@ def _write_object(name: str, key: str = "arguments") -> tuple[str, str]:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
 
 
-HERMES, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+HERMES = "<tool_call>"
+HERMES_CLOSE = "</tool_call>"
 _HERMES_END = re.compile(r"\s*(</tool_call>|(?=<tool_call>)|\Z)")
 
 
 def _hermes(text: str) -> list[Piece]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. An end tag may be missing."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while (place := text.find(HERMES, at)) >= 0:
         pieces.append(Piece(text[at:place]))
         value, end = _value_at(text, place + len(HERMES)) or (None, place + len(HERMES))
@@ -278,10 +283,12 @@ def _tagged(
 ) -> list[Piece]:
     """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
     ends = [(end.start(), end.end()) for end in value_end.finditer(text)]
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while call := opening.search(text, at):
         pieces.append(Piece(text[at : call.start()]))
-        arguments, at = dict[str, str](), call.end()
+        arguments = dict[str, str]()
+        at = call.end()
         while pair := key.match(text, at):
             place = bisect_left(ends, (pair.end(), 0))
             if place == len(ends):
@@ -304,7 +311,9 @@ def _tagged(
     return [*pieces, Piece(text[at:])]
 
 
-MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL = "[TOOL_CALLS]"
+MISTRAL_ARGUMENTS = "[ARGS]"
+MISTRAL_ID = "[CALL_ID]"
 _MISTRAL_NAME = re.compile(
     r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)"
 )
@@ -312,7 +321,8 @@ _MISTRAL_NAME = re.compile(
 
 def _mistral(text: str) -> list[Piece]:
     """[TOOL_CALLS] before a list of objects, or before each NAME[ARGS]{...}."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while (place := text.find(MISTRAL, at)) >= 0:
         pieces.append(Piece(text[at:place]))
         at = place + len(MISTRAL)
@@ -375,14 +385,17 @@ def _write_deepseek(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
     return f"{calls_begin}{call_begin}{name}{separator}", f"{call_end}{calls_end}"
 
 
-FUNCTOOLS, LISTED, LISTED_CLOSE = "functools[", "<|tool_call|>", "<|/tool_call|>"
+FUNCTOOLS = "functools["
+LISTED = "<|tool_call|>"
+LISTED_CLOSE = "<|/tool_call|>"
 _LISTED = re.compile(r"(?:functools|<\|tool_call\|>|<tool_call>)\s*(?=\[)")
 _LISTED_END = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
 def _listed(text: str) -> list[Piece]:
     """functools[{...}] of Phi-4, <|tool_call|>[{...}] of Phi-4-mini and Granite."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while opened := _LISTED.search(text, at):
         pieces.append(Piece(text[at : opened.start()]))
         value, at = _value_at(text, opened.end()) or (None, len(text))
@@ -410,7 +423,8 @@ PYTHON_TAG = "<|python_tag|>"
 def _llama_json(text: str) -> list[Piece]:
     """One or several objects and nothing else. If a tag comes before them, text may come before the tag."""
     before, tag, behind = text.rpartition(PYTHON_TAG)
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while at < len(behind.rstrip()):
         start = at
         value, at = _value_at(behind, at) or (None, len(behind))

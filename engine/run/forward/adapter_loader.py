@@ -40,7 +40,8 @@ class AdapterLoader:
     """Reads adapters into the layout and the dtype of a model's layers."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._layers = adapted_layers(model)
 
     def load(self, adapter: Adapter) -> dict[nn.Module, LowRank]:
@@ -132,7 +133,9 @@ class _Pair:
         self, module: str, a: CheckpointTensor, b: CheckpointTensor, values: Mapping[str, object]
     ) -> None:
         """values: adapter_config.json."""
-        self.module, self.a, self.b = module, a, b
+        self.module = module
+        self.a = a
+        self.b = b
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise _Misfit(
                 f"{module!r}: lora_A has the shape {list(a.shape)} and lora_B {list(b.shape)}, "

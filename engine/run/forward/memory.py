@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 # glibc's mallopt parameters (malloc.h) and the values they get.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
 KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
 SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20

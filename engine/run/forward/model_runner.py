@@ -115,7 +115,8 @@ class ModelRunner:
                         self.model.attention_layers, self._kv_dtype, config.block_size
                     )
                 self._allocate()
-            self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
+            self.backend_name = self.backend.name
+            self.has_graphs = self._graphs is not None
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
@@ -201,7 +202,8 @@ class ModelRunner:
             raise UnsupportedModel("its text part alone is computed")
         with on_device(self.device):
             self._tower = Tower(self.model, reader.placeholder_id, self.device, self.dtype)
-            reader.names, reader.positions = self._tower.names, self._tower.positions
+            reader.names = self._tower.names
+            reader.positions = self._tower.positions
             probe_pictures(
                 reader,
                 self._tower,
@@ -253,7 +255,8 @@ class ModelRunner:
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch
     ) -> Sampled:
         assert rows is not None, "they come with the step"
-        edits, last = sampling.ready_edits(), self._sampled
+        edits = sampling.ready_edits()
+        last = self._sampled
         if edits is not None and last is not None:
             edits = edits.placed(edits.rows, last.places[edits.pending[:, 1]])
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -374,7 +377,8 @@ class ModelRunner:
 
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
-        config, num_ranks = self._config, self._tp.size
+        config = self._config
+        num_ranks = self._tp.size
         for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
             most = default = max(0, self._measure_room(self._memory) - for_adapters)
@@ -442,7 +446,10 @@ class ModelRunner:
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
         # no closure over self, which the graphs would keep alive
-        model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
+        model = self.model
+        cache = self.cache
+        backend = self.backend
+        tp = self._tp
         tables = self._adapters.tables
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed or model.index_keys:
@@ -495,7 +502,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_mixed_graphs(self) -> MixedGraphs | None:
         """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
-        model, cache, backend = self.model, self.cache, self.backend
+        model = self.model
+        cache = self.cache
+        backend = self.backend
         capture = choose_piece_capture(self._config, backend, self.device)
         if capture is None or model.may_wait or model.index_keys:
             return None

@@ -53,13 +53,16 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     the row of each token; each row has at least one.
     """
     logits = logits.float()
-    totals, own = logits.logsumexp(-1), logits[rows, token_ids]
-    others, ranks = torch.arange(logits.shape[1], device=logits.device), []
+    totals = logits.logsumexp(-1)
+    own = logits[rows, token_ids]
+    others = torch.arange(logits.shape[1], device=logits.device)
+    ranks = []
     for part in torch.split(
         torch.arange(len(rows), device=logits.device), len(logits)
     ):  # not larger than logits
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        highest, before = own[part, None], others < token_ids[part, None]
+        highest = own[part, None]
+        before = others < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
     return own - totals[rows], torch.cat(ranks), totals
 
@@ -107,12 +110,15 @@ class StepLogprobs:
         self, step: StepBatch, model: CausalModel, tp: TensorParallel, backend: KernelBackend, device: torch.device,
         *, by_row: bool = False,
     ) -> None:  # fmt: skip
-        self._model, self._tp, self._by_row = model, tp, by_row
+        self._model = model
+        self._tp = tp
+        self._by_row = by_row
         self._scores = scores_of(backend)
         self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._device = device
         self._most_rows = piece_rows(model.vocab_size, device)
-        self._sample_tops, self._scored_tops = step.sample_tops[self._wanted], step.scored_tops
+        self._sample_tops = step.sample_tops[self._wanted]
+        self._scored_tops = step.scored_tops
         is_new = (
             np.diff(step.scored_rows, prepend=-1) != 0
         )  # several tokens may be scored by one row
@@ -149,7 +155,8 @@ class StepLogprobs:
                     )
                 )
         for piece, width in cut(self._scored_tops, self._places, self._most_rows):
-            first, last = self._places[piece.start], self._places[piece.stop - 1]
+            first = self._places[piece.start]
+            last = self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
                 rows = self._place_of[piece] - int(first)
@@ -169,7 +176,8 @@ class StepLogprobs:
         """
         logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
-        highest, ids = logits[:, :0].float(), token_ids.new_empty((len(logits), 0))
+        highest = logits[:, :0].float()
+        ids = token_ids.new_empty((len(logits), 0))
         if width:
             numbers = logits.float()
             highest, ids = (

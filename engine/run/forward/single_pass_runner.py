@@ -46,7 +46,8 @@ class SinglePassRunner:
     Raises ConfigError and its subclasses for whatever cannot be loaded.
     """
 
-    backend_name, has_graphs = "torch", False
+    backend_name = "torch"
+    has_graphs = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
         refuse_options(config, model_config.architecture)

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_KNOWN = 1 << 16  # pictures whose id in block keys is remembered
 MAX_ERROR_CHARS = 300
-LEFT, RIGHT = "before", "behind"  # texts around a picture, to see what a chat template puts between
+# Texts around a picture, to see what a chat template puts between.
+LEFT = "before"
+RIGHT = "behind"
 
 Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64] | None]
 

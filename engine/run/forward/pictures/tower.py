@@ -19,7 +19,8 @@ from engine.schedule.pictures import SeenPicture, StepPictures
 
 MAX_KEPT_BYTES = 1 << 29  # features of pictures that no request needs any more
 GIVEN = "mm_encoder_outputs"  # the argument by which a body takes a tower's output
-ROWS, BY_LAYER = "pooler_output", "deepstack_features"
+ROWS = "pooler_output"
+BY_LAYER = "deepstack_features"
 
 
 class _Form(NamedTuple):
@@ -51,7 +52,8 @@ class Tower:
         dtype: torch.dtype,
     ) -> None:
         """Raise UnsupportedModel if the model takes features in another way."""
-        self.model, self._body = model, cast(Any, model.body)
+        self.model = model
+        self._body = cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if (
             self._compute is None
@@ -60,7 +62,9 @@ class Tower:
             raise UnsupportedModel(
                 f"{type(self._body).__name__} of transformers {version('transformers')} takes no features of pictures"
             )
-        self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
+        self._placeholder_id = placeholder_id
+        self.device = device
+        self._dtype = dtype
         self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
         self._kept_bytes = 0
         self._form: _Form | None = None
@@ -118,7 +122,8 @@ class Tower:
                 )
             num_dims = 0 if isinstance(output[ROWS], (list, tuple)) else output[ROWS].ndim
             self._form = _Form(type(output), num_dims, layers is not None)
-            picture.features, picture.inputs = features, None
+            picture.features = features
+            picture.inputs = None
         self._keep(picture)
 
     def rows(self, step: StepPictures, token_ids: Tensor) -> PictureRows:

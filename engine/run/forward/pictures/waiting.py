@@ -29,7 +29,8 @@ class PictureQueue:
     def look(self) -> list[Sequence]:
         """Compute pictures for about MAX_SECONDS, one at least; return sequences that are ready, or have failed."""
         self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
-        began, last = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        last = 0.0
         found: list[Sequence] = []
         while self._waiting:
             seq = self._waiting[0]
