@@ -46,6 +46,6 @@ class GroupedRows:
             if isinstance(rows, slice):
                 product.add_to(y[rows], x[rows])
             else:
-                own = y.index_select(0, rows)
-                product.add_to(own, x.index_select(0, rows))
-                y.index_copy_(0, rows, own)
+                adapted = y.index_select(0, rows)
+                product.add_to(adapted, x.index_select(0, rows))
+                y.index_copy_(0, rows, adapted)

@@ -145,8 +145,8 @@ class KernelBackend(ABC):
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose a token for each row, see engine/sampling/sampler.py; into `chosen`, [rows], if given."""
-        found = sample(logits, rows)
-        return found if chosen is None else chosen.copy_(found)
+        sampled = sample(logits, rows)
+        return sampled if chosen is None else chosen.copy_(sampled)
 
 
 class CapturableBackend(KernelBackend):

@@ -76,7 +76,8 @@ class CpuBackend(KernelBackend):
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
-        if problem := cls.problem(device, dtype):
+        problem = cls.problem(device, dtype)
+        if problem:
             raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
 
     def __init__(self, device: torch.device) -> None:
@@ -132,13 +133,13 @@ class CpuBackend(KernelBackend):
         self._logit_masks.mask_rows(
             logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks))
         )
-        others = edits.without_masks()
-        return logits if others is None else super().edit(logits, others, sampled)
+        remaining = edits.without_masks()
+        return logits if remaining is None else super().edit(logits, remaining, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
-        found = self._sampler.choose_tokens(logits, list(vars(rows).values()))
-        return found if chosen is None else chosen.copy_(found)
+        sampled = self._sampler.choose_tokens(logits, list(vars(rows).values()))
+        return sampled if chosen is None else chosen.copy_(sampled)
 
     def build_metadata(
         self,
@@ -210,7 +211,7 @@ class CpuBackend(KernelBackend):
         order = np.argsort(-seen, kind="stable")
         decodes = decodes[order]
         chosen = np.flatnonzero(lens >= self.least_prefill)
-        of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
+        of_chosen = (array[chosen] for array in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
         of_decodes = (
             starts[decodes] + places[order],

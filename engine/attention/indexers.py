@@ -71,14 +71,13 @@ class Indexers:
         for span in metadata.spans:
             pieces = [*span.pieces(max(1, SCORES_AT_ONCE // span.context_len))]
             for self._span in reversed(pieces):  # each stores its keys for those after it
-                given, more = tree_map(
-                    partial(_part, self._span, metadata.spans[-1].end), (args, options)
-                )
-                chosen.append(compute(*given, **more))
+                cut = partial(_part, self._span, metadata.spans[-1].end)
+                piece_args, piece_options = tree_map(cut, (args, options))
+                chosen.append(compute(*piece_args, **piece_options))
         self._span = None
-        width = max(each.shape[-1] for each in chosen)
+        width = max(places.shape[-1] for places in chosen)
         self.chosen = torch.cat(
-            [F.pad(each, (0, width - each.shape[-1]), value=NONE) for each in chosen], dim=-2
+            [F.pad(places, (0, width - places.shape[-1]), value=NONE) for places in chosen], dim=-2
         )
         return self.chosen
 

@@ -31,7 +31,7 @@ class Span:
     context_len: int
 
     def pieces(self, num_rows: int) -> Iterator["Span"]:
-        """Cut the rows into spans of at most so many."""
+        """Cut the rows into spans of at most num_rows."""
         for end in range(self.end, self.start, -num_rows):
             start = max(self.start, end - num_rows)
             context_len = self.context_len - self.end + end
@@ -172,11 +172,11 @@ def _chosen(
 
 def _heads(stored: list[Tensor], cache: LayerKVCache, dtype: torch.dtype) -> list[Tensor]:
     """Turn stored keys and values, [tokens, kv_heads, dim], into those of each head, [kv_heads, tokens, dim]."""
-    heads = [each.transpose(0, 1) for each in stored]
+    heads = [tensor.transpose(0, 1) for tensor in stored]
     if cache.scales is None:
         return heads
-    scales = (each.to(dtype)[:, None, None] for each in cache.scales)
-    return [each.to(dtype) * scale for each, scale in zip(heads, scales, strict=True)]
+    scales = (tensor.to(dtype)[:, None, None] for tensor in cache.scales)
+    return [tensor.to(dtype) * scale for tensor, scale in zip(heads, scales, strict=True)]
 
 
 def _first_seen(token: int, features: AttentionFeatures) -> int:

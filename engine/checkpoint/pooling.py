@@ -102,11 +102,11 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return each module's folder and the last name of its type."""
-    found = read_json_value(folder / MODULES)
-    if not isinstance(found, list) or not found:
-        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(found)}")
+    listed = read_json_value(folder / MODULES)
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(listed)}")
     modules = []
-    for module in found:
+    for module in listed:
         kind, path = (
             module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
         )

@@ -62,7 +62,7 @@ class Quantization:
         return next(iter(by_name + by_pattern + by_class), None)
 
     def __str__(self) -> str:
-        numbers = dict.fromkeys(f"{each.kind}{each.bits}" for each in self.schemes)
+        numbers = dict.fromkeys(f"{scheme.kind}{scheme.bits}" for scheme in self.schemes)
         return f"{self.method}: {' and '.join(numbers)}"
 
 
@@ -127,8 +127,8 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for key in ("sparsity_config", "transform_config"):
-        given = values.get(key) or {}
-        if given.get("format", "dense") != "dense" or given.get("config_groups"):
+        section = values.get(key) or {}
+        if section.get("format", "dense") != "dense" or section.get("config_groups"):
             raise UnsupportedModel(
                 f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
             )
@@ -176,9 +176,11 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
 def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     value = values.get(key)
     if value not in allowed:
-        named = ", ".join(repr(each) for each in allowed if each is not None)
+        supported = ", ".join(
+            repr(allowed_value) for allowed_value in allowed if allowed_value is not None
+        )
         raise UnsupportedModel(
-            f"quantization_config: {key} {brief(value)} is not supported; supported: {named}"
+            f"quantization_config: {key} {brief(value)} is not supported; supported: {supported}"
         )
 
 

@@ -55,7 +55,7 @@ class Rope:
         if (
             not isinstance(value, list)
             or len(value) != self.rotary_dim // 2
-            or not all(type(each) in (int, float) and 0 < each < math.inf for each in value)
+            or not all(type(number) in (int, float) and 0 < number < math.inf for number in value)
         ):
             raise ConfigError(
                 f"config.json: rope parameter {name} must hold {self.rotary_dim // 2} numbers above 0, "
@@ -109,20 +109,19 @@ def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
         high - low if high != low else 0.001
     )
-    kept = 1 - ramp.clamp(0, 1)
+    fast_share = 1 - ramp.clamp(0, 1)
     powers = _powers(rope, rope.theta)
-    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(
-        rope, factor
-    )
+    frequencies = 1.0 / (factor * powers) * (1 - fast_share) + 1.0 / powers * fast_share
+    return frequencies, _yarn_attention_factor(rope, factor)
 
 
 def _yarn_attention_factor(rope: Rope, factor: float) -> float:
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    given = rope.optional("attention_factor")
-    if given is not None:
-        return given
+    configured = rope.optional("attention_factor")
+    if configured is not None:
+        return configured
     mscale = rope.optional("mscale")
     over = rope.optional("mscale_all_dim")
     return magnitude(mscale) / magnitude(over) if mscale and over else magnitude(1)

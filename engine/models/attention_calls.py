@@ -15,9 +15,8 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.torch_backend import TorchMetadata
 from engine.errors import UnsupportedModel
 
-PLACE = (
-    "tokenmill_attention"  # the attribute of a module that holds what answers its attention calls
-)
+# The attribute of a module that holds what answers its attention calls.
+PLACE = "tokenmill_attention"
 NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
@@ -194,7 +193,8 @@ def _refuse_unbuilt(call: AttentionCall) -> None:
     said = {
         name for name, value in call.options.items() if value is not None and value is not False
     }
-    if unknown := said - BUILT - IDLE - {"is_causal"}:
+    unknown = said - BUILT - IDLE - {"is_causal"}
+    if unknown:
         raise UnsupportedModel(
             f"its attention takes {', '.join(sorted(unknown))}, which is not built"
         )
@@ -253,9 +253,11 @@ class PagedAttention:
         self.features = [features_of(call, max_positions) for call in calls]
         self._chosen = chosen
         if chosen is not None:
-            self.features = [replace(each, is_indexed=True) for each in self.features]
-        for each in self.features:
-            backend.check_features(each)
+            self.features = [
+                replace(layer_features, is_indexed=True) for layer_features in self.features
+            ]
+        for layer_features in self.features:
+            backend.check_features(layer_features)
         self._dtype = dtype
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0

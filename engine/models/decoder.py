@@ -193,10 +193,10 @@ class DecoderLayer(WeightedModule):
                 kernels=kernels,
                 shared_expert=DecoderMLP(parts, shared) if shared else None,
             )
-        named = {name: parts.norm(size) for name in parts.config.flags.norms if name}
-        for name, norm in named.items():
+        by_name = {name: parts.norm(size) for name in parts.config.flags.norms if name}
+        for name, norm in by_name.items():
             self.add_module(name, norm)
-        norms = [named[name] if name else None for name in parts.config.flags.norms]
+        norms = [by_name[name] if name else None for name in parts.config.flags.norms]
         self.attention_norms = NormPair(*norms[:2])
         self.mlp_norms = NormPair(*norms[2:])
 
@@ -250,8 +250,8 @@ class DecoderModel(nn.Module):
         caches = iter(cache.layers)
         for i, layer in enumerate(self.layers):
             wanted = rows if i == last else None
-            kept = next(caches) if i not in self.with_states else cache.states_of(i)
-            stream = layer(stream, rotations, batch, kept, wanted)
+            layer_cache = next(caches) if i not in self.with_states else cache.states_of(i)
+            stream = layer(stream, rotations, batch, layer_cache, wanted)
         normed, _ = stream.normed(self.norm)
         return normed
 

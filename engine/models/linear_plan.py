@@ -161,9 +161,9 @@ def _norm_of_sum(
     product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor
 ) -> Tensor:
     rows = x.flatten(0, -2)
-    others = other.flatten(0, -2)
+    other_rows = other.flatten(0, -2)
     total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-        rows, others, product.weight, product.bias, "add"
+        rows, other_rows, product.weight, product.bias, "add"
     )
     return norm(total.view(other.shape))
 

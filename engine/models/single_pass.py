@@ -200,7 +200,7 @@ class SinglePass:
 
     def _in_groups(self, texts: Sequence[Tensor], compute: Callable[[list[int]], Tensor]) -> Tensor:
         """Compute texts of like lengths together, by their places."""
-        found: list[Tensor] = [torch.empty(0)] * len(texts)
+        by_text: list[Tensor] = [torch.empty(0)] * len(texts)
         groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
         if (
             self.classifies and self._pad is None
@@ -210,9 +210,9 @@ class SinglePass:
             computed = compute(group)
             sizes = [1 if self.classifies else len(texts[place]) for place in group]
             ends = list(accumulate(sizes))[:-1]
-            for place, each in zip(group, torch.tensor_split(computed, ends), strict=True):
-                found[place] = each
-        return torch.cat(found)
+            for place, states in zip(group, torch.tensor_split(computed, ends), strict=True):
+                by_text[place] = states
+        return torch.cat(by_text)
 
     def _padded(self, texts: Sequence[Tensor]) -> Tensor:
         row, mask = _pad(texts, self._pad or 0)
@@ -249,7 +249,7 @@ class SinglePass:
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
         hooks = [
-            table.register_forward_pre_hook(lambda table, given: seen.append((table, given[0])))
+            table.register_forward_pre_hook(lambda table, args: seen.append((table, args[0])))
             for table in tables
         ]
         try:
@@ -261,13 +261,13 @@ class SinglePass:
                 hook.remove()
         count = torch.arange(NUM_RECORDED_TOKENS, device=tokens.device)
         for table, ids in seen:
-            found = ids.flatten()
+            positions = ids.flatten()
             if (
-                found.shape == count.shape
+                positions.shape == count.shape
                 and table.num_embeddings != self._vocab_size
-                and (found == found[0] + count).all()
+                and (positions == positions[0] + count).all()
             ):
-                self._first_position = int(found[0])
+                self._first_position = int(positions[0])
                 self.max_positions = table.num_embeddings - self._first_position
 
     def _pack(self) -> "PackedAttention":
@@ -316,8 +316,13 @@ class SinglePass:
         )
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
-            same = (each for each in bodies if torch.equal(each[1].last_hidden_state, states))
-            if (innermost := next(same, None)) is None:
+            same = (
+                candidate
+                for candidate in bodies
+                if torch.equal(candidate[1].last_hidden_state, states)
+            )
+            innermost = next(same, None)
+            if innermost is None:
                 raise UnsupportedModel("its states are not finite")
             self._replace(*innermost)
         return attention
@@ -363,7 +368,7 @@ class PackedAttention:
         parts = []
         for start, end in pairwise(accumulate(self._lengths, initial=0)):
             query, key, value = (
-                each[:, :, start:end] for each in (call.query, call.key, call.value)
+                tensor[:, :, start:end] for tensor in (call.query, call.key, call.value)
             )
             mask = None if sight.mask is None else sight.mask[..., : end - start, : end - start]
             attended = F.scaled_dot_product_attention(
@@ -379,18 +384,18 @@ class PackedAttention:
 
     def _sight(self, rule: Rule | None, device: torch.device) -> "Sight":
         longest = max(self._lengths)
-        found = self._sights.get(rule)
-        if found is None or found.length < longest:
-            found = self._sights[rule] = Sight.of(
+        sight = self._sights.get(rule)
+        if sight is None or sight.length < longest:
+            sight = self._sights[rule] = Sight.of(
                 rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device
             )
-        return found
+        return sight
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
         from engine.cpu_kernels import prefill_attention as kernel  # numba is optional
 
         query, key, value = (
-            each[0].transpose(0, 1).contiguous() for each in (call.query, call.key, call.value)
+            tensor[0].transpose(0, 1).contiguous() for tensor in (call.query, call.key, call.value)
         )
         kind = query.shape[1] // key.shape[1], after
         if kind not in self._tasks:

@@ -43,14 +43,12 @@ if TYPE_CHECKING:
     from engine.models.mixers import Mixers
 
 PAGED = "tokenmill"  # our attention's name among transformers'
-UNMASKED = (
-    "tokenmill_unmasked"  # the same, for classes that need a mask: they get one that hides nothing
-)
+# The same for classes that need a mask: they get one that hides nothing.
+UNMASKED = "tokenmill_unmasked"
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 CACHES = ("past_key_values", "cache_params")  # the arguments by which models take a cache
-MIN_VERSION = (
-    5  # of transformers; masks of older ones cannot be asked about positions beyond the tokens
-)
+# The oldest transformers served. Masks of older ones cannot be asked about positions beyond the tokens.
+MIN_VERSION = 5
 TRACED = torch.bfloat16  # a dtype in which all products work for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
 MAX_NAMES = 8  # of tensors in an error
@@ -93,13 +91,13 @@ class TransformersModel(CausalModel):
         self.attention.begin(batch, cache)
         ids = batch.token_ids[None]
         positions = batch.positions[None] + self._first_position
-        told = {"position_ids": positions} if self._body.takes_positions else {}
+        arguments = {"position_ids": positions} if self._body.takes_positions else {}
         if batch.pictures is not None:
-            told |= batch.pictures.arguments
+            arguments |= batch.pictures.arguments
             if batch.pictures.positions is not None:
-                told["position_ids"] = batch.pictures.positions
+                arguments["position_ids"] = batch.pictures.positions
         states = {} if self._mixers is None else self._mixers.begin(batch, cache)
-        output = self._body.compute(input_ids=ids, use_cache=False, **told, **states)
+        output = self._body.compute(input_ids=ids, use_cache=False, **arguments, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -227,7 +225,9 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
 
 
 def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateShape]:
-    return [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in traced]
+    return [
+        state._replace(dtype=dtype if state.dtype == TRACED else state.dtype) for state in traced
+    ]
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -313,14 +313,14 @@ def _values_for(kind: Any, folder: Path) -> Any:
         raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
     if isinstance(values, kind.config_class) or any(
-        each.get(type(values), None) is kind for each in known
+        mapping.get(type(values), None) is kind for mapping in known
     ):
         return values
     if isinstance(text, kind.config_class):
         return text  # of a whole model, for its text part's class
     expected = kind.config_class.__name__
-    found = type(values).__name__
-    raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {found}")
+    held = type(values).__name__
+    raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {held}")
 
 
 def _source(
@@ -442,9 +442,9 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
     """Raise UnsupportedModel if a longer sequence in a step changes another's rotation (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-        for each in (parameters, *parameters.values()):
-            if isinstance(each, dict) and each.get("rope_type") == "longrope":
-                most = each["original_max_position_embeddings"]
+        for rope in (parameters, *parameters.values()):
+            if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+                most = rope["original_max_position_embeddings"]
                 if max_positions > most:
                     raise UnsupportedModel(
                         f"max_model_len={max_positions}: in {type(model).__name__} a sequence of more than "
@@ -478,10 +478,10 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
     pack_linears(model, recorded.called)
-    given = Body(model, body, output)
-    if given.logits_of(output.last_hidden_state) is None:
+    wrapped = Body(model, body, output)
+    if wrapped.logits_of(output.last_hidden_state) is None:
         raise UnsupportedModel("it makes no logits of hidden states alone")
-    return TransformersModel(model, given, attention, mixers, first)
+    return TransformersModel(model, wrapped, attention, mixers, first)
 
 
 def _name_of_cache(model: Any) -> str | None:
@@ -535,17 +535,17 @@ def _record(
     hooks = [module.register_forward_hook(keep) for module in part.modules()]
     for module in part.modules():
         module.__dict__[PLACE] = record
-    told = dict(more or {})
+    arguments = dict(more or {})
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     if first is not None:
-        told["position_ids"] = tokens - 1 + first
+        arguments["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
         with (
             _attending(part, UNMASKED if tokens.is_meta else RECORDED),
             _problems_named(),
         ):  # masks have values
-            part(input_ids=tokens, use_cache=False, **told)
+            part(input_ids=tokens, use_cache=False, **arguments)
     finally:
         for hook in hooks:
             hook.remove()

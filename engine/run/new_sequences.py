@@ -24,7 +24,8 @@ class NewSequences:
         self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int
     ) -> None:
         """configured_ends: the end tokens that the model's configuration names."""
-        if surplus := tokenizer.surplus(vocab_size):
+        surplus = tokenizer.surplus(vocab_size)
+        if surplus:
             logger.warning("%s; is it the model's own?", surplus)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

@@ -214,8 +214,8 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - as above
             self._start_over(error)
             return False
-        for each in arrived:
-            self._receive(each)
+        for step in arrived:
+            self._receive(step)
         return True
 
     def _run_by_halves(self) -> None:

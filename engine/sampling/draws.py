@@ -26,9 +26,9 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
     """Return weights of logits, int64. highest, rate: [rows, 1] float32; highest is each row's highest logit."""
     exponents = torch.sub(logits, highest).mul_(rate).clamp_(min=LOWEST_EXPONENT).to(torch.int32)
     mantissas = exponents.bitwise_and(MANTISSA).bitwise_or_(ONE).view(torch.float32)
-    first, *others, last = COEFFICIENTS
+    first, *middle, last = COEFFICIENTS
     powers = mantissas * first
-    for coefficient in others:
+    for coefficient in middle:
         powers.add_(coefficient).mul_(mantissas)
     powers.add_(last).view(torch.int32).add_(exponents.bitwise_and_(EXPONENT))
     return powers.to(torch.int64)

@@ -18,7 +18,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None = None
 
     logits: [rows, vocabulary] of any floating dtype, which are changed.  sampled: [any] int64, the pending tokens.
     """
-    names = [each.name for each in fields(edits)]
+    names = [field.name for field in fields(edits)]
     parts = upload([getattr(edits, name) for name in names], logits.device)  # in one transfer
     on_device: Any = SimpleNamespace(**dict(zip(names, parts, strict=True)))
     last = None  # [edited] int64, the pending token of each place, -1 where none is

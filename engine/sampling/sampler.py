@@ -67,7 +67,8 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     least = torch.mul(rows.min_p, WHOLE).to(torch.int64)  # weight that min_p keeps
     weights.masked_fill_(weights < least.unsqueeze(1), 0)
     is_cut = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1)
-    if len(places := is_cut.nonzero().squeeze(1)):
+    places = is_cut.nonzero().squeeze(1)
+    if len(places):
         weights[places] = cut(weights[places], logits[places], rows.only(places))
     ends = weights.cumsum(-1)
     return (ends <= target(ends[:, -1:], random_words(rows).unsqueeze(1))).sum(-1)

@@ -50,31 +50,30 @@ class Tails:
         entries = self._behind.get(parent, [])
         place = bisect_left(entries, (tokens,))
         near = entries[max(0, place - 1) : place + 1]
-        found = [(num_shared(other, tokens), block_id) for other, block_id in near]
-        num_tokens, block_id = max(found, default=(0, -1))
+        shared = [(num_shared(other, tokens), block_id) for other, block_id in near]
+        num_tokens, block_id = max(shared, default=(0, -1))
         return (block_id, num_tokens) if num_tokens else (-1, 0)
 
 
-def num_shared(some: bytes, others: bytes) -> int:
+def num_shared(one: bytes, other: bytes) -> int:
     """Count the first tokens that are equal in both."""
-    shortest = min(len(some), len(others))
+    shortest = min(len(one), len(other))
     for start in range(0, shortest, TOKEN_BYTES):
-        if some[start : start + TOKEN_BYTES] != others[start : start + TOKEN_BYTES]:
+        if one[start : start + TOKEN_BYTES] != other[start : start + TOKEN_BYTES]:
             return start // TOKEN_BYTES
     return shortest // TOKEN_BYTES
 
 
-def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
+def num_equal(one: list[BlockKey], other: list[BlockKey]) -> int:
     """Count the first keys that are equal in both; a key stands for all before it too, so a bisection finds them."""
-    shortest = min(len(some), len(others))
-    return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
+    shortest = min(len(one), len(other))
+    return bisect_left(range(shortest), True, key=lambda i: one[i].hash != other[i].hash)
 
 
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
 NUM_LOOKED_AT = 8  # waiting sequences that are compared
-LEAST_SHARE = (
-    8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
-)
+# A tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it.
+LEAST_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -191,20 +190,20 @@ class BlockManager:
 
     def find_cached(self, seq: Sequence) -> list[int]:
         """Return the blocks of the longest cached prefix that need not be computed."""
-        found = self._find_blocks(seq)
-        while found and not self._may_follow(seq, found):
-            found.pop()
-        return found
+        block_ids = self._find_blocks(seq)
+        while block_ids and not self._may_follow(seq, block_ids):
+            block_ids.pop()
+        return block_ids
 
-    def _may_follow(self, seq: Sequence, found: list[int]) -> bool:
+    def _may_follow(self, seq: Sequence, block_ids: list[int]) -> bool:
         """Whether a sequence can begin behind these blocks: not inside a picture, nor without a snapshot it needs."""
-        if self.snapshots is not None and self._content_id(found[-1]) not in self.snapshots:
+        if self.snapshots is not None and self._content_id(block_ids[-1]) not in self.snapshots:
             return False
-        end = len(found) * self.block_size
+        end = len(block_ids) * self.block_size
         return seq.pictures is None or seq.pictures.whole_until(end) == end
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
-        found: list[int] = []
+        block_ids: list[int] = []
         parent = seq.root
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
             block = self._by_hash.get(key.hash)
@@ -212,8 +211,8 @@ class BlockManager:
                 break
             assert block.content_id is not None  # a block the cache finds is a published one
             parent = block.content_id
-            found.append(block.block_id)
-        return found
+            block_ids.append(block.block_id)
+        return block_ids
 
     def begin_states(
         self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves
@@ -233,9 +232,8 @@ class BlockManager:
         ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
         wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
         last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
-        seq.state_cuts = [
-            n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)
-        ]
+        cuts = sorted({min(n, last) for n in wanted})
+        seq.state_cuts = [n * self.block_size for n in cuts if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
         """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""

@@ -56,13 +56,13 @@ class PooledStates:
         if self._vectors is None:
             self._vectors = new.copy()
         else:
-            for mode, own, more in zip(self._modes, self._vectors, new, strict=True):
+            for mode, vector, more in zip(self._modes, self._vectors, new, strict=True):
                 if mode == "max":
-                    np.maximum(own, more, out=own)
+                    np.maximum(vector, more, out=vector)
                 elif mode == "lasttoken":
-                    own[:] = more
+                    vector[:] = more
                 elif mode != "cls":
-                    own += more
+                    vector += more
         self._num_rows += num_rows
 
     @property

@@ -11,8 +11,8 @@ the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
 launched, with a pending token for each sequence that samples; `receive` fills the tokens in. A sequence that
-reaches max_len gives up slot and blocks as soon as that step is launched: whoever takes them writes in a later
-launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
+reaches max_len gives up slot and blocks as soon as that step is launched: the sequence that takes them writes in
+a later launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
 """
 
 import time
@@ -284,10 +284,10 @@ class Scheduler:
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
         for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
-            if (
-                seq.status is SequenceStatus.RUNNING
-                and (budget := self._prefill_budget(seq.lane, batch)) > 0
-            ):
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            budget = self._prefill_budget(seq.lane, batch)
+            if budget > 0:
                 self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
@@ -320,17 +320,17 @@ class Scheduler:
         )
         chosen = iter(drafts.choose(group.seqs, known, most))
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
-        for seq, own in zip(batch.decodes, guesses, strict=True):
-            del own[most:]
-            if own and seq.matcher is not None:
-                del own[seq.matcher.num_possible(own) :]
-            most -= len(own)
-            while own and seq.num_tokens + len(own) > len(seq.block_table) * size:
+        for seq, guess in zip(batch.decodes, guesses, strict=True):
+            del guess[most:]
+            if guess and seq.matcher is not None:
+                del guess[seq.matcher.num_possible(guess) :]
+            most -= len(guess)
+            while guess and seq.num_tokens + len(guess) > len(seq.block_table) * size:
                 if self.blocks.num_free_blocks > len(self.running):
                     self._add_block(seq)
                 else:
-                    own.pop()
-            slots.token_ids[seq.slot, seq.num_tokens : seq.num_tokens + len(own)] = own
+                    guess.pop()
+            slots.token_ids[seq.slot, seq.num_tokens : seq.num_tokens + len(guess)] = guess
         batch.add_guesses(guesses, drafts)
 
     def _receive_drafted(self, drafted: list[Drafted], token_ids: list[int]) -> list[Sequence]:
@@ -400,14 +400,16 @@ class Scheduler:
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
         """Admit the lane's waiting sequences in order while they fit."""
         self._move_up_overtaken(lane)
-        while (queue := self.waiting.get(lane)) and (
-            budget := self._prefill_budget(lane, batch)
-        ) > 0:
-            seq = queue[0]
-            if (
-                seq.num_pending_tokens
-            ):  # preempted just now: it waits for its token of the running step
+        while True:
+            queue = self.waiting.get(lane)
+            if not queue:
                 return
+            budget = self._prefill_budget(lane, batch)
+            if budget <= 0:
+                return
+            seq = queue[0]
+            if seq.num_pending_tokens:
+                return  # it was preempted just now, and waits for its token of the running step
             if self._in_one_step and seq.num_tokens > budget:
                 return
             may_take = len(self.running) > 0 and self.running.last.lane > lane
@@ -443,7 +445,7 @@ class Scheduler:
         """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
-            return True  # whatever is cached, and whoever grows
+            return True  # whatever is cached, and whichever sequences grow
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
@@ -484,10 +486,10 @@ class Scheduler:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
         if len(self.waiting) == 1 and self.running.last.lane <= lane:
             return
-        others = {other for other, queue in self.waiting.items() if queue}
+        lanes = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
-            others.update(seq.lane for seq in self._mid_prefill())
-        self._overtakes.update({other for other in others if other > lane})
+            lanes.update(seq.lane for seq in self._mid_prefill())
+        self._overtakes.update({other for other in lanes if other > lane})
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
@@ -497,7 +499,8 @@ class Scheduler:
             del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
-            if queue := self.waiting.get(other):
+            queue = self.waiting.get(other)
+            if queue:
                 seq = queue.popleft()
                 seq.lane = lane
                 self._wait_again(seq)

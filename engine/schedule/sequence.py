@@ -351,12 +351,12 @@ def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
 
     Samples of one request share the prompt, which counts once.
     """
-    found: dict[str, RequestProgress] = {}
+    progress: dict[str, RequestProgress] = {}
     for seq in running:
         prompt = seq.num_prompt_tokens
-        known = found.get(seq.request_id)
+        known = progress.get(seq.request_id)
         computed = min(seq.num_computed_tokens, prompt) if known is None else known.prompt_tokens
         earlier = 0 if known is None else known.generation_tokens
         generated = earlier + len(seq.token_ids) - prompt
-        found[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
-    return found
+        progress[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
+    return progress

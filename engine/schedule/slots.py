@@ -93,14 +93,15 @@ class SlotTable:
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.max_len[slot] = seq.max_len
         ends = list(seq.stop_token_ids)
-        if (num_more := len(ends) - self.end_token_ids.shape[1]) > 0:
+        num_more = len(ends) - self.end_token_ids.shape[1]
+        if num_more > 0:
             self.end_token_ids = np.pad(
                 self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN
             )
         self.end_token_ids[slot] = NO_TOKEN
         self.end_token_ids[slot, : len(ends)] = ends
         self.is_watched[slot] = any(
-            each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher)
+            watcher is not None for watcher in (seq.stop_strings, seq.forcing, seq.matcher)
         )
         self.sample_top[slot] = seq.sample_top
         samples_forced = seq.forcing is not None and seq.samples_forced

@@ -71,8 +71,8 @@ class StateMoves:
         rows = np.arange(first)
         none = np.full(first, NO_ROW)
         decodes = np.stack((rows, rows + 1, decode_slots, decode_slots, none), axis=1)
-        others = list(self._cut(first, prefills))
-        return np.concatenate((decodes, np.array(others, np.int64).reshape(-1, 5)))
+        prefill_parts = list(self._cut(first, prefills))
+        return np.concatenate((decodes, np.array(prefill_parts, np.int64).reshape(-1, 5)))
 
     def _cut(
         self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]

@@ -33,15 +33,18 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
         end = seq.num_computed_tokens + num_new
         shift = first_row - seq.num_computed_tokens
         first_row += num_new
-        if seq.targets is not None and len(
-            places := seq.targets.places[found := seq.targets.until(end)]
-        ):
-            batch.scored.append((seq, len(places)))
-            tops = np.full_like(places, seq.targets.num_top)
-            scored.append((places - 1 + shift, seq.targets.token_ids[found], tops))
-        elif seq.pooled is not None and (own := seq.pooled.until(end)):
-            batch.pooled.append((seq, len(own)))
-            pooled_rows.append(np.arange(own.start, own.stop) + shift)
+        if seq.targets is not None:
+            reached = seq.targets.until(end)
+            places = seq.targets.places[reached]
+            if len(places):
+                batch.scored.append((seq, len(places)))
+                tops = np.full_like(places, seq.targets.num_top)
+                scored.append((places - 1 + shift, seq.targets.token_ids[reached], tops))
+        elif seq.pooled is not None:
+            pooled = seq.pooled.until(end)
+            if pooled:
+                batch.pooled.append((seq, len(pooled)))
+                pooled_rows.append(np.arange(pooled.start, pooled.stop) + shift)
     if not batch.scored and not batch.pooled:
         return {}
     rows, token_ids, tops = map(np.concatenate, zip(*scored, strict=True))
@@ -118,19 +121,20 @@ def build_logit_edits(
             parts.later.append(place)
             matchers.append(seq.matcher)
     end_token_ids = slots.end_token_ids[sampling[early]]
-    for place, row, own in zip(
+    for place, row, banned_ids in zip(
         np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
     ):
         if batch.sampling[row].forced_sample is None:
-            parts.banned.append((place, own[own != NO_TOKEN]))
+            parts.banned.append((place, banned_ids[banned_ids != NO_TOKEN]))
     row = len(sampling)
-    for each in batch.drafted if slots.num_constrained else ():
-        if (matcher := each.seq.matcher) is not None:
-            own = matcher.along(each.guesses)
-            parts.later += range(len(rows), len(rows) + len(own))
-            rows = np.concatenate((rows, np.arange(row, row + len(own))))
-            matchers += own
-        row += 1 + len(each.guesses)
+    for draft in batch.drafted if slots.num_constrained else ():
+        matcher = draft.seq.matcher
+        if matcher is not None:
+            along = matcher.along(draft.guesses)
+            parts.later += range(len(rows), len(rows) + len(along))
+            rows = np.concatenate((rows, np.arange(row, row + len(along))))
+            matchers += along
+        row += 1 + len(draft.guesses)
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
@@ -277,8 +281,10 @@ def _find_pictures(
         if seq.pictures.positions is not None:
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
-            told = seq.pictures.positions[:, start : start + num_new]
-            positions[:, first - num_new : first - num_new + told.shape[1]] = told
+            known_positions = seq.pictures.positions[:, start : start + num_new]
+            positions[:, first - num_new : first - num_new + known_positions.shape[1]] = (
+                known_positions
+            )
     if not parts and positions is None:
         return None
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
@@ -306,10 +312,10 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     position = slots.num_tokens[rows]
     if batch.drafted:
         counts = batch.num_new_tokens[-len(batch.drafted) :]
-        own = np.repeat(batch.slots[-len(batch.drafted) :], counts)
-        rows = np.concatenate((rows, own))
-        places = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.concatenate((position, slots.num_tokens[own] + places))
+        draft_slots = np.repeat(batch.slots[-len(batch.drafted) :], counts)
+        rows = np.concatenate((rows, draft_slots))
+        places = np.arange(len(draft_slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        position = np.concatenate((position, slots.num_tokens[draft_slots] + places))
     edits, masks = build_logit_edits(batch, slots)
     values = slots.sampling.take(rows)  # ten times as fast as indexing a structured array
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

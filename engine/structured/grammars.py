@@ -149,16 +149,16 @@ class Grammars:
 
     def _prepared(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
-            found = self._known.get(spec)
-            if found is None:
+            future = self._known.get(spec)
+            if future is None:
                 with stacks_of(2 * STACK_BYTES):  # larger than in a trial
-                    found = self._pool.submit(self._compile, spec)
-                self._known[spec] = found
-            self._latest[spec] = found
+                    future = self._pool.submit(self._compile, spec)
+                self._known[spec] = future
+            self._latest[spec] = future
             self._latest.move_to_end(spec)
             if len(self._latest) > MAX_GRAMMARS:
                 self._latest.popitem(last=False)
-        return found
+        return future
 
     def matchers(
         self, params: SamplingParams, end_token_ids: frozenset[int]

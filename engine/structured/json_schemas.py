@@ -182,5 +182,5 @@ def _write_dates(schema: dict[str, Any]) -> None:
     if "pattern" not in schema:
         schema["pattern"] = DATE
     elif schema["pattern"] != DATE:
-        others = schema.get("allOf", [])
-        schema["allOf"] = [*others, {"type": "string", "pattern": DATE}]
+        conditions = schema.get("allOf", [])
+        schema["allOf"] = [*conditions, {"type": "string", "pattern": DATE}]

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-SMALL_VOCABULARY = (
-    32_768  # masks of fewer tokens take some microseconds each: less than to wake threads
-)
+# A mask of fewer tokens takes some microseconds, less than it takes to wake threads.
+SMALL_VOCABULARY = 32_768
 MAX_THREADS = 4
 
 
@@ -150,13 +149,13 @@ class Matcher:
 
     def along(self, guesses: list[int]) -> list[Matcher]:
         """Return this matcher, and one behind each of these tokens; all of them must be possible."""
-        found = [self]
+        matchers = [self]
         for token_id in guesses:
-            following = copy(found[-1])
+            following = copy(matchers[-1])
             following.machine = following.machine.deep_copy()
             following.machine.consume_token(token_id)
-            found.append(following)
-        return found
+            matchers.append(following)
+        return matchers
 
     def machine_error(self) -> str:
         """llguidance's own error, on one line; empty if there is none."""
@@ -179,7 +178,7 @@ def fill_masks(
     address = masks.ctypes.data
     num_bytes = masks.strides[0]
     if vocabulary.executor is not None and not one_by_one:
-        machines = [(each.machine, row) for row, each in enumerate(matchers)]
+        machines = [(matcher.machine, row) for row, matcher in enumerate(matchers)]
         vocabulary.executor.unsafe_compute_mask_ptr(machines, address, num_bytes, len(masks))
     else:
         start = time.monotonic()
@@ -194,12 +193,13 @@ def fill_masks(
     has_eos = (masks[:, words] & bits).any(axis=1)
     masks[:, words] &= ~bits
     for row in np.flatnonzero(has_eos).tolist():
-        if matchers[row].may_end:
-            masks[row] |= matchers[row].end_mask
-        elif error := matchers[
-            row
-        ].machine_error():  # after an error llguidance allows only the end
-            matchers[row].fail(error)
+        matcher = matchers[row]
+        if matcher.may_end:
+            masks[row] |= matcher.end_mask
+            continue
+        error = matcher.machine_error()
+        if error:  # after an error llguidance allows only the end
+            matcher.fail(error)
     for row, matcher in enumerate(matchers):
         if matcher.error is not None:
             masks[row] = 0
@@ -210,15 +210,14 @@ def fill_masks(
 def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
     """Write the masks of a step. If they take too long, later ones are made one by one, to find the slow matcher."""
     start = time.monotonic()
-    fill_masks(matchers, masks, one_by_one=any(each.is_suspect for each in matchers))
+    fill_masks(matchers, masks, one_by_one=any(matcher.is_suspect for matcher in matchers))
     if time.monotonic() - start > MAX_MASK_S:
         for matcher in matchers:
             matcher.is_suspect = True
 
 
-MIN_TOKENS = (
-    2  # a single token is left to the mask: as a chunk it would cost the step more than it saves
-)
+# A single token is left to the mask: as a chunk it would cost the step more than it saves.
+MIN_TOKENS = 2
 
 
 class JumpAhead:

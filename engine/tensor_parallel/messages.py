@@ -150,10 +150,10 @@ class Channel:
 
     def _read(self, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
-        rest = memoryview(buffer)
-        while rest:
-            num_read = self._socket.recv_into(rest)
+        unread = memoryview(buffer)
+        while unread:
+            num_read = self._socket.recv_into(unread)
             if not num_read:
                 raise EOFError("the peer has closed its end")
-            rest = rest[num_read:]
+            unread = unread[num_read:]
         return buffer

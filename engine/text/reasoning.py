@@ -14,9 +14,8 @@ from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
-MAX_HEADER = (
-    64  # tokens of a prompt's end in which the open header of a channel's message is looked for
-)
+# Tokens of a prompt's end in which the open header of a channel's message is looked for.
+MAX_HEADER = 64
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
 
@@ -152,9 +151,8 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        self._is_behind = (
-            False  # the end mark is passed; line breaks there are no part of the answer
-        )
+        # The end mark is passed; line breaks there are no part of the answer.
+        self._is_behind = False
         self._held = ""
 
     def answer_part(self, token_id: int, text: str) -> str:
@@ -226,14 +224,18 @@ class Reasoner:
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
-        self, budget: int, named: Sequence[str], prompt: list[int], follows_text: bool
+        self, budget: int, mark_texts: Sequence[str], prompt: list[int], follows_text: bool
     ) -> ThinkingBudget:
         """Return the ThinkingBudget of one completion.
 
-        named: the marks, () for the model's own. follows_text: of Tokenizer.decode. Raises InvalidSampling if there are
-        no marks.
+        mark_texts: the marks, () for the model's own. follows_text: of Tokenizer.decode.
+        Raises InvalidSampling if there are no marks.
         """
-        marks = self._analysis() if self._channels and not named else self._marks_of(tuple(named))
+        marks = (
+            self._analysis()
+            if self._channels and not mark_texts
+            else self._marks_of(tuple(mark_texts))
+        )
         if marks is None:
             raise InvalidSampling(
                 "thinking_token_budget needs the marks of a reasoning span, and this model's template and "
@@ -252,60 +254,62 @@ class Reasoner:
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
     def answer_span(
-        self, named: Sequence[str], prompt: list[int], stop: Sequence[str]
+        self, mark_texts: Sequence[str], prompt: list[int], stop: Sequence[str]
     ) -> LeadingSpan | harmony.AnswerChannels | None:
         """Return an object that tells a completion's answer from its reasoning, for stop strings.
 
         None without marks, or if a stop string holds the end mark: then stop strings count in the reasoning too.
         """
-        if self._channels and not named:
+        if self._channels and not mark_texts:
             return harmony.AnswerChannels(self._channels, self._open_header(prompt))
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         if marks is None or any(marks.end.text in text for text in stop):
             return None
         return LeadingSpan(marks, self._span_after(prompt, marks))
 
-    def marks(self, named: Sequence[str]) -> dict[int, str]:
-        """Return the texts, by token id, of the marks that are tokens. named: of `budget`."""
-        if self._channels and not named:
+    def marks(self, mark_texts: Sequence[str]) -> dict[int, str]:
+        """Return the texts, by token id, of the marks that are tokens. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return self._channels
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         both = () if marks is None else (marks.start, marks.end)
         return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
 
-    def pair(self, named: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of the marks around a span, () if there are none. named: of `budget`."""
-        if self._channels and not named:
+    def pair(self, mark_texts: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts of the marks around a span, () if there are none. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return harmony.MARKS
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return () if marks is None else (marks.start.text, marks.end.text)
 
-    def is_answer(self, named: Sequence[str], prompt: list[int]) -> bool:
-        """Whether a completion is an answer as a whole, as the prompt ends with a closed span. named: of `budget`."""
-        if self._channels and not named:
+    def is_answer(self, mark_texts: Sequence[str], prompt: list[int]) -> bool:
+        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return False
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return marks is not None and self._span_after(prompt, marks) is Span.CLOSED
 
-    def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
+    def split(
+        self, text: str, mark_texts: Sequence[str], prompt: list[int]
+    ) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 
         text: as `with_marks` returns it, so that marks which are tokens are told from text that spells them.
-        named: of `budget`.
+        mark_texts: of `budget`.
         """
-        if self._channels and not named:
+        if self._channels and not mark_texts:
             header = self._open_header(prompt)
             if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
                 text = header + text
             return harmony.split_channels(text)
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return (
             (None, text) if marks is None else split(text, marks, self._span_after(prompt, marks))
         )
 
-    def without_hidden(self, text: str, named: Sequence[str]) -> str:
-        """Take out marks that completions leave out, once a text is split. named: of `budget`."""
-        marks = None if self._channels and not named else self._marks_of(tuple(named))
+    def without_hidden(self, text: str, mark_texts: Sequence[str]) -> str:
+        """Take out marks that completions leave out, once a text is split. mark_texts: of `budget`."""
+        marks = None if self._channels and not mark_texts else self._marks_of(tuple(mark_texts))
         for mark in () if marks is None else (marks.start, marks.end):
             if mark.is_hidden:
                 text = text.replace(mark.text, "")
@@ -338,8 +342,8 @@ class Reasoner:
         )
         return Span.NONE if is_spelled else span
 
-    def _read_marks(self, named: tuple[str, ...]) -> Marks | None:
-        texts = named or self._known
+    def _read_marks(self, mark_texts: tuple[str, ...]) -> Marks | None:
+        texts = mark_texts or self._known
         return None if texts is None else Marks(*map(self._mark, texts))
 
     def _mark(self, text: str) -> Mark:

@@ -119,10 +119,10 @@ class StopStrings:
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
         """Return where stop strings begin, and their lengths, beyond the first num_old characters, in order."""
-        found = (
+        matches = (
             (searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop
         )
-        return sorted((each for each in found if each[0] >= 0), key=itemgetter(0))
+        return sorted((match for match in matches if match[0] >= 0), key=itemgetter(0))
 
     @property
     def text(self) -> str | None:

@@ -185,18 +185,23 @@ class Tokenizer:
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
-        own = self.encode_alone(text)
-        num_added = len(whole) - len(own)
-        starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
-        if (start := next(starts, None)) is None:  # the special tokens are not around the text
+        text_ids = self.encode_alone(text)
+        num_added = len(whole) - len(text_ids)
+        starts = (
+            start
+            for start in range(num_added + 1)
+            if whole[start : start + len(text_ids)] == text_ids
+        )
+        start = next(starts, None)
+        if start is None:  # the special tokens are not around the text
             return whole[:most]
         num_kept = max(0, most - num_added)
         cut = (
-            own[len(own) - num_kept :]
+            text_ids[len(text_ids) - num_kept :]
             if self._tokenizer.truncation_side == "left"
-            else own[:num_kept]
+            else text_ids[:num_kept]
         )
-        return whole[:start] + cut + whole[start + len(own) :]
+        return whole[:start] + cut + whole[start + len(text_ids) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
         """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
@@ -220,8 +225,8 @@ class Tokenizer:
                 short = room // 2
                 long = room // 2 + room % 2
             sizes = (short, long) if len(both[0]) <= len(both[1]) else (long, short)
-            for each, size in zip(both, sizes, strict=True):
-                each.truncate(size, direction=self._tokenizer.truncation_side)
+            for encoding, size in zip(both, sizes, strict=True):
+                encoding.truncate(size, direction=self._tokenizer.truncation_side)
         whole = self.backend.post_process(*both)
         if "token_type_ids" not in self._tokenizer.model_input_names:
             return list(whole.ids)
@@ -503,12 +508,13 @@ def open_tokenizer(folder: Path) -> Any:
     """Load transformers' tokenizer of a folder. Raises ConfigError if it cannot be read."""
     try:
         with _no_panic():
-            found = load_tokenizer(folder)
-        if not isinstance(length := getattr(found, "model_max_length", 0), int | float):
+            tokenizer = load_tokenizer(folder)
+        length = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(length, int | float):
             raise ConfigError(
                 f"{folder}: the tokenizer's model_max_length is no number but a {type(length).__name__}"
             )
-        return found
+        return tokenizer
     except ConfigError:
         raise
     except Exception as error:  # whatever it makes of what is in the files

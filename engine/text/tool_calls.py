@@ -97,20 +97,23 @@ def read_tool_calls(
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
-    for each in FORMS if form is None else (form, *(other for other in FORMS if other is not form)):
-        pieces = each.parse(text)
+    forms = list(FORMS)
+    if form is not None:
+        forms.sort(key=lambda other: other is not form)
+    for tried in forms:
+        pieces = tried.parse(text)
         calls = list[dict[str, str]]()
-        rest = list[str]()
+        outside = list[str]()
         problem = None
         for piece in pieces:
             call = None if piece.name is None else _call_of(piece, functions, is_cut)
             if isinstance(call, dict):
                 calls.append(call)
             else:
-                rest.append(piece.text)
+                outside.append(piece.text)
                 problem = problem or (call if piece.is_clear else None)
         if calls:
-            return ToolCalls(calls, "".join(rest).strip(), problem)
+            return ToolCalls(calls, "".join(outside).strip(), problem)
         first_problem = first_problem or problem
     return ToolCalls([], text, first_problem)
 
@@ -187,8 +190,8 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _whole_json(text: str) -> Any:
-    found = _value_at(text, 0)
-    return None if found is None or text[found[1] :].strip() else found[0]
+    decoded = _value_at(text, 0)
+    return None if decoded is None or text[decoded[1] :].strip() else decoded[0]
 
 
 def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
@@ -326,18 +329,18 @@ def _mistral(text: str) -> list[Piece]:
     while (place := text.find(MISTRAL, at)) >= 0:
         pieces.append(Piece(text[at:place]))
         at = place + len(MISTRAL)
-        named = _MISTRAL_NAME.match(text, at)
-        value_at = named.end() if named else at
+        name_match = _MISTRAL_NAME.match(text, at)
+        value_at = name_match.end() if name_match else at
         value, end = _value_at(text, value_at) or (None, value_at)
         whole = text[place:end]
-        if named:
+        if name_match:
             is_read = value is not None or not text.startswith("{", value_at)
             pieces.append(
-                Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text))
+                Piece(whole, name_match[1] if is_read else "", value, is_closed=end < len(text))
             )
         elif value is not None:
             pieces += [
-                _json_piece(whole, each) for each in (value if isinstance(value, list) else [value])
+                _json_piece(whole, item) for item in (value if isinstance(value, list) else [value])
             ]
         else:
             pieces.append(Piece(whole, ""))
@@ -399,11 +402,12 @@ def _listed(text: str) -> list[Piece]:
     while opened := _LISTED.search(text, at):
         pieces.append(Piece(text[at : opened.start()]))
         value, at = _value_at(text, opened.end()) or (None, len(text))
-        if closed := _LISTED_END.match(text, at):
+        closed = _LISTED_END.match(text, at)
+        if closed:
             at = closed.end()
         whole = text[opened.start() : at]
         pieces += (
-            [_json_piece(whole, each) for each in value]
+            [_json_piece(whole, item) for item in value]
             if isinstance(value, list)
             else [Piece(whole, "")]
         )
@@ -429,7 +433,7 @@ def _llama_json(text: str) -> list[Piece]:
         start = at
         value, at = _value_at(behind, at) or (None, len(behind))
         listed = value if isinstance(value, list) and value else [value]
-        pieces += [_json_piece(behind[start:at], each, is_marked=bool(tag)) for each in listed]
+        pieces += [_json_piece(behind[start:at], item, is_marked=bool(tag)) for item in listed]
         while at < len(behind) and (behind[at].isspace() or behind[at] == ";"):
             at += 1
     if all(piece.name for piece in pieces):
@@ -465,8 +469,8 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
     for call in calls.elts:
         assert isinstance(call, ast.Call)
         assert not call.args
-        assert all(each.arg for each in call.keywords)
-        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        assert all(keyword.arg for keyword in call.keywords)
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         yield Piece(text, ast.unparse(call.func), arguments)
 
 

@@ -146,10 +146,10 @@ class _Pair:
 
     def check(self, num_in: int, num_out: int) -> None:
         """Raise _Misfit unless the pair is for a matrix [num_out, num_in]."""
-        found = [self.b.shape[0], self.a.shape[1]]
-        if found != [num_out, num_in]:
+        shape = [self.b.shape[0], self.a.shape[1]]
+        if shape != [num_out, num_in]:
             raise _Misfit(
-                f"{self.module!r}: it is for a weight of shape {found}, and this model's has "
+                f"{self.module!r}: it is for a weight of shape {shape}, and this model's has "
                 f"{[num_out, num_in]}; was it trained on another model?"
             )
 
@@ -167,10 +167,10 @@ def _pairs(
         halves_of_module[half] = tensor
     if not halves:
         raise _Misfit(f"{WEIGHTS} holds no tensors")
-    for module, found in halves.items():
-        if found.keys() != {"lora_A", "lora_B"}:
-            raise _Misfit(f"{module!r} has {' and '.join(found)}, and needs lora_A and lora_B")
-        yield _Pair(module, found["lora_A"], found["lora_B"], values)
+    for module, by_half in halves.items():
+        if by_half.keys() != {"lora_A", "lora_B"}:
+            raise _Misfit(f"{module!r} has {' and '.join(by_half)}, and needs lora_A and lora_B")
+        yield _Pair(module, by_half["lora_A"], by_half["lora_B"], values)
 
 
 def _rows_of(layer: ColumnParallelLinear, shard: str | None) -> Iterator[tuple[slice, Share]]:

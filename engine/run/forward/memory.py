@@ -45,7 +45,8 @@ def keep_freed_memory() -> None:
 
 def give_back_memory() -> None:
     """Give the kernel the freed memory that this process keeps, as after an engine has closed."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
 
 
@@ -71,8 +72,8 @@ def _mem_available(meminfo: Path) -> int | None:
         lines = meminfo.read_text().splitlines()
     except OSError:
         return None
-    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, None)
+    available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(available, None)
 
 
 def _headroom(group: Cgroup) -> int | None:

@@ -229,7 +229,7 @@ class _StatePieceEnd(StateBreak):
         self._attend = attend
 
     def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
-        kept, out = self._graphs.buffers(x, width)
-        kept.copy_(x)
-        self._attend(StateCall(kept, out, compute))
+        x_buffer, out = self._graphs.buffers(x, width)
+        x_buffer.copy_(x)
+        self._attend(StateCall(x_buffer, out, compute))
         return out

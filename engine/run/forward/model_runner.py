@@ -189,7 +189,8 @@ class ModelRunner:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
         pictures = self._tower.rows(step.pictures, batch.token_ids)
-        if len(blocks := step.pictures.blocks):
+        blocks = step.pictures.blocks
+        if len(blocks):
             pictures = replace(pictures, attention=with_blocks(step, blocks, self.backend))
         return replace(batch, pictures=pictures), rows
 
@@ -271,7 +272,7 @@ class ModelRunner:
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self._states_of(torch.cat(rows), batch)
-        ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
+        ends = np.cumsum([len(row_ids) for row_ids in rows])[:-1].tolist()
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
         wanted.keep(logits, np.arange(len(logits)))
@@ -420,9 +421,8 @@ class ModelRunner:
         before = memory.used_bytes()
         graphs = self._capture_graphs(self._longest), self._capture_mixed_graphs()
         graph_bytes = memory.used_bytes() - before
-        del (
-            graphs
-        )  # their memory counts as taken all the same: graphs over the real pool take as much
+        # Their memory counts as taken all the same: graphs over the real pool take as much.
+        del graphs
         taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES - scratch_bytes
         del self.cache
         return int(memory.total_bytes * self._config.memory_utilization) - taken
@@ -556,7 +556,7 @@ def choose(
 ) -> None:
     """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
 
-    Only rank 0 has the logits of the whole vocabulary; there the edits change them.  sampled: [any] int64, holds the
+    Only rank 0 has the logits of the whole vocabulary; there the edits change them. sampled: [any] int64, holds the
     edits' pending tokens; it may be `chosen`.
     """
     if tp.rank == 0:

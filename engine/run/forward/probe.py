@@ -24,9 +24,8 @@ NUM_PLACES = 5  # for blocks and states, one for each sequence of each run: none
 #: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
-NUM_ROWS = (
-    8  # successive rows that are compared together: of all rows, a late difference changes few
-)
+# Successive rows that are compared together: of all rows, a late difference changes few.
+NUM_ROWS = 8
 
 Run = Callable[[StepBatch], Tensor]
 
@@ -93,12 +92,12 @@ class Probe:
         )
 
 
-def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+def differ(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> bool:
     """Return whether in any group of successive rows most differ; single ones may, by a router's near tie."""
     expected = expected.float()
-    found = found.float()
+    actual = actual.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    error = (found - expected).square().mean(-1).sqrt() / spread
+    error = (actual - expected).square().mean(-1).sqrt() / spread
     error = error.nan_to_num(torch.inf)[
         expected.isfinite().all(-1)
     ]  # rows that overflow even there say nothing

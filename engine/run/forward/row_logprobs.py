@@ -54,17 +54,17 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     """
     logits = logits.float()
     totals = logits.logsumexp(-1)
-    own = logits[rows, token_ids]
-    others = torch.arange(logits.shape[1], device=logits.device)
+    token_logits = logits[rows, token_ids]
+    vocab_ids = torch.arange(logits.shape[1], device=logits.device)
     ranks = []
     for part in torch.split(
         torch.arange(len(rows), device=logits.device), len(logits)
     ):  # not larger than logits
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        highest = own[part, None]
-        before = others < token_ids[part, None]
+        highest = token_logits[part, None]
+        before = vocab_ids < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
-    return own - totals[rows], torch.cat(ranks), totals
+    return token_logits - totals[rows], torch.cat(ranks), totals
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ class StepLogprobs:
             return None
         widths, *tensors = zip(*parts, strict=True)
         starts = np.concatenate(([0], np.cumsum(np.concatenate(widths))))
-        return DeviceLogprobs([torch.cat(each) for each in tensors], starts)
+        return DeviceLogprobs([torch.cat(pieces) for pieces in tensors], starts)
 
     def _of_piece(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, width: int

@@ -89,9 +89,11 @@ def pool(
         elif mode == "max":
             pooled.append(torch.stack([part.amax(0) for part in parts]).float())
         elif mode == "weightedmean":
-            own = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
+            part_weights = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
             pooled.append(
-                torch.stack([(part * w).sum(0) for part, w in zip(parts, own, strict=True)])
+                torch.stack(
+                    [(part * w).sum(0) for part, w in zip(parts, part_weights, strict=True)]
+                )
             )
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))

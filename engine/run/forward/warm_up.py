@@ -25,24 +25,25 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     """
     num_tokens = config.max_num_batched_tokens
     num_seqs = config.max_num_seqs
-    share, rest = divmod(num_tokens, num_seqs)
-    prompts = [min(share + (i < rest), max_model_len) for i in range(num_seqs)]
+    share, remainder = divmod(num_tokens, num_seqs)
+    prompts = [min(share + (i < remainder), max_model_len) for i in range(num_seqs)]
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)
+    longest_chunk = min(num_tokens, max_model_len)
+    lens = [
+        (prompts, prompts),
+        ([longest_chunk], [max_model_len]),
+        ([1] * num_seqs, [max_model_len] * num_seqs),
+    ]
+    for context in contexts:
+        lens.append(([1], [context]))
+    for length in SHORT_PROMPTS:
+        if length <= longest_chunk:
+            lens.append(([length], [length]))
     steps = [
         make_step(query_lens, context_lens, config.block_size, num_blocks)
-        for query_lens, context_lens in (
-            (prompts, prompts),
-            ([min(num_tokens, max_model_len)], [max_model_len]),
-            ([1] * num_seqs, [max_model_len] * num_seqs),
-            *(([1], [context]) for context in contexts),
-            *(
-                ([length], [length])
-                for length in SHORT_PROMPTS
-                if length <= min(num_tokens, max_model_len)
-            ),
-        )
+        for query_lens, context_lens in lens
     ]
     longest_decodes = steps[2]
     same_blocks = np.repeat(longest_decodes.block_tables[:1], num_seqs, axis=0)

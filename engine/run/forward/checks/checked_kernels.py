@@ -109,7 +109,7 @@ class CheckedBackend(TritonBackend):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        def reference(query: Tensor, *rest: Any) -> Tensor:
+        def reference(query: Tensor, *arguments: Any) -> Tensor:
             return self._plain.forward(query, cache, self._plain_metadata, features, sinks, slopes)
 
         assert isinstance(metadata, TritonMetadata)
@@ -417,7 +417,7 @@ def _packed_experts(
     config: ModelConfig, model: nn.Module
 ) -> Iterator[tuple[PackedForm, ExpertMLPs]]:
     """Yield the forms in which experts' weights stay packed, with a layer's experts."""
-    experts = next((each for each in model.modules() if isinstance(each, ExpertMLPs)), None)
+    experts = next((module for module in model.modules() if isinstance(module, ExpertMLPs)), None)
     if config.quantization is None or experts is None:
         return
     for scheme in config.quantization.schemes:

@@ -37,7 +37,7 @@ class _Form(NamedTuple):
             ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]
         }
         if self.has_layers:
-            written[BY_LAYER] = [[each] for each in layers]
+            written[BY_LAYER] = [[layer] for layer in layers]
         return self.kind(**written)
 
 
@@ -75,8 +75,8 @@ class Tower:
         """The tokens of the model's shortest window, or None."""
         windows = [
             size
-            for each in self.model.attention_layers
-            for size in (each.window, each.chunk)
+            for layer in self.model.attention_layers
+            for size in (layer.window, layer.chunk)
             if size is not None
         ]
         return min(windows, default=None)
@@ -96,16 +96,18 @@ class Tower:
         """Return the tokens' positions, [3, tokens]; None for a model whose tokens have one position each."""
         if not self.has_positions:
             return None
-        told = {
+        values_by_name = {
             "input_ids": token_ids,
             "mm_token_type_ids": kinds,
             "attention_mask": [1] * len(token_ids),
         }
         known = inspect.signature(self._body.get_rope_index).parameters
-        rows = {name: torch.tensor([values]) for name, values in told.items() if name in known}
+        rows = {
+            name: torch.tensor([values]) for name, values in values_by_name.items() if name in known
+        }
         positions, _ = self._body.get_rope_index(**rows, **sizes)
-        found: NDArray[np.int64] = positions[:, 0].numpy()
-        return found
+        columns: NDArray[np.int64] = positions[:, 0].numpy()
+        return columns
 
     @torch.inference_mode()
     def look(self, picture: SeenPicture) -> None:
@@ -116,7 +118,7 @@ class Tower:
             output = self._compute(**inputs, return_dict=True)
             layers = getattr(output, BY_LAYER, None)
             features = [_flat(values) for values in (output[ROWS], *(layers or ()))]
-            if any(len(each) != picture.num_rows for each in features):
+            if any(len(part) != picture.num_rows for part in features):
                 raise UnsupportedModel(
                     f"{len(features[0])} features came for {picture.num_rows} places"
                 )
@@ -141,12 +143,15 @@ class Tower:
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
         if len(places) > len(step.rows):  # the model has generated some, which stand for no picture
             (rows,) = upload([step.rows], self.device)
-            own = self._body.get_input_embeddings()(token_ids[places])
-            wholes = [own, *(each.new_zeros(len(places), each.shape[1]) for each in features[1:])]
+            embedded = self._body.get_input_embeddings()(token_ids[places])
+            wholes = [
+                embedded,
+                *(part.new_zeros(len(places), part.shape[1]) for part in features[1:]),
+            ]
             at = torch.searchsorted(places, rows)
             features = [
-                whole.index_copy(0, at, each.to(whole.dtype))
-                for whole, each in zip(wholes, features, strict=True)
+                whole.index_copy(0, at, part.to(whole.dtype))
+                for whole, part in zip(wholes, features, strict=True)
             ]
         assert self._form is not None, "there are features"
         return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
@@ -176,4 +181,4 @@ def _flat(values: Any) -> Tensor:
 
 def _num_bytes(picture: SeenPicture) -> int:
     assert picture.features is not None
-    return sum(each.nbytes for each in picture.features)
+    return sum(part.nbytes for part in picture.features)
