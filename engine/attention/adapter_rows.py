@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Product(Protocol):
-    """What an adapter adds to one layer."""
+    """The products that an adapter adds to one layer."""
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """Add the product with x [rows, in] to y [rows, out], in place."""

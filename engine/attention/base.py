@@ -194,7 +194,7 @@ class CapturableBackend(KernelBackend):
 
 @dataclass(frozen=True)
 class PictureRows:
-    """What a body is given of a step's pictures: arguments, and positions [3, 1, tokens] int64, or None.
+    """A step's pictures as a body gets them: arguments, and positions [3, 1, tokens] int64, or None.
 
     attention: where a picture's tokens see each other, None if no picture is like that.
     """

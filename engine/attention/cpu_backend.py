@@ -191,12 +191,12 @@ class CpuBackend(KernelBackend):
         begins = np.zeros(len(lens), np.int64)
         prefixes = []
         if shares and len(lens) > 1:
+            # Longer sequences fill tasks by themselves.
+            sharing_lens = np.where(lens * group < 4 * prefilling.TASK_LANES, lens, 0)
             prefixes = find_shared_prefixes(
                 step.block_tables,
                 step.context_lens - lens,
-                np.where(
-                    lens * group < 4 * prefilling.TASK_LANES, lens, 0
-                ),  # others fill tasks by themselves
+                sharing_lens,
                 block_size,
                 tile=prefilling.TILE,
                 least_queries=-(-prefilling.LANES // group),

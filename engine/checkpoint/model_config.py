@@ -130,9 +130,8 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     for key in NAMES[name]:
         value = config.get(key)
         if value is not None:
-            return (
-                max(value) if isinstance(value, list) and value else value
-            )  # a list has one for each layer
+            # A list has one for each layer.
+            return max(value) if isinstance(value, list) and value else value
     if default is None:
         raise KeyError(name)
     return default

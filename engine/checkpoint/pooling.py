@@ -107,9 +107,9 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(listed)}")
     modules = []
     for module in listed:
-        kind, path = (
-            module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
-        )
+        values = module if isinstance(module, dict) else {}
+        kind = values.get("type")
+        path = values.get("path")
         if (
             not isinstance(kind, str)
             or not isinstance(path, str)

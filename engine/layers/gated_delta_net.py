@@ -220,10 +220,10 @@ def mix(
         for pool, values in zip(memory, after, strict=True):
             pool.index_copy_(0, parts.decodes, values)
     for part in parts.others:
-        before = [
-            pool[part.source, None] if part.source >= 0 else torch.zeros_like(pool[:1])
-            for pool in memory
-        ]
+        if part.source >= 0:
+            before = [pool[part.source, None] for pool in memory]
+        else:
+            before = [torch.zeros_like(pool[:1]) for pool in memory]
         mixed, after = _advance(x[None, part.start : part.end], before, weights, heads)
         out[part.start : part.end] = mixed[0]
         for row in (part.target, part.saved) if part.saved >= 0 else (part.target,):

@@ -10,9 +10,8 @@ from engine.errors import ConfigError
 
 LARGEST = 127
 ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255
-SMALLEST_MAGNITUDE = (
-    2.0**-100
-)  # so that a row of zeros has a scale too, by which 127 can be divided
+# A row of zeros has a scale too, by which 127 can be divided.
+SMALLEST_MAGNITUDE = 2.0**-100
 FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]

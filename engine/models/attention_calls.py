@@ -34,9 +34,8 @@ IDLE = frozenset(
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
 
-MaskSpan = tuple[
-    int | None, int | None
-]  # window and chunk of a mask, as AttentionFeatures have them
+# Window and chunk of a mask, as AttentionFeatures have them.
+MaskSpan = tuple[int | None, int | None]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -119,11 +119,8 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
     )
 
 
-SCALED_FROM_ORIGINAL = (
-    "llama3",
-    "yarn",
-    "longrope",
-)  # kinds that go by the length before it was stretched
+# Kinds that go by the length before it was stretched.
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
@@ -262,10 +259,11 @@ class DecoderConfig:
 
     def within(self, max_positions: int) -> DecoderConfig:
         """Return it for sequences of max_positions tokens at most: a window that holds them all is dropped."""
-        layers = [
-            replace(layer, window=None) if layer.window and layer.window >= max_positions else layer
-            for layer in self.layers
-        ]
+        layers = []
+        for layer in self.layers:
+            if layer.window and layer.window >= max_positions:
+                layer = replace(layer, window=None)
+            layers.append(layer)
         return replace(self, layers=tuple(layers))
 
 

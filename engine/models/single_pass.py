@@ -35,9 +35,8 @@ PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # the most rows that are computed for each row of text
-MAX_BYTES = (
-    25 << 20
-)  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
+# The most bytes of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time.
+MAX_BYTES = 25 << 20
 NUM_LOOKED_UP = 256  # tokens about which a rule is asked at once: it makes int64 of each pair
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
@@ -202,9 +201,8 @@ class SinglePass:
         """Compute texts of like lengths together, by their places."""
         by_text: list[Tensor] = [torch.empty(0)] * len(texts)
         groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
-        if (
-            self.classifies and self._pad is None
-        ):  # the head looks for the last token before padding
+        if self.classifies and self._pad is None:
+            # The head looks for the last token before padding.
             groups = ([place] for place in range(len(texts)))
         for group in groups:
             computed = compute(group)
@@ -350,9 +348,8 @@ class PackedAttention:
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        self._tasks: dict[
-            tuple[int, int], tuple[PrefillTasks, Tensor]
-        ] = {}  # and block tables, by group and reach
+        # Tasks and block tables, by group and reach.
+        self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}
         for module in self._rules:
             module.__dict__[PLACE] = self
 

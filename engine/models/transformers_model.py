@@ -81,10 +81,8 @@ class TransformersModel(CausalModel):
             self.states = mixers.states
             self.index_keys = mixers.index_keys
         beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
-        self.probe_lengths = (
-            max(150, beyond + 100),
-            40,
-        )  # some architectures compress what lies 128 tokens back
+        # Some architectures compress what lies 128 tokens back.
+        self.probe_lengths = (max(150, beyond + 100), 40)
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
@@ -331,14 +329,13 @@ def _source(
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
-        del (
-            values.quantization_config
-        )  # else transformers would unpack them, by packages that are not here
+        # With it transformers would unpack the weights, by packages that are not here.
+        del values.quantization_config
+    state = {}
     with open_tensors(list_weight_files(folder)) as stored:
-        state = {
-            name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
-            for name, tensor in unpacked(stored, config.quantization).items()
-        }
+        for name, tensor in unpacked(stored, config.quantization).items():
+            is_plain = type(tensor) is CheckpointTensor
+            state[name] = tensor.whole() if is_plain else tensor.whole().to(dtype)
     return None, {"config": values, "state_dict": state}
 
 
@@ -541,10 +538,8 @@ def _record(
         arguments["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with (
-            _attending(part, UNMASKED if tokens.is_meta else RECORDED),
-            _problems_named(),
-        ):  # masks have values
+        with _attending(part, UNMASKED if tokens.is_meta else RECORDED), _problems_named():
+            # Masks have values, so tokens without values get none.
             part(input_ids=tokens, use_cache=False, **arguments)
     finally:
         for hook in hooks:

@@ -106,9 +106,8 @@ class Stepper:
         self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
-        self._suspects: dict[
-            Sequence, int
-        ] = {}  # with the tokens each had when steps in flight were withdrawn
+        # The number of tokens that each had when steps in flight were withdrawn.
+        self._suspects: dict[Sequence, int] = {}
         self._num_unexplained = 0
 
     @property

@@ -152,9 +152,8 @@ class BadWords:
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
         self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        self._by_second: dict[
-            int, list[TokenIds]
-        ] = {}  # of three tokens or more, by the one before that
+        # Words of three tokens or more, by the token before that one.
+        self._by_second: dict[int, list[TokenIds]] = {}
         for word in words:
             if len(word) > 1:
                 self._by_known.setdefault(word[-2], []).append(word)

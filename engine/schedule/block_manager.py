@@ -219,8 +219,9 @@ class BlockManager:
     ) -> None:
         """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make its own.
 
-        That is behind what others share (cached blocks without a snapshot, the longest prefix of one of the next
-        `waiting`, a tree's prompt), and behind the last full block of a long prompt or text.
+        Its own snapshots are made behind tokens that others share, and behind the last full block of a long prompt or
+        text. Others share cached blocks without a snapshot, the longest prefix of one of the next `waiting`, and the
+        prompt of a tree.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
@@ -228,9 +229,11 @@ class BlockManager:
         shared = max(
             (num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0
         )
-        ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
-        ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
-        wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
+        lengths = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
+        if seq.tree is not None:
+            lengths.append(seq.tree.num_prompt_tokens)
+        wanted = {len(self._find_blocks(seq)), shared}
+        wanted.update((n - 1) // self.block_size for n in lengths)
         last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
         cuts = sorted({min(n, last) for n in wanted})
         seq.state_cuts = [n * self.block_size for n in cuts if n > len(cached)]
@@ -245,14 +248,12 @@ class BlockManager:
                 continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
             is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
-            if (
-                not is_found
-                or content_id in self.snapshots
-                or (row := self.snapshots.take(content_id)) == NO_ROW
-            ):
+            if not is_found or content_id in self.snapshots:
                 continue
-            moves.saves.setdefault(seq, []).append((end, row))
-            moves.kept.append(content_id)
+            row = self.snapshots.take(content_id)
+            if row != NO_ROW:
+                moves.saves.setdefault(seq, []).append((end, row))
+                moves.kept.append(content_id)
 
     def _content_id(self, block_id: int) -> int:
         content_id = self._blocks[block_id].content_id
@@ -297,10 +298,12 @@ class BlockManager:
         The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
         """
         num_blocks = self.num_blocks_for(seq.num_tokens)
-        if num_blocks >= len(self._free) and (missing := self.num_missing(seq, cached, tail)) > 0:
-            raise OutOfBlocks(
-                f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones"
-            )
+        if num_blocks >= len(self._free):
+            missing = self.num_missing(seq, cached, tail)
+            if missing > 0:
+                raise OutOfBlocks(
+                    f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones"
+                )
         for block_id in cached if tail is None else [*cached, tail.block_id]:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -317,9 +320,8 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            is_known = (
-                block.content_id is not None and block.hash is None
-            )  # another block has this content
+            # Another block has this content.
+            is_known = block.content_id is not None and block.hash is None
             if not block.is_listed and not is_known:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True

@@ -36,9 +36,8 @@ class Drafts:
 
     def __init__(self) -> None:
         self._answered: tuple[Answers, Answers] = Answers(), Answers()  # the newer, and the older
-        self._seconds: dict[
-            int, tuple[float, float]
-        ] = {}  # by size of step: rows and least seconds
+        # Rows and least seconds, by size of step.
+        self._seconds: dict[int, tuple[float, float]] = {}
         self._right = 1.0
         self._tried = 2.0
         self._num_steps = 0
@@ -52,22 +51,23 @@ class Drafts:
             return [[] for _ in seqs]
         costs = self._costs(len(seqs), most)
         tries_all = self._num_steps % RETRY_STEPS == 0
-        cheapest = (
-            0.0 if tries_all else float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
-        )
+        cheapest = 0.0
+        if not tries_all:
+            cheapest = float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
         shares = np.array([self._share(seq) for seq in seqs])
         guesses = [
             self._guess(seq, ids) if share > cheapest else []
             for seq, ids, share in zip(seqs, token_ids, shares.tolist(), strict=True)
         ]
         lens = np.array([len(guess) for guess in guesses])
-        likely = shares[:, None] ** np.arange(
-            1, MOST + 1
-        )  # probability that a guess and all before it are right
+        # The probability that a guess and all before it are right.
+        likely = shares[:, None] ** np.arange(1, MOST + 1)
         likely[np.arange(MOST) >= lens[:, None]] = 0
         in_order = np.sort(likely[likely > 0])[::-1][:most]
         gains = np.cumsum(in_order) - costs[1 : len(in_order) + 1]
-        best = len(in_order) if tries_all else int(gains.argmax()) + 1 if len(gains) else 0
+        best = len(in_order)
+        if best and not tries_all:
+            best = int(gains.argmax()) + 1
         if not best or (gains[best - 1] <= LEAST_GAIN * len(seqs) and not tries_all):
             return [[] for _ in seqs]
         counts = np.minimum((likely >= in_order[best - 1]).sum(axis=1), lens)

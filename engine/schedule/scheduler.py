@@ -65,19 +65,16 @@ class Scheduler:
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
-        self.in_flight: deque[ScheduledBatch] = (
-            deque()
-        )  # scheduled and not received, the oldest first
-        self.first_scheduled: list[
-            str
-        ] = []  # request ids, as sequences are first admitted; the engine empties it
+        # Scheduled and not received, the oldest first.
+        self.in_flight: deque[ScheduledBatch] = deque()
+        # Request ids, as sequences are first admitted. The engine empties it.
+        self.first_scheduled: list[str] = []
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
-        self._overtakes: Counter[int] = (
-            Counter()
-        )  # by lane: admissions that overtook it since it last moved up
+        # The admissions that overtook each lane since it last moved up.
+        self._overtakes: Counter[int] = Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -188,11 +185,9 @@ class Scheduler:
         self.slots.add_known(slots[is_held], ordinary[is_held])
         num_guesses = batch.num_guessed - len(batch.drafted)
         self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
-        gone = (
-            ()
-            if is_held.all()
-            else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
-        )
+        gone = []
+        if not is_held.all():
+            gone = [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
         finished = []
@@ -308,9 +303,8 @@ class Scheduler:
         slots = self.slots
         size = self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
-        most = (
-            min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
-        )
+        most_rows = min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens)
+        most = most_rows - batch.num_tokens
         if most <= 0 or not may_draft.any():
             return
         group = SlotGroup(batch.decodes, batch.decode_slots).select(may_draft)
@@ -493,9 +487,10 @@ class Scheduler:
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in [
+        overtaken = [
             other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES
-        ]:
+        ]
+        for other in overtaken:
             del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)

@@ -28,9 +28,8 @@ NO_ADAPTER = -1
 class SequenceStatus(Enum):
     """The state of a sequence. Only the scheduler changes it."""
 
-    HELD = (
-        auto()
-    )  # until its pictures are computed, or the sequence that computes its first tokens is finished
+    # Until its pictures are computed, or the sequence that computes its first tokens is finished.
+    HELD = auto()
     WAITING = auto()
     RUNNING = auto()
     ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
@@ -48,7 +47,7 @@ class Forcing(Protocol):
 
 
 class Learned(NamedTuple):
-    """What came of a sampled token that a sequence learned, with the forced tokens behind it.
+    """The effects of a sampled token that a sequence learned, with the forced tokens behind it.
 
     ends: it ends with its last token, or by an error.
     num_right: None if all its tokens are as they were sampled. Otherwise launched steps are right about this number of

@@ -115,12 +115,10 @@ class SlotTable:
     def rewrite(self, seq: Sequence) -> None:
         """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
         slot = seq.slot
-        keys = (
-            seq.block_keys if seq.pictures is None else []
-        )  # those of pictures lack the placeholders
-        packed = np.frombuffer(
-            b"".join([key.tokens for key in keys]), np.int32
-        )  # a tenth of a list's time
+        # The keys of pictures lack the placeholders.
+        keys = seq.block_keys if seq.pictures is None else []
+        # This takes a tenth of a list's time.
+        packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens

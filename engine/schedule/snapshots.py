@@ -25,9 +25,8 @@ class Snapshots:
     def __init__(self, first_row: int, num_rows: int) -> None:
         self.rows = range(first_row, first_row + num_rows)
         self._free = list(reversed(self.rows))
-        self._rows: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # by content id, least recently used first
+        # By content id, least recently used first.
+        self._rows: OrderedDict[int, int] = OrderedDict()
 
     def __contains__(self, content_id: int) -> bool:
         return content_id in self._rows

@@ -221,7 +221,9 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
-    moves = batch.states
+    state_parts = np.zeros((0, 5), np.int64)
+    if batch.states is not None:
+        state_parts = batch.states.parts(batch.decode_slots, batch.each_prefill())
     is_pending = (context_lens > slots.num_known[rows]) & (
         np.arange(len(rows)) < len(rows) - len(batch.drafted)
     )
@@ -243,11 +245,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         copy_from=copy_from,
         copy_to=copy_to,
         adapters=_adapters_of(rows, slots) if slots.num_adapted else NOTHING,
-        **(
-            {}
-            if moves is None
-            else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}
-        ),
+        state_parts=state_parts,
         pictures=_find_pictures(batch, slots, positions) if slots.num_with_pictures else None,
         **_find_wanted(batch),
     )
@@ -282,9 +280,8 @@ def _find_pictures(
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
             known_positions = seq.pictures.positions[:, start : start + num_new]
-            positions[:, first - num_new : first - num_new + known_positions.shape[1]] = (
-                known_positions
-            )
+            begin = first - num_new
+            positions[:, begin : begin + known_positions.shape[1]] = known_positions
     if not parts and positions is None:
         return None
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))

@@ -90,9 +90,8 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
         self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
-        self._lock = (
-            Lock()
-        )  # of the two below; the engine's thread takes it, so nothing slow is done under it
+        # Guards the two below. The engine's thread takes it, so nothing slow is done under it.
+        self._lock = Lock()
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
         )

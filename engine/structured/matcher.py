@@ -109,9 +109,8 @@ class Matcher:
 
         Raises GrammarFailed for a token that cannot stand there, a negative id, or any token once it has failed.
         """
-        if (
-            token_id < 0 or self.error is not None
-        ):  # a guessed token's mask was made before the error
+        if token_id < 0 or self.error is not None:
+            # A guessed token's mask was made before the error.
             raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return

@@ -69,9 +69,8 @@ def decode(body: bytes | bytearray) -> Message:
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
     for dtype, shape in forms:
-        arrays.append(
-            np.ndarray(shape, DTYPES[dtype], body, at).copy()
-        )  # aligned, wherever it began
+        # The copy is aligned, wherever the array began.
+        arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())
         at += arrays[-1].nbytes
     return Message(Kind(kind), facts, arrays)
 

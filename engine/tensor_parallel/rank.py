@@ -42,9 +42,8 @@ def main(descriptor: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
         _give_up(channel, error)
     torch.distributed.destroy_process_group()
-    os._exit(
-        0
-    )  # Python's own clean-up of torch takes a second and frees nothing that the end does not
+    # Python's own clean-up of torch takes a second and frees nothing that the end does not.
+    os._exit(0)
 
 
 def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:

@@ -140,9 +140,8 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
     if "lipsum" in names or any(node.name == "random" for node in tree.find_all(nodes.Filter)):
         return None
     calls = [call for call in tree.find_all(nodes.Call) if _is_clock(call.node)]
-    tests = [
-        test for test in tree.find_all(nodes.Test) if _is_clock(test.node)
-    ]  # "strftime_now is defined"
+    # Such as "strftime_now is defined".
+    tests = [test for test in tree.find_all(nodes.Test) if _is_clock(test.node)]
     formats = [
         call.args[0].value
         for call in calls
@@ -331,11 +330,12 @@ def with_short_ids(messages: Messages) -> Messages:
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = _short_id(message["tool_call_id"])
         if "tool_calls" in message:
-            calls = message["tool_calls"]
-            message["tool_calls"] = [
-                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
-                for call in calls
-            ]
+            calls = []
+            for call in message["tool_calls"]:
+                if isinstance(call.get("id"), str):
+                    call = {**call, "id": _short_id(call["id"])}
+                calls.append(call)
+            message["tool_calls"] = calls
         shortened.append(message)
     return shortened
 

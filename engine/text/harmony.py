@@ -69,11 +69,12 @@ def split_channels(text: str) -> tuple[str | None, str]:
     messages = list(read_messages(text))
     reasoning = [message.content for message in messages if message.is_reasoning]
     answers = [message.content for message in messages if message.is_answer]
-    calls = [
-        f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{CALL if message.is_closed else ''}"
-        for message in messages
-        if not message.is_reasoning and not message.is_answer
-    ]
+    calls = []
+    for message in messages:
+        if message.is_reasoning or message.is_answer:
+            continue
+        end = CALL if message.is_closed else ""
+        calls.append(f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{end}")
     return "\n".join(reasoning) if reasoning else None, "\n".join(answers) + "".join(calls)
 
 
@@ -103,9 +104,8 @@ class AnswerChannels:
             self._is_plain = False
             self._take(mark)
             return ""
-        if (
-            self._is_answer is None and self._is_plain
-        ):  # no mark came yet: an answer without channels
+        if self._is_answer is None and self._is_plain:
+            # No mark came yet: an answer without channels.
             return "" if text.strip().startswith("to=") else text
         if self._is_answer is None:
             self._header += text

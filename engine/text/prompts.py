@@ -17,9 +17,8 @@ MAX_CHARS = 65_536  # of continuations that are remembered
 Texts = tuple[str, ...]
 Tail = tuple[tuple[int, ...], int]
 """Tokens behind what all continuations of a prompt share, and which of them is the first to be scored."""
-Tails = tuple[
-    list[int], tuple[Tail, ...]
-]  # tokens, and tails behind them; a remembered word's tails begin with it
+# Tokens, and tails behind them; a remembered word's tails begin with it.
+Tails = tuple[list[int], tuple[Tail, ...]]
 UNLIKE: Tails = ([], ())
 
 
@@ -107,9 +106,8 @@ def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
     """
     lowest = min(token_ids for token_ids, _ in tails)
     highest = max(token_ids for token_ids, _ in tails)
-    first = num_common(
-        lowest, highest
-    )  # all others sort between these two, so they begin alike too
+    # All others sort between these two, so they begin alike too.
+    first = num_common(lowest, highest)
     return tuple((token_ids, first) for token_ids, _ in tails)
 
 
@@ -137,11 +135,9 @@ SCORED_ROOM = -1  # one token more than max_model_len fits: the last one is scor
 
 def pictures_in(prompt: object) -> list[Picture]:
     """Return the pictures among a prompt's parts. Raises InvalidPrompt for one of another shape."""
-    pictures = (
-        [part for part in prompt if isinstance(part, np.ndarray)]
-        if isinstance(prompt, (list, tuple))
-        else []
-    )
+    if not isinstance(prompt, (list, tuple)):
+        return []
+    pictures = [part for part in prompt if isinstance(part, np.ndarray)]
     for picture in pictures:
         if (
             picture.dtype != np.uint8

@@ -174,11 +174,9 @@ class LeadingSpan:
         """Look for the start mark. Return the text held back once it shows that there is none."""
         start = self._marks.start
         begun = self._held.lstrip()
-        is_mark = (
-            token_id == start.token_id
-            if start.token_id is not None
-            else begun.startswith(start.text)
-        )
+        is_mark = begun.startswith(start.text)
+        if start.token_id is not None:
+            is_mark = token_id == start.token_id
         if is_mark:
             self._is_open = True
             self._held = begun.removeprefix(start.text)
@@ -245,9 +243,8 @@ class Reasoner:
             raise InvalidSampling(
                 f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
             )
-        skips = (
-            marks.start.text != harmony.REASONING_START
-        )  # channel marks show only in text with special tokens
+        # Channel marks show only in text with special tokens.
+        skips = marks.start.text != harmony.REASONING_START
         text = partial(
             self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips
         )

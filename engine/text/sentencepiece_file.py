@@ -61,9 +61,8 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
         "eos_token": trainer.get(42, 2),
         "pad_token": trainer.get(43, -1),
     }
-    names = {
-        name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)
-    }  # -1 is read as 2 ** 64 - 1
+    # -1 is read as 2 ** 64 - 1.
+    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}
     return _build(pieces, trainer, normalizer), names
 
 

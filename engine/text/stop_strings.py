@@ -87,9 +87,8 @@ class StopStrings:
         self._include = include
         self._text = text
         self._num_ignored = min_tokens
-        self._overlap = (
-            max(map(len, stop)) - 1
-        )  # characters before new text in which a match may begin
+        # Characters before new text in which a match may begin.
+        self._overlap = max(map(len, stop)) - 1
         self._pieces: list[str] = []
         self._tail = ""
         self._num_chars = 0  # of all pieces

@@ -187,14 +187,11 @@ class Tokenizer:
             return whole
         text_ids = self.encode_alone(text)
         num_added = len(whole) - len(text_ids)
-        starts = (
-            start
-            for start in range(num_added + 1)
-            if whole[start : start + len(text_ids)] == text_ids
-        )
-        start = next(starts, None)
-        if start is None:  # the special tokens are not around the text
-            return whole[:most]
+        start = 0
+        while whole[start : start + len(text_ids)] != text_ids:
+            start += 1
+            if start > num_added:  # the special tokens are not around the text
+                return whole[:most]
         num_kept = max(0, most - num_added)
         cut = (
             text_ids[len(text_ids) - num_kept :]

@@ -61,9 +61,8 @@ def load_tokenizer(folder: Path) -> Any:
         return _of_tekken(folder / "tekken.json")
     if (folder / "tokenizer.model").is_file():
         return _of_sentencepiece(folder)
-    from transformers import (
-        AutoTokenizer,
-    )  # late: it lists all models' modules, which takes a third of a second
+    # Late: it lists all models' modules, which takes a third of a second.
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
@@ -164,10 +163,12 @@ def _of_sentencepiece(folder: Path) -> Any:
             setattr(made, name, text)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    before, behind = (
-        [text] if config.get(f"add_{name}", default) and (text := getattr(made, name)) else []
-        for name, default in (("bos_token", True), ("eos_token", False))
-    )
+    before = []
+    if config.get("add_bos_token", True) and made.bos_token:
+        before.append(made.bos_token)
+    behind = []
+    if config.get("add_eos_token", False) and made.eos_token:
+        behind.append(made.eos_token)
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single=[*before, "$A", *behind],
         special_tokens=[(text, made.convert_tokens_to_ids(text)) for text in before + behind],

@@ -179,9 +179,8 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
     """Return the JSON object or list that begins at this place of a text, and where it ends; None if there is none."""
     while at < len(text) and text[at].isspace():
         at += 1
-    if not text.startswith(
-        ("{", "["), at
-    ):  # a decoder's error would count the lines of the whole text
+    if not text.startswith(("{", "["), at):
+        # A decoder's error would count the lines of the whole text.
         return None
     try:
         return _DECODER.raw_decode(text, at)
@@ -298,9 +297,8 @@ def _tagged(
                 break
             start, end = ends[place]
             value = text[pair.end() : start]
-            if (
-                opening.search(value) and "</" not in text[start:end]
-            ):  # another call begins before this value ends
+            if opening.search(value) and "</" not in text[start:end]:
+                # Another call begins before this value ends.
                 break
             arguments[pair[1].strip()] = value
             at = end
@@ -339,9 +337,8 @@ def _mistral(text: str) -> list[Piece]:
                 Piece(whole, name_match[1] if is_read else "", value, is_closed=end < len(text))
             )
         elif value is not None:
-            pieces += [
-                _json_piece(whole, item) for item in (value if isinstance(value, list) else [value])
-            ]
+            items = value if isinstance(value, list) else [value]
+            pieces += [_json_piece(whole, item) for item in items]
         else:
             pieces.append(Piece(whole, ""))
         at = end
@@ -406,11 +403,10 @@ def _listed(text: str) -> list[Piece]:
         if closed:
             at = closed.end()
         whole = text[opened.start() : at]
-        pieces += (
-            [_json_piece(whole, item) for item in value]
-            if isinstance(value, list)
-            else [Piece(whole, "")]
-        )
+        if isinstance(value, list):
+            pieces += [_json_piece(whole, item) for item in value]
+        else:
+            pieces.append(Piece(whole, ""))
     return [*pieces, Piece(text[at:])]
 
 

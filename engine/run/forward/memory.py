@@ -131,16 +131,14 @@ def divide_pool(
 def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
     """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
 
-    row_bytes: of one state; 0 if the model keeps none.  most, default: of `divide_pool`.
+    row_bytes: of one state; 0 if the model keeps none. most, default: of `divide_pool`.
     """
     if not row_bytes:
         return None
     wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
-    room = (
-        default // 2
-        if config.kv_cache_bytes is None
-        else min(default, most - config.kv_cache_bytes)
-    )
+    room = default // 2
+    if config.kv_cache_bytes is not None:
+        room = min(default, most - config.kv_cache_bytes)
     num_rows = min(wanted, room // row_bytes)
     if num_rows < 1:
         raise ConfigError(

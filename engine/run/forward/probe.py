@@ -98,9 +98,8 @@ def differ(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> bool:
     actual = actual.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (actual - expected).square().mean(-1).sqrt() / spread
-    error = error.nan_to_num(torch.inf)[
-        expected.isfinite().all(-1)
-    ]  # rows that overflow even there say nothing
+    # Rows that overflow even there say nothing.
+    error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]
     if not len(error):
         return False
     return any(

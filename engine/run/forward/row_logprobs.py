@@ -57,9 +57,8 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     token_logits = logits[rows, token_ids]
     vocab_ids = torch.arange(logits.shape[1], device=logits.device)
     ranks = []
-    for part in torch.split(
-        torch.arange(len(rows), device=logits.device), len(logits)
-    ):  # not larger than logits
+    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):
+        # The numbers of a part are not larger than logits.
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
         highest = token_logits[part, None]
         before = vocab_ids < token_ids[part, None]
@@ -119,9 +118,8 @@ class StepLogprobs:
         self._most_rows = piece_rows(model.vocab_size, device)
         self._sample_tops = step.sample_tops[self._wanted]
         self._scored_tops = step.scored_tops
-        is_new = (
-            np.diff(step.scored_rows, prepend=-1) != 0
-        )  # several tokens may be scored by one row
+        # Several tokens may be scored by one row.
+        is_new = np.diff(step.scored_rows, prepend=-1) != 0
         self._places = np.cumsum(is_new) - 1
         self.scored_rows, self._scored_token_ids, self._place_of = upload(
             [step.scored_rows[is_new], step.scored_token_ids, self._places], device

@@ -33,9 +33,11 @@ class _Form(NamedTuple):
     def output(self, features: list[Tensor]) -> Any:
         """Write features, [rows, hidden] each, as the tower would."""
         rows, *layers = features
-        written: dict[str, Any] = {
-            ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]
-        }
+        written: dict[str, Any] = {ROWS: [rows]}
+        if self.num_dims == 2:
+            written[ROWS] = rows
+        elif self.num_dims:
+            written[ROWS] = rows[None]
         if self.has_layers:
             written[BY_LAYER] = [[layer] for layer in layers]
         return self.kind(**written)
