@@ -55,7 +55,7 @@ class Rope:
         if (
             not isinstance(value, list)
             or len(value) != self.rotary_dim // 2
-            or not all(type(number) in (int, float) and 0 < number < math.inf for number in value)
+            or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in value)
         ):
             raise ConfigError(
                 f"config.json: rope parameter {name} must hold {self.rotary_dim // 2} numbers above 0, "
