@@ -203,10 +203,10 @@ class Engine:
     @cached_property
     def identity(self) -> ModelIdentity:
         """The model's fingerprint and the dtype it computes in; reads samples of the weights."""
-        found = model_identity(self.config)
+        identity = model_identity(self.config)
         tokens = tuple(sorted(self._tokenizer.control_tokens))
         return replace(
-            found,
+            identity,
             control_tokens=tokens,
             reads_pictures=self.reads_pictures,
             generates=self.generates,

@@ -64,7 +64,8 @@ class InvalidSampling(InvalidRequest):
 
     def __init__(self, problem: str, got: str | None = None) -> None:
         super().__init__(problem, got)
-        self.problem, self.got = problem, got
+        self.problem = problem
+        self.got = got
 
     def __str__(self) -> str:
         return self.problem if self.got is None else f"{self.problem}, got {self.got}"
@@ -87,7 +88,8 @@ class AdapterRefused(InvalidRequest):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(name, problem)
-        self.name, self.problem = name, problem
+        self.name = name
+        self.problem = problem
 
     def __str__(self) -> str:
         return f"adapter {self.name!r} cannot be used: {self.problem}"
@@ -172,7 +174,8 @@ class RankFailed(EngineError):
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)
-        self.rank, self.reason = rank, reason
+        self.rank = rank
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed: {self.reason}; its engine is down, close it and make a new one"

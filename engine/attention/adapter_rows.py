@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Product(Protocol):
-    """What an adapter adds to one layer."""
+    """The products that an adapter adds to one layer."""
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """Add the product with x [rows, in] to y [rows, out], in place."""
@@ -46,6 +46,6 @@ class GroupedRows:
             if isinstance(rows, slice):
                 product.add_to(y[rows], x[rows])
             else:
-                own = y.index_select(0, rows)
-                product.add_to(own, x.index_select(0, rows))
-                y.index_copy_(0, rows, own)
+                adapted = y.index_select(0, rows)
+                product.add_to(adapted, x.index_select(0, rows))
+                y.index_copy_(0, rows, adapted)

@@ -145,8 +145,8 @@ class KernelBackend(ABC):
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose a token for each row, see engine/sampling/sampler.py; into `chosen`, [rows], if given."""
-        found = sample(logits, rows)
-        return found if chosen is None else chosen.copy_(found)
+        sampled = sample(logits, rows)
+        return sampled if chosen is None else chosen.copy_(sampled)
 
 
 class CapturableBackend(KernelBackend):
@@ -194,7 +194,7 @@ class CapturableBackend(KernelBackend):
 
 @dataclass(frozen=True)
 class PictureRows:
-    """What a body is given of a step's pictures: arguments, and positions [3, 1, tokens] int64, or None.
+    """A step's pictures as a body gets them: arguments, and positions [3, 1, tokens] int64, or None.
 
     attention: where a picture's tokens see each other, None if no picture is like that.
     """

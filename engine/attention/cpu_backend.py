@@ -76,7 +76,8 @@ class CpuBackend(KernelBackend):
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
-        if problem := cls.problem(device, dtype):
+        problem = cls.problem(device, dtype)
+        if problem:
             raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
 
     def __init__(self, device: torch.device) -> None:
@@ -93,12 +94,11 @@ class CpuBackend(KernelBackend):
         from engine.cpu_kernels.kernel import run_compiled
 
         self._device = device
-        self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._logit_masks, self._sampler, self._run_compiled = (
-            logit_masks,
-            cpu_sampler,
-            run_compiled,
-        )
+        self._decoding = decode_attention
+        self._prefilling = prefill_attention
+        self._logit_masks = logit_masks
+        self._sampler = cpu_sampler
+        self._run_compiled = run_compiled
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -133,13 +133,13 @@ class CpuBackend(KernelBackend):
         self._logit_masks.mask_rows(
             logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks))
         )
-        others = edits.without_masks()
-        return logits if others is None else super().edit(logits, others, sampled)
+        remaining = edits.without_masks()
+        return logits if remaining is None else super().edit(logits, remaining, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
-        found = self._sampler.choose_tokens(logits, list(vars(rows).values()))
-        return found if chosen is None else chosen.copy_(found)
+        sampled = self._sampler.choose_tokens(logits, list(vars(rows).values()))
+        return sampled if chosen is None else chosen.copy_(sampled)
 
     def build_metadata(
         self,
@@ -185,16 +185,18 @@ class CpuBackend(KernelBackend):
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
-        prefilling, lens = self._prefilling, step.query_lens
-        starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
+        prefilling = self._prefilling
+        lens = step.query_lens
+        starts = np.cumsum(lens) - lens
+        begins = np.zeros(len(lens), np.int64)
         prefixes = []
         if shares and len(lens) > 1:
+            # Longer sequences fill tasks by themselves.
+            sharing_lens = np.where(lens * group < 4 * prefilling.TASK_LANES, lens, 0)
             prefixes = find_shared_prefixes(
                 step.block_tables,
                 step.context_lens - lens,
-                np.where(
-                    lens * group < 4 * prefilling.TASK_LANES, lens, 0
-                ),  # others fill tasks by themselves
+                sharing_lens,
                 block_size,
                 tile=prefilling.TILE,
                 least_queries=-(-prefilling.LANES // group),
@@ -209,7 +211,7 @@ class CpuBackend(KernelBackend):
         order = np.argsort(-seen, kind="stable")
         decodes = decodes[order]
         chosen = np.flatnonzero(lens >= self.least_prefill)
-        of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
+        of_chosen = (array[chosen] for array in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
         of_decodes = (
             starts[decodes] + places[order],

@@ -40,9 +40,11 @@ class DecodeState:
     def first(self, num_rows: int) -> DecodeState:
         """Return the first rows, in the same memory."""
         cut: dict[str, Any] = {
-            name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)
+            name: tensor[:num_rows]
+            for name, tensor in vars(self).items()
+            if isinstance(tensor, Tensor)
         }
-        sampling = SamplingRows(*(each[:num_rows] for each in vars(self.sampling).values()))
+        sampling = SamplingRows(*(tensor[:num_rows] for tensor in vars(self.sampling).values()))
         return replace(self, **cut, sampling=sampling)
 
 

@@ -64,15 +64,16 @@ class FlashAttnBackend(TritonBackend):
         super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._attend_decodes, self._attend_prefills = (
-            flash_attn_with_kvcache,
-            flash_attn_varlen_func,
-        )
+        self._attend_decodes = flash_attn_with_kvcache
+        self._attend_prefills = flash_attn_varlen_func
 
     def check_features(self, features: AttentionFeatures) -> None:
         super().check_features(features)
-        for what, asked in (("sinks", features.has_sinks), ("chunks", features.chunk is not None)):
-            if asked:
+        for what, is_wanted in (
+            ("sinks", features.has_sinks),
+            ("chunks", features.chunk is not None),
+        ):
+            if is_wanted:
                 raise AttentionRefused(
                     f"attention_backend='flash_attn' knows no attention {what}, which this model has; "
                     "use attention_backend='triton'"
@@ -90,18 +91,20 @@ class FlashAttnBackend(TritonBackend):
         query_lens: Lens,
         beside: Arrays = (),
     ) -> tuple[AttentionMetadata, list[Tensor]]:
-        decodes, starts = query_lens == 1, np.cumsum(query_lens) - query_lens
-        queries, contexts = query_lens[~decodes], context_lens[~decodes]
-        own = [
+        decodes = query_lens == 1
+        starts = np.cumsum(query_lens) - query_lens
+        queries = query_lens[~decodes]
+        contexts = context_lens[~decodes]
+        arrays = [
             starts[decodes], context_lens[decodes], block_tables[decodes],
             np.flatnonzero(np.repeat(~decodes, query_lens)),
             np.cumsum(np.append(0, queries)), np.cumsum(np.append(0, contexts)), block_tables[~decodes],
         ]  # fmt: skip
         uploaded = upload_aligned(
-            [*(array.astype(np.int32, copy=False) for array in own), *beside], self._device
+            [*(array.astype(np.int32, copy=False) for array in arrays), *beside], self._device
         )
         rows, lens, tables, prefill_rows, query_starts, context_starts, prefill_tables = uploaded[
-            : len(own)
+            : len(arrays)
         ]
         prefill = {
             "cu_seqlens_q": query_starts,
@@ -112,7 +115,7 @@ class FlashAttnBackend(TritonBackend):
         }
         decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
         metadata = FlashMetadata(decode, prefill_rows if len(queries) else None, prefill)
-        return metadata, uploaded[len(own) :]
+        return metadata, uploaded[len(arrays) :]
 
     def decode_metadata(
         self,
@@ -149,7 +152,8 @@ class FlashAttnBackend(TritonBackend):
 
         def attend_decodes(rows: Tensor) -> Tensor:
             """[decodes, heads, head_dim], one row for each sequence."""
-            lens, tables = metadata.decode.context_lens, metadata.decode.block_tables
+            lens = metadata.decode.context_lens
+            tables = metadata.decode.block_tables
             attended: Tensor = self._attend_decodes(
                 rows.unsqueeze(1),
                 cache.keys,

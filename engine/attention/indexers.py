@@ -37,7 +37,8 @@ class Indexers:
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Choose for each sequence of this batch from now on."""
-        self._step, self._tried = (batch, cache), None
+        self._step = (batch, cache)
+        self._tried = None
 
     def end(self) -> None:
         """Choose for whole rows."""
@@ -47,7 +48,8 @@ class Indexers:
         """Store a sequence's new index keys, [1, tokens, dim]; return those of its whole context."""
         if self._step is None or self._span is None:
             return keys
-        (batch, cache), span = self._step, self._span
+        batch, cache = self._step
+        span = self._span
         assert cache.index is not None, "a model with index keys has a pool of them"
         ((_, stored),) = cache.index.layers[layer]
         stored[batch.slot_mapping[span.start : span.end]] = keys[0]
@@ -69,14 +71,13 @@ class Indexers:
         for span in metadata.spans:
             pieces = [*span.pieces(max(1, SCORES_AT_ONCE // span.context_len))]
             for self._span in reversed(pieces):  # each stores its keys for those after it
-                given, more = tree_map(
-                    partial(_part, self._span, metadata.spans[-1].end), (args, options)
-                )
-                chosen.append(compute(*given, **more))
+                cut = partial(_part, self._span, metadata.spans[-1].end)
+                piece_args, piece_options = tree_map(cut, (args, options))
+                chosen.append(compute(*piece_args, **piece_options))
         self._span = None
-        width = max(each.shape[-1] for each in chosen)
+        width = max(places.shape[-1] for places in chosen)
         self.chosen = torch.cat(
-            [F.pad(each, (0, width - each.shape[-1]), value=NONE) for each in chosen], dim=-2
+            [F.pad(places, (0, width - places.shape[-1]), value=NONE) for places in chosen], dim=-2
         )
         return self.chosen
 

@@ -36,7 +36,7 @@ class LayerKVCache(NamedTuple):
         """
         if self.scales is not None:
             keys, values = (
-                quantize(x, own) for x, own in zip((keys, values), self.scales, strict=True)
+                quantize(x, scale) for x, scale in zip((keys, values), self.scales, strict=True)
             )
         self.keys.flatten(0, 1)[slot_mapping] = keys
         self.values.flatten(0, 1)[slot_mapping] = values
@@ -82,7 +82,7 @@ class KVCache:
     def num_bytes(self) -> int:
         """Return the bytes of keys, values, index keys and states."""
         return self.pool.nbytes + sum(
-            each.num_bytes for each in (self.states, self.index) if each is not None
+            pool.num_bytes for pool in (self.states, self.index) if pool is not None
         )
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
@@ -95,7 +95,8 @@ class KVCache:
 
 def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return views of the pool by shape of layer, [2 * layers, slots, numbers]; FP8 as wider numbers, to be copied."""
-    views, start = [], 0
+    views = []
+    start = 0
     for shape, layers in groupby(shapes):
         num_sides = 2 * len(list(layers))
         length = num_sides * math.prod(shape[1:])

@@ -57,7 +57,7 @@ class PrefixLimits:
     tile_seqs: int
 
     def can_pay(self, num_seqs: int, num_tokens: int) -> bool:
-        """Return whether a prefix pays for so many sequences of at most so many tokens."""
+        """Return whether a prefix pays for num_seqs sequences of at most num_tokens tokens."""
         longest = (num_tokens - 1) // self.tile * self.tile
         return self._pays((num_seqs - 1) * longest)
 
@@ -84,7 +84,7 @@ class PrefixLimits:
         return num_tokens > 0 and num_tokens * self.token_bytes >= self.least_spared_bytes
 
     def max_tiles(self, num_seqs: int) -> int:
-        """Return how many tiles so many sequences have room for: all of them where a tile holds three or more."""
+        """Return how many tiles num_seqs sequences have room for: all of them where a tile holds three or more."""
         return -(-num_seqs // 2)
 
     def arrange(self, prefixes: Sequence[SharedPrefix], num_seqs: int) -> PrefixArrays:

@@ -119,8 +119,8 @@ def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:
 def _count_decodes(parts: NDArray[Any]) -> int:
     """Return how many parts at the beginning are a token of a sequence that keeps its row."""
     starts, ends, sources, targets, saved = parts.T
-    others = ((ends - starts != 1) | (sources != targets) | (saved >= 0)).nonzero()[0]
-    return int(others[0]) if len(others) else len(parts)
+    not_decodes = ((ends - starts != 1) | (sources != targets) | (saved >= 0)).nonzero()[0]
+    return int(not_decodes[0]) if len(not_decodes) else len(parts)
 
 
 def find_waves(parts: NDArray[Any]) -> NDArray[np.int64]:

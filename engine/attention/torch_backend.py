@@ -31,9 +31,10 @@ class Span:
     context_len: int
 
     def pieces(self, num_rows: int) -> Iterator["Span"]:
-        """Cut the rows into spans of at most so many."""
+        """Cut the rows into spans of at most num_rows."""
         for end in range(self.end, self.start, -num_rows):
-            start, context_len = max(self.start, end - num_rows), self.context_len - self.end + end
+            start = max(self.start, end - num_rows)
+            context_len = self.context_len - self.end + end
             yield replace(self, start=start, end=end, context_len=context_len)
 
 
@@ -125,7 +126,9 @@ def _seen(
     always_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the keys and values that the rows see, [kv_heads, seen, dim], and a mask [rows, seen] bool if needed."""
-    num_rows, end, block_size = span.end - span.start, span.context_len, cache.keys.shape[1]
+    num_rows = span.end - span.start
+    end = span.context_len
+    block_size = cache.keys.shape[1]
     first = _first_seen(end - num_rows, features)
     skipped = first // block_size
     blocks = span.block_ids[skipped : -(-end // block_size)]
@@ -152,7 +155,8 @@ def _chosen(
 
     tokens: of the span's rows, as in TorchMetadata. The mask is [heads or 1, rows, seen].
     """
-    end, block_size = span.context_len, cache.keys.shape[1]
+    end = span.context_len
+    block_size = cache.keys.shape[1]
     places = torch.arange(end - (span.end - span.start), end, device=tokens.device)[:, None]
     is_chosen = (tokens >= 0) & (tokens <= places)
     if tokens.shape[:2] == (1, 1):
@@ -168,11 +172,11 @@ def _chosen(
 
 def _heads(stored: list[Tensor], cache: LayerKVCache, dtype: torch.dtype) -> list[Tensor]:
     """Turn stored keys and values, [tokens, kv_heads, dim], into those of each head, [kv_heads, tokens, dim]."""
-    heads = [each.transpose(0, 1) for each in stored]
+    heads = [tensor.transpose(0, 1) for tensor in stored]
     if cache.scales is None:
         return heads
-    scales = (each.to(dtype)[:, None, None] for each in cache.scales)
-    return [each.to(dtype) * scale for each, scale in zip(heads, scales, strict=True)]
+    scales = (tensor.to(dtype)[:, None, None] for tensor in cache.scales)
+    return [tensor.to(dtype) * scale for tensor, scale in zip(heads, scales, strict=True)]
 
 
 def _first_seen(token: int, features: AttentionFeatures) -> int:
@@ -209,9 +213,12 @@ def _attend_explicitly(
 ) -> Tensor:
     """Attend with soft cap, sinks and slopes, in float32."""
     num_tokens, num_heads, head_dim = query.shape
-    seen, keys, values = keys.shape[1], keys.float(), values.float()
+    seen = keys.shape[1]
+    keys = keys.float()
+    values = values.float()
     if sinks is not None:  # they are the scores of one token more, which has no value
-        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        keys = F.pad(keys, (0, 0, 0, 1))
+        values = F.pad(values, (0, 0, 0, 1))
     grouped = (query.float() * (features.scale / (features.soft_cap or 1.0))).transpose(0, 1)
     products = grouped.reshape(len(keys), -1, head_dim) @ keys.transpose(1, 2)
     scores = products.view(num_heads, num_tokens, -1)

@@ -49,9 +49,8 @@ PACKED = PackedKernels(
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
 PREFIX_PROGRAMS = 2  # of the kernel for common prefixes, for each multiprocessor
-INTERPRETER_PROCESSORS = (
-    8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
-)
+# Stands in for a GPU's multiprocessors, so that tests see few splits and many.
+INTERPRETER_PROCESSORS = 8
 
 
 @dataclass(frozen=True)
@@ -143,22 +142,22 @@ class TritonBackend(CapturableBackend):
         tile_seqs = np.repeat(np.arange(len(prefills)), num_tiles)
         tile_starts = (np.arange(len(tile_seqs)) - np.repeat(first_tiles, num_tiles)) * QUERY_TILE
         query_ranges = np.stack((starts[prefills], starts[prefills] + query_lens[prefills]), axis=1)
-        own = [
+        arrays = [
             starts[decodes], context_lens[decodes], block_tables[decodes],
             tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
         ]  # fmt: skip
         shared = self._find_prefixes(block_tables[decodes], context_lens[decodes])
         num_shared = 0 if shared is None else len(shared)
-        narrow = [array.astype(np.int32, copy=False) for array in own]
+        narrow = [array.astype(np.int32, copy=False) for array in arrays]
         uploaded = upload_aligned([*narrow, *(shared or ()), *beside], self._device)
-        rows, lens, tables, *prefill_parts = uploaded[: len(own)]
-        others = uploaded[len(own) :]
+        rows, lens, tables, *prefill_parts = uploaded[: len(arrays)]
+        remaining = uploaded[len(arrays) :]
         prefixes = None
         if num_shared:
-            prefixes = self._prefix_rows(PrefixTensors(*others[:num_shared]))
+            prefixes = self._prefix_rows(PrefixTensors(*remaining[:num_shared]))
         longest = int(context_lens[decodes].max(initial=0))
         decode = DecodeRows(rows, lens, tables, longest, prefixes=prefixes)
-        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), others[num_shared:]
+        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), remaining[num_shared:]
 
     def _find_prefixes(
         self, block_tables: NDArray[np.int32], context_lens: Lens
@@ -217,7 +216,8 @@ class TritonBackend(CapturableBackend):
             return metadata.attend(query, cache, features, sinks, slopes)
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decode, prefill = metadata.decode, metadata.prefill
+        decode = metadata.decode
+        prefill = metadata.prefill
         kind = features.options | {"sinks": sinks, "slopes": slopes}
         if len(prefill.seqs):
             prefill_attention(query, cache, prefill, out, **kind)
@@ -229,7 +229,7 @@ class TritonBackend(CapturableBackend):
         return out
 
     def _counters(self, number: int) -> Tensor:
-        """Return at least so many zeros. None is ever freed: graphs go on using them."""
+        """Return at least `number` zeros. They are never freed: graphs go on using them."""
         if not self._arrived or len(self._arrived[-1]) < number:
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]

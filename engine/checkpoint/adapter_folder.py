@@ -73,21 +73,21 @@ class AdapterFolder:
         """Return the names of all adapters, sorted."""
         if self._folder is None:
             return []
-        found = (path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
-        return sorted(name for name in found if _can_be_asked_for(name))
+        names = (path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
+        return sorted(name for name in names if _can_be_asked_for(name))
 
-    def find(self, asked: str) -> Adapter:
+    def find(self, requested: str) -> Adapter:
         """Return the adapter of a name, or of a name pinned to a fingerprint.
 
         Raises UnknownAdapter if there is none, and AdapterRefused if its files are not usable. If a fingerprint is
         asked for, and its files are not there now, it raises AdapterGone.
         """
-        match = PINNED.fullmatch(asked)
+        match = PINNED.fullmatch(requested)
         if match is not None:
             return self._find_pinned(*match.groups())
-        adapter = self._read(asked)
+        adapter = self._read(requested)
         if adapter is None:
-            raise UnknownAdapter(f"there is no adapter {asked!r}; {self._listed()}")
+            raise UnknownAdapter(f"there is no adapter {requested!r}; {self._listed()}")
         return adapter
 
     def _find_pinned(self, name: str, fingerprint: str) -> Adapter:
@@ -110,7 +110,7 @@ class AdapterFolder:
 
     def look(self) -> tuple[list[Adapter], dict[str, str]]:
         """Return all adapters whose files can be used, and by name why others cannot."""
-        found: list[Adapter] = []
+        adapters: list[Adapter] = []
         problems: dict[str, str] = {}
         for name in self.names():
             try:
@@ -119,8 +119,8 @@ class AdapterFolder:
                 problems[name] = str(error)
                 continue
             if adapter is not None:
-                found.append(adapter)
-        return found, problems
+                adapters.append(adapter)
+        return adapters, problems
 
     def largest(self) -> int:
         """Return how many numbers the largest adapter has. Adapters that cannot be used are left out."""
@@ -169,8 +169,8 @@ def _can_be_asked_for(name: str) -> bool:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _fingerprint(name: str, folder: Path) -> str:

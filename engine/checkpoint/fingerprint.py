@@ -39,14 +39,18 @@ def check_file(path: Path) -> list[TensorEntry]:
             header = json.loads(file.read(size))
         entries = [
             TensorEntry(
-                name, each["dtype"], each["shape"], *(8 + size + at for at in each["data_offsets"])
+                name,
+                entry["dtype"],
+                entry["shape"],
+                *(8 + size + at for at in entry["data_offsets"]),
             )
-            for name, each in header.items()
+            for name, entry in header.items()
             if name != "__metadata__"
         ]
-        found, wanted = path.stat().st_size, max((each.end for each in entries), default=0)
-        if found < wanted:
-            raise ValueError(f"it has {found} bytes, and its header names {wanted}")
+        num_bytes = path.stat().st_size
+        num_named = max((entry.end for entry in entries), default=0)
+        if num_bytes < num_named:
+            raise ValueError(f"it has {num_bytes} bytes, and its header names {num_named}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MissingWeights(
             f"{path} is no complete safetensors file ({error}); fetch it again"
@@ -111,7 +115,9 @@ def read_identity(
     digest = blake2b(dtype.encode(), digest_size=16)
     _add(digest, b"answers", str(ANSWERS_VERSION).encode())
     more = sorted(
-        str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each)
+        str(path.relative_to(folder))
+        for pattern in MORE_TEXT_FILES
+        for path in folder.glob(pattern)
     )
     for name in (*TEXT_FILES, *more):
         if (folder / name).is_file():
@@ -120,16 +126,16 @@ def read_identity(
         _add(digest, b"chat_template", chat_template.encode())
     if pooling is not None:
         _add(digest, b"pooling", pooling.encode())
-    tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
+    tensors = sorted(tensor for path in list_weight_files(folder) for tensor in _read_tensors(path))
     for description, content in tensors:
         _add(digest, description.encode(), content)
     return ModelIdentity(digest.hexdigest(), dtype)
 
 
 def _add(digest: blake2b, *fields: bytes) -> None:
-    for each in fields:  # each with its length, so that no two lists of fields give the same bytes
-        digest.update(len(each).to_bytes(8, "little"))
-        digest.update(each)
+    for value in fields:  # each with its length, so that no two lists of fields give the same bytes
+        digest.update(len(value).to_bytes(8, "little"))
+        digest.update(value)
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -144,7 +150,8 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
     digest = blake2b(digest_size=16)
     if length <= WHOLE_BYTES:
-        offsets, sample = [0], length
+        offsets = [0]
+        sample = length
     else:
         sample = WHOLE_BYTES // NUM_SAMPLES
         offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]

@@ -59,9 +59,8 @@ def find_here(model: str) -> Path | None:
 def list_weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint. Raises MissingWeights, naming a missing shard."""
     if (folder / WHOLE).is_file():
-        return [
-            folder / WHOLE
-        ]  # it goes before an index, as in transformers: other files are a second copy
+        # It goes before an index, as in transformers: other files are a second copy.
+        return [folder / WHOLE]
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(_read_places(index).values()))

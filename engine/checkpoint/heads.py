@@ -9,7 +9,8 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, UnsupportedModel
 
 CLASSIFIES = "ForSequenceClassification"
-MAX_LABELS, MAX_LABEL_CHARS = 10_000, 1_000
+MAX_LABELS = 10_000
+MAX_LABEL_CHARS = 1_000
 
 #: Endings of the names of models that give hidden states and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
@@ -39,12 +40,13 @@ def read_classes(model: ModelConfig) -> Classes | None:
     """Return a checkpoint's classes; None for one without such a head. Raises ConfigError or UnsupportedModel."""
     if not model.architecture.endswith(CLASSIFIES):
         return None
-    given, number = model.values.get("id2label"), model.values.get("num_labels") or 2
+    id2label = model.values.get("id2label")
+    number = model.values.get("num_labels") or 2
     if type(number) is not int or not 0 < number <= MAX_LABELS:
         raise ConfigError(
             f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}"
         )
-    labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(number))
+    labels = _labels(id2label) if id2label else tuple(f"LABEL_{i}" for i in range(number))
     if labels is None or len(set(labels)) != len(labels):
         raise ConfigError(
             "config.json: id2label must name another text for each class, counted from 0: at most "
@@ -55,8 +57,10 @@ def read_classes(model: ModelConfig) -> Classes | None:
         raise UnsupportedModel(
             f"{model.architecture} gives {len(labels)} numbers of regression: one is supported"
         )
-    own = model.values.get("sentence_transformers")
-    activation = own.get("activation_fn") if isinstance(own, Mapping) else None
+    library_values = model.values.get("sentence_transformers")
+    activation = (
+        library_values.get("activation_fn") if isinstance(library_values, Mapping) else None
+    )
     activation = activation or model.values.get("sbert_ce_default_activation_function")
     return Classes(
         labels,
@@ -65,10 +69,10 @@ def read_classes(model: ModelConfig) -> Classes | None:
     )
 
 
-def _labels(given: Any) -> tuple[str, ...] | None:
-    if not isinstance(given, Mapping) or len(given) > MAX_LABELS:
+def _labels(id2label: Any) -> tuple[str, ...] | None:
+    if not isinstance(id2label, Mapping) or len(id2label) > MAX_LABELS:
         return None
-    by_number = {str(number): label for number, label in given.items()}
+    by_number = {str(number): label for number, label in id2label.items()}
     labels = [by_number.get(str(number)) for number in range(len(by_number))]
     return tuple(map(str, labels)) if all(map(_is_name, labels)) else None
 

@@ -12,7 +12,8 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.text_part import read_text_values, reads_more_than_text
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
-MAX_SIZE, MAX_LAYERS = 2**31, 10_000
+MAX_SIZE = 2**31
+MAX_LAYERS = 10_000
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten MiB
 UNNAMED = "none named"
 
@@ -78,29 +79,30 @@ def read_model_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    whole, named = None, config.get("architectures") or [UNNAMED]
-    if not isinstance(named, list):
+    whole = None
+    architectures = config.get("architectures") or [UNNAMED]
+    if not isinstance(architectures, list):
         raise ConfigError(
-            f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(named)}"
+            f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(architectures)}"
         )
     if reads_more_than_text(config):
-        whole = named[0]
+        whole = architectures[0]
         config = read_text_values(folder, config)
     try:
         architectures = config.get("architectures") or [UNNAMED]
+        hidden = _size(config, "hidden_size")
+        num_heads = _size(config, "num_attention_heads", 1)  # a model without attention has none
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
-            hidden_size=(hidden := _size(config, "hidden_size")),
+            hidden_size=hidden,
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
             num_layers=_size(
                 config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None
             ),
-            num_heads=(
-                heads := _size(config, "num_attention_heads", 1)
-            ),  # a model without attention has none
-            num_kv_heads=_size(config, "num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or hidden // heads,
+            num_heads=num_heads,
+            num_kv_heads=_size(config, "num_key_value_heads", num_heads),
+            head_dim=config.get("head_dim") or hidden // num_heads,
             max_position_embeddings=_longest(config),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id"))
@@ -110,9 +112,9 @@ def read_model_config(folder: Path) -> ModelConfig:
             whole=whole,
         )
     except KeyError as error:
-        named = brief(config.get("architectures"))
+        listed = brief(config.get("architectures"))
         raise UnsupportedModel(
-            f"{path} has no {error.args[0]!r} of a decoder of text (architectures: {named}): it is incomplete, or its "
+            f"{path} has no {error.args[0]!r} of a decoder of text (architectures: {listed}): it is incomplete, or its "
             "model is none"
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
@@ -126,11 +128,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a size by any of its names. Raises KeyError if it has none and there is no default."""
     for key in NAMES[name]:
-        found = config.get(key)
-        if found is not None:
-            return (
-                max(found) if isinstance(found, list) and found else found
-            )  # a list has one for each layer
+        value = config.get(key)
+        if value is not None:
+            # A list has one for each layer.
+            return max(value) if isinstance(value, list) and value else value
     if default is None:
         raise KeyError(name)
     return default
@@ -144,13 +145,11 @@ def _longest(config: Mapping[str, Any]) -> Any:
     """
     longest = written_length(config)
     for name in ("rope_scaling", "rope_parameters"):
-        given = config.get(name)
-        if not isinstance(given, Mapping):
+        declared = config.get(name)
+        if not isinstance(declared, Mapping):
             continue
-        for parameters in (
-            given,
-            *given.values(),
-        ):  # the values may be parameters for each type of layer
+        # The values may be parameters for each type of layer.
+        for parameters in (declared, *declared.values()):
             if isinstance(parameters, Mapping) and "yarn" in (
                 parameters.get("rope_type"),
                 parameters.get("type"),
@@ -199,8 +198,8 @@ def longrope_length(model: ModelConfig) -> int | None:
 
     If longer sequences are possible, all sequences take the long factors.
     """
-    given = model.values.get("rope_scaling") or model.values.get("rope_parameters")
-    parameters = given if isinstance(given, Mapping) else {}
+    scaling = model.values.get("rope_scaling") or model.values.get("rope_parameters")
+    parameters = scaling if isinstance(scaling, Mapping) else {}
     if "short_factor" not in parameters:
         return None
     original: Any = model.values.get("original_max_position_embeddings")

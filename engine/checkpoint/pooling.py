@@ -10,7 +10,8 @@ from engine.checkpoint.model_config import ModelConfig, read_json, read_json_val
 from engine.errors import ConfigError, UnsupportedModel
 
 MODULES = "modules.json"
-TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+TRANSFORMER_FILE = "sentence_bert_config.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 
 #: Ways to make a text's vector of its hidden states, by sentence-transformers' names.
 MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
@@ -101,14 +102,14 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return each module's folder and the last name of its type."""
-    found = read_json_value(folder / MODULES)
-    if not isinstance(found, list) or not found:
-        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(found)}")
+    listed = read_json_value(folder / MODULES)
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(listed)}")
     modules = []
-    for module in found:
-        kind, path = (
-            module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
-        )
+    for module in listed:
+        values = module if isinstance(module, dict) else {}
+        kind = values.get("type")
+        path = values.get("path")
         if (
             not isinstance(kind, str)
             or not isinstance(path, str)
@@ -147,10 +148,8 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
 
 def _read_dense(folder: Path) -> Dense:
     values = read_json(folder / "config.json")
-    size, activation = (
-        values.get("out_features"),
-        str(values.get("activation_function")).rpartition(".")[2],
-    )
+    size = values.get("out_features")
+    activation = str(values.get("activation_function")).rpartition(".")[2]
     if type(size) is not int or size < 1 or activation not in ACTIVATIONS:
         raise UnsupportedModel(
             f"{folder}: out_features {brief(size)} and activation_function {brief(activation)}; supported are "

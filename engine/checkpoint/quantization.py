@@ -62,7 +62,7 @@ class Quantization:
         return next(iter(by_name + by_pattern + by_class), None)
 
     def __str__(self) -> str:
-        numbers = dict.fromkeys(f"{each.kind}{each.bits}" for each in self.schemes)
+        numbers = dict.fromkeys(f"{scheme.kind}{scheme.bits}" for scheme in self.schemes)
         return f"{self.method}: {' and '.join(numbers)}"
 
 
@@ -119,15 +119,16 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
                 f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
             )
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
-    shift, groups = int(layout == "gptq"), bool(values.get("desc_act"))
+    shift = int(layout == "gptq")
+    groups = bool(values.get("desc_act"))
     scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
     return (replace(scheme, zero_shift=shift, column_groups=groups),)
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for key in ("sparsity_config", "transform_config"):
-        given = values.get(key) or {}
-        if given.get("format", "dense") != "dense" or given.get("config_groups"):
+        section = values.get(key) or {}
+        if section.get("format", "dense") != "dense" or section.get("config_groups"):
             raise UnsupportedModel(
                 f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
             )
@@ -142,7 +143,9 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
         raise UnsupportedModel(f"compressed-tensors' format {form!r} is not supported; {SUPPORTED}")
     weights = group["weights"]
     layout = "packed" if form == PACKED_FORMAT else "plain"
-    kind, bits, strategy = weights.get("type", "int"), weights["num_bits"], weights.get("strategy")
+    kind = weights.get("type", "int")
+    bits = weights["num_bits"]
+    strategy = weights.get("strategy")
     strategies = STRATEGIES.get((layout, kind, bits))
     if strategies is None:
         raise UnsupportedModel(
@@ -173,9 +176,11 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
 def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     value = values.get(key)
     if value not in allowed:
-        named = ", ".join(repr(each) for each in allowed if each is not None)
+        supported = ", ".join(
+            repr(allowed_value) for allowed_value in allowed if allowed_value is not None
+        )
         raise UnsupportedModel(
-            f"quantization_config: {key} {brief(value)} is not supported; supported: {named}"
+            f"quantization_config: {key} {brief(value)} is not supported; supported: {supported}"
         )
 
 

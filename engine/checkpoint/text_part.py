@@ -74,8 +74,12 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         tied = getattr(read, "tie_word_embeddings", values.get("tie_word_embeddings", False))
     except Exception as error:  # whatever it makes of what is in the file
         raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    named = config.get("architectures")
-    native = TEXT_ARCHITECTURES.get(values["model_type"]) if named and named[0] in NATIVE else None
+    architectures = config.get("architectures")
+    native = (
+        TEXT_ARCHITECTURES.get(values["model_type"])
+        if architectures and architectures[0] in NATIVE
+        else None
+    )
     rope = values.get("rope_parameters") or {}
     outer = {
         key: config[key]
@@ -86,7 +90,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         **values,
         **outer,
         **FIXED.get(values["model_type"], {}),
-        "architectures": named if native is None else [native],
+        "architectures": architectures if native is None else [native],
         "dtype": values.get("dtype") or config.get("dtype") or config.get("torch_dtype"),
         "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_KEYS},
         "tie_word_embeddings": tied,
@@ -95,8 +99,8 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the text part's tensors by the names that they have in a text model."""
-    named = {text_name(name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in named.items() if name is not None}
+    by_text_name = {text_name(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in by_text_name.items() if name is not None}
 
 
 def text_name(name: str) -> str | None:

@@ -15,7 +15,9 @@ class CheckpointTensor:
     """A tensor of an open safetensors file, with its shape and dtype, such as "BF16"; read on demand."""
 
     def __init__(self, file: Any, name: str, path: Path) -> None:
-        self._file, self.name, self.path = file, name, path
+        self._file = file
+        self.name = name
+        self.path = path
         self._slice = file.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
         self.dtype: str = self._slice.get_dtype()

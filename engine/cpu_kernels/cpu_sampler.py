@@ -31,9 +31,12 @@ LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
 WHOLE = np.float32(weight_constants.WHOLE)
 #: Philox's constants, as in engine/sampling/draws.py, whose comments name the source.
-MULTIPLIER_0, MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+MULTIPLIER_0 = np.uint64(0xD2511F53)
+MULTIPLIER_2 = np.uint64(0xCD9E8D57)
+WEYL_0 = np.uint64(0x9E3779B9)
+WEYL_1 = np.uint64(0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+SHIFT = np.uint64(32)
 ROUNDS = 10
 
 
@@ -220,7 +223,8 @@ def _reached_at(row: Any, sums: Any, goal: Any, scale: Any, cut: Any, element: A
 @cache
 def kernel_for(dtype: torch.dtype) -> Kernel:
     """Compile or load the kernel for logits of that dtype."""
-    element, element_bytes = ELEMENTS[dtype], dtype.itemsize
+    element = ELEMENTS[dtype]
+    element_bytes = dtype.itemsize
 
     def sample(parameters: Any) -> None:
         stride, vocab = parameters[4], parameters[5]

@@ -57,12 +57,14 @@ def decode_attention(
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
-    num_seqs, num_threads = decode.rows.shape[0], torch.get_num_threads()
+    num_seqs = decode.rows.shape[0]
+    num_threads = torch.get_num_threads()
     num_parts = 1 if num_seqs >= TASKS_PER_THREAD * num_threads else num_kv_heads
     query = query.contiguous()
     longest = max(1, decode.max_seen)
     limited = window is not None or chunk is not None
-    window, chunk = min(window or longest, longest), min(chunk or longest, longest)
+    window = min(window or longest, longest)
+    chunk = min(chunk or longest, longest)
     most_seen = min(window, chunk)
     scratch = torch.empty(num_threads * num_heads * (most_seen + head_dim))
     kinds = (limited, soft_cap is not None, sinks is not None, slopes is not None)
@@ -114,7 +116,8 @@ def _kernel(
     dtype: torch.dtype,
 ) -> Kernel:
     """A task is a sequence or some of its KV heads; prefetching the next block was 1.5 times faster."""
-    rows, element = rows_at_once(group, head_dim), ELEMENTS[dtype]
+    rows = rows_at_once(group, head_dim)
+    element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
     sum_bytes = head_dim * FLOAT_BYTES
 

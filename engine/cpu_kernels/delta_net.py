@@ -37,9 +37,12 @@ def delta_net(
     x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any
 ) -> Tensor:
     """Compute as `mix` of engine.layers.gated_delta_net; decodes by themselves, other parts one after the other."""
-    num_heads, group, value_dim = heads.num_heads, heads.group, heads.value_dim
+    num_heads = heads.num_heads
+    group = heads.group
+    value_dim = heads.value_dim
     out = x.new_empty(len(x), num_heads * group * value_dim)
-    num_decodes, num_parts = len(parts.decodes), len(parts.table)
+    num_decodes = len(parts.decodes)
+    num_parts = len(parts.table)
     num_chains = num_decodes + (num_parts > num_decodes)
     scratch_len = heads.num_channels + value_dim + 2 * ROWS
     scratch = torch.empty(torch.get_num_threads() * scratch_len)
@@ -113,12 +116,17 @@ def _kernel(
     group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype
 ) -> Kernel:
     """A task is a head of keys with its values, of a decode or of all other parts."""
-    element, steps, row_bytes = ELEMENTS[dtype], kernel_size - 1, key_dim * FLOAT_BYTES
+    element = ELEMENTS[dtype]
+    steps = kernel_size - 1
+    row_bytes = key_dim * FLOAT_BYTES
     num_values = group * value_dim
-    num_channels, state_size = 2 * key_dim + num_values, num_values * key_dim
+    num_channels = 2 * key_dim + num_values
+    state_size = num_values * key_dim
     num_rows = num_channels + num_values + 2 * group
-    conv_size, seen_size = kernel_size * num_channels, steps * num_channels
-    scale, value_size = np.float32(key_dim**-0.5), np.float32(value_dim)
+    conv_size = kernel_size * num_channels
+    seen_size = steps * num_channels
+    scale = np.float32(key_dim**-0.5)
+    value_size = np.float32(value_dim)
 
     def mix(parameters: Any) -> None:
         seen, states, num_decodes, num_parts = (

@@ -31,8 +31,12 @@ GELU_LINEAR = np.float32(
     2 * (2 / np.pi) ** 0.5
 )  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
-SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.int8
-ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
+# As in engine.layers.int8.
+SMALLEST = np.float32(2.0**-100)
+LARGEST = np.float32(127)
+ZERO = 128
+
+ROWS_PER_TASK = 8  # rows of 512 floats take about 2 us, as long as it takes to wake a thread
 
 
 Cache = tuple[
@@ -42,7 +46,8 @@ Cache = tuple[
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm of x + residual, x + residual). x, residual: [tokens, dim] contiguous."""
-    normed, total = torch.empty_like(x), torch.empty_like(x)
+    normed = torch.empty_like(x)
+    total = torch.empty_like(x)
     num_rows, dim = x.shape
     kernel = _norm_kernel(True, x.dtype, weight.dtype)
     kernel(_num_tasks(num_rows), num_rows, x, dim, residual, weight, normed, total, dim, eps)
@@ -117,7 +122,8 @@ def _gate(gate_up: Tensor, *, kind: str) -> Tensor:
     return out
 
 
-silu_and_mul, gelu_and_mul = partial(_gate, kind="silu"), partial(_gate, kind="gelu")
+silu_and_mul = partial(_gate, kind="silu")
+gelu_and_mul = partial(_gate, kind="gelu")
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
@@ -176,11 +182,9 @@ def _turn(
 def _turn_kernel(
     normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> Kernel:
-    element, angle_element, weight_element = (
-        ELEMENTS[dtype],
-        ELEMENTS[angle_dtype],
-        ELEMENTS[weight_dtype],
-    )
+    element = ELEMENTS[dtype]
+    angle_element = ELEMENTS[angle_dtype]
+    weight_element = ELEMENTS[weight_dtype]
 
     def turn(parameters: Any) -> None:
         num_rows, num_heads, kv_heads, head_dim = (
@@ -225,7 +229,8 @@ def _turn_kernel(
 
 @cache
 def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
-    element, weight_element = ELEMENTS[dtype], ELEMENTS[weight_dtype]
+    element = ELEMENTS[dtype]
+    weight_element = ELEMENTS[weight_dtype]
 
     def norm(parameters: Any) -> None:
         num_rows, stride, dim = parameters[3], parameters[5], parameters[10]
@@ -253,7 +258,9 @@ def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> K
 @cache
 def _gate_kernel(kind: str, dtype: torch.dtype) -> Kernel:
     """Gate by sigmoid: gelu by tanh is gate * sigmoid(2 * the tanh's argument) as well."""
-    element, gelu, bare = ELEMENTS[dtype], kind == "gelu", kind == "sigmoid"
+    element = ELEMENTS[dtype]
+    gelu = kind == "gelu"
+    bare = kind == "sigmoid"
 
     def gate_and_mul(parameters: Any) -> None:
         num_rows, stride, dim = parameters[3], parameters[6], parameters[8]

@@ -34,7 +34,8 @@ from engine.kernels import weight_constants
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
 CHECKSUM = "sha256"  # of the other files of its folder
-BITS, DOUBLE = struct.Struct("q"), struct.Struct("d")
+BITS = struct.Struct("q")
+DOUBLE = struct.Struct("d")
 OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catch what it raises
 
 ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what kernels are compiled for

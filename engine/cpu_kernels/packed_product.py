@@ -94,7 +94,8 @@ def multiply(
     scratch = torch.empty(
         torch.get_num_threads(), block_bytes + rows * TILE * FLOAT_BYTES, dtype=torch.uint8
     )
-    num_tiles, num_chunks = -(-out_features // TILE), -(-num_rows // CHUNK)
+    num_tiles = -(-out_features // TILE)
+    num_chunks = -(-num_rows // CHUNK)
     kernel = _kernel(kind, x.dtype, scales.dtype)
     kernel(
         num_tiles * num_chunks, num_rows, x, x.stride(0), codes, scales, zeros,
@@ -201,7 +202,8 @@ class _Unpacker(Emitter):
     def __init__(self, builder: Any, kind: str, element: Any) -> None:
         super().__init__(builder, LANES, FLOAT32)
         self._builder: Any = builder
-        self._kind, self._pairs = kind, element != FLOAT32
+        self._kind = kind
+        self._pairs = element != FLOAT32
         self._bits = BITS[kind]
         self.steps = 32 // self._bits // (2 if self._pairs else 1)
         self._lanes = ir.VectorType(I32, LANES)
@@ -264,7 +266,8 @@ class _Unpacker(Emitter):
 
     def _look_up_int4(self, words: Any, sixteen_less_zeros: Any) -> list[Any]:
         """code + 16 - zero point is the place of code - zero point in a table of 32 numbers."""
-        builder, low = self._builder, self._all(0x0F0F0F0F)
+        builder = self._builder
+        low = self._all(0x0F0F0F0F)
         places = [
             builder.add(builder.and_(each, low), sixteen_less_zeros)
             for each in (words, builder.lshr(words, self._all(4)))
@@ -338,8 +341,10 @@ class _Unpacker(Emitter):
 
 @cache
 def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
-    element, scale_kind = ELEMENTS[dtype], SCALES[scale_dtype]
-    element_bytes, scale_bytes = dtype.itemsize, scale_dtype.itemsize
+    element = ELEMENTS[dtype]
+    scale_kind = SCALES[scale_dtype]
+    element_bytes = dtype.itemsize
+    scale_bytes = scale_dtype.itemsize
     per_word = 32 // BITS[kind]
     factors = 1 if dtype == torch.float32 else 2
     zero_bytes = 0 if kind in AS_HALVES else 1

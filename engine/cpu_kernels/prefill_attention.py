@@ -84,7 +84,8 @@ def tasks_of_sequences(
     firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * TASK_LANES
     if not reach:  # else they are alike, and adjacent ones find a sequence's keys in the cache
         order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
-        seqs, firsts = seqs[order], firsts[order]
+        seqs = seqs[order]
+        firsts = firsts[order]
     counts = np.minimum(TASK_LANES, query_lens[seqs] * group - firsts)
     firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
     parts = (
@@ -284,7 +285,8 @@ def _kernel(
     rows_of_value = min(ROWS, head_dim & -head_dim)
     block_bytes = _block_floats(head_dim) * FLOAT_BYTES
     scratch_bytes = _scratch_floats(head_dim) * FLOAT_BYTES
-    sums_offset, state_offset = head_dim * lane_bytes, 2 * head_dim * lane_bytes
+    sums_offset = head_dim * lane_bytes
+    state_offset = 2 * head_dim * lane_bytes
 
     def kernel(parameters: Any) -> None:
         rows, positions = pointer_to(parameters[7], int64), pointer_to(parameters[8], int64)

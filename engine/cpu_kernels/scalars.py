@@ -16,7 +16,10 @@ FLOAT32 = types.float32
 BFLOAT16 = types.uint16  # its bits, the upper half of a float32's: Numba has no such number
 FLOAT_BYTES = 4
 
-I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 F32 = ir.FloatType()
 
 

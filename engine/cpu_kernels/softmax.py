@@ -36,7 +36,8 @@ def emit_exp(builder: Any, x: Any, floats: Any, integers: Any) -> Any:
     whole = builder.fptosi(
         multiply_add(x, floats(LOG2_E), floats(-0.5)), bits
     )  # the nearest: this cuts towards 0
-    n, rest = builder.sitofp(whole, x.type), x
+    n = builder.sitofp(whole, x.type)
+    rest = x
     for part in LN2:
         rest = multiply_add(n, floats(-part), rest)
     power = floats(EXP_POWERS[0])

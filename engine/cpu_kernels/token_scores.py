@@ -20,7 +20,8 @@ NOT_A_NUMBER = np.float32(np.nan)
 def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `score_tokens` of engine/run/forward/row_logprobs.py does, of float32 or bfloat16."""
     firsts = torch.searchsorted(rows, torch.arange(len(logits) + 1))
-    logprobs, ranks = torch.empty(len(token_ids)), torch.empty(len(token_ids), dtype=torch.int64)
+    logprobs = torch.empty(len(token_ids))
+    ranks = torch.empty(len(token_ids), dtype=torch.int64)
     totals = torch.empty(len(logits))
     _kernel(logits.dtype)(
         len(logits),

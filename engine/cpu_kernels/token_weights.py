@@ -7,7 +7,8 @@ from numba import types
 from engine.cpu_kernels.scalars import F32, FLOAT32, I32, I64, emitted
 from engine.kernels.weight_constants import COEFFICIENTS, EXPONENT, LOWEST_EXPONENT, MANTISSA, ONE
 
-INFINITY, NOT_A_NUMBER = 0x7F800000, 0x7FFFFFFF
+INFINITY = 0x7F800000
+NOT_A_NUMBER = 0x7FFFFFFF
 
 
 @emitted(types.int32(FLOAT32))

@@ -269,7 +269,8 @@ class Emitter:
     def __init__(self, builder: Any, head_dim: int, element: Any) -> None:
         self._builder = builder
         self._length = _vector_length(head_dim)
-        self._type, self._words = ir.VectorType(F32, self._length), ir.VectorType(I32, self._length)
+        self._type = ir.VectorType(F32, self._length)
+        self._words = ir.VectorType(I32, self._length)
         self._is_wide = element == FLOAT32
         self._element_bytes = element.bitwidth // 8
         self.num_vectors = head_dim // self._length
@@ -298,7 +299,8 @@ class Emitter:
 
     def prefetch(self, address: Any) -> None:
         """Prefetch one row of head_dim numbers; in the first cache a block would evict the last."""
-        byte, flag = ir.IntType(8).as_pointer(), I32
+        byte = ir.IntType(8).as_pointer()
+        flag = I32
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         for offset in range(0, self.row_bytes, CACHE_LINE):
@@ -332,7 +334,8 @@ class Emitter:
 
     def pair(self, low: Any, high: Any) -> Any:
         """Return words of two bfloat16 each, of two vectors of float32, 0 or more, rounded to the nearest."""
-        builder, half = self._builder, self._splat_int(0x8000)
+        builder = self._builder
+        half = self._splat_int(0x8000)
         low, high = (builder.add(builder.bitcast(each, self._words), half) for each in (low, high))
         upper = builder.and_(high, self._splat_int(-0x10000))
         return builder.or_(builder.lshr(low, self._splat_int(16)), upper)
@@ -380,7 +383,8 @@ class Emitter:
         factors: an address, and the bytes between two rows' and between two steps' factors.  before(offset, number of
         the vector): what a vector of sums begins with.  after: vectors that multiply the results, None for none.
         """
-        builder, (factor, row_step, k_step) = self._builder, factors
+        builder = self._builder
+        factor, row_step, k_step = factors
         offsets = [
             [self.row_bytes * r + self.vector_bytes * i for i in range(self.num_vectors)]
             for r in range(rows)
@@ -417,7 +421,8 @@ class Emitter:
 
     def sum_four(self, vectors: Any) -> Any:
         """Sum each of four vectors into one of four: half the instructions of four times `sum`."""
-        builder, width = self._builder, self._length // 4
+        builder = self._builder
+        width = self._length // 4
 
         def shuffle(a: Any, b: Any, lanes: list[int]) -> Any:
             return builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
@@ -438,7 +443,8 @@ class Emitter:
         return shuffle(total, total, [i * (self._length // 4) for i in range(4)])
 
     def sum(self, vector: Any) -> Any:
-        lengths, builder = self._length, self._builder
+        lengths = self._length
+        builder = self._builder
         while lengths > 1:  # add the upper half to the lower one
             lengths //= 2
             lanes = ir.VectorType(I32, lengths)

@@ -40,9 +40,9 @@ def look_up(token_ids: Tensor, weight: Tensor, rows: Share, tp: TensorParallel) 
     """Look up rows of a table shared by the ranks. token_ids: [...] int64 -> [..., hidden]."""
     if tp.size == 1:
         return F.embedding(token_ids, weight)
-    own = token_ids - rows.start
-    foreign = (own < 0) | (own >= rows.length)
-    hidden = F.embedding(own.masked_fill(foreign, 0), weight)
+    local_ids = token_ids - rows.start
+    foreign = (local_ids < 0) | (local_ids >= rows.length)
+    hidden = F.embedding(local_ids.masked_fill(foreign, 0), weight)
     return tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 

@@ -81,17 +81,19 @@ def fill_heads(
 
     place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
     """
-    period, rest = sum(sizes), tensor.shape[1:]
+    period = sum(sizes)
+    row_shape = tensor.shape[1:]
     if tensor.shape[:1] != (heads.total * period,):
         raise WeightMismatch(
             f"shape {list(tensor.shape)} found, {heads.total * period} rows expected"
         )
-    found, begin = [], 0
+    slices = []
+    begin = 0
     for size in [period] if together else sizes:
         rows = tensor.read(0, begin + heads.start * size, heads.length * size)
-        found.append(rows.view(heads.length, size, *rest))
+        slices.append(rows.view(heads.length, size, *row_shape))
         begin += heads.total * size
-    fill(place, torch.cat(found, dim=1))
+    fill(place, torch.cat(slices, dim=1))
 
 
 class DeltaProjection(ReplicatedLinear):
@@ -103,7 +105,8 @@ class DeltaProjection(ReplicatedLinear):
         super().__init__(
             in_features, share.length * sum(heads.rows.values()), bias=False, dtype=dtype
         )
-        self.heads, self.share = heads, share
+        self.heads = heads
+        self.share = share
         self.shards = ("qkvz", "ba") if heads.interleaved else ("qkv", "z", "b", "a")
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
@@ -114,7 +117,7 @@ class DeltaProjection(ReplicatedLinear):
         """Copy the matrices that `shard` names."""
         assert shard is not None
         rows = self.heads.rows
-        sizes = [rows[each] for each in shard]
+        sizes = [rows[kind] for kind in shard]
         start = sum(list(rows.values())[: list(rows).index(shard[0])])
         place = self.weight.view(self.share.length, -1, self.in_features)[
             :, start : start + sum(sizes)
@@ -147,7 +150,8 @@ class GatedDeltaNet(WeightedModule):
             return nn.Parameter(weight, requires_grad=False)
 
         self.conv1d = parameter(heads.num_channels, 1, heads.kernel_size)
-        self.A_log, self.dt_bias = parameter(heads.group), parameter(heads.group)
+        self.A_log = parameter(heads.group)
+        self.dt_bias = parameter(heads.group)
         self.mix = mix if kernels is None or kernels.delta_net is None else kernels.delta_net
 
     def forward(
@@ -174,7 +178,8 @@ class GatedDeltaNet(WeightedModule):
         else:
             mixed = compute(x, parts)
         if rows is not None:
-            mixed, total = mixed[rows], total[rows]
+            mixed = mixed[rows]
+            total = total[rows]
         return norms.joined(total, self.out_proj(mixed))
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
@@ -184,7 +189,7 @@ class GatedDeltaNet(WeightedModule):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's part of `tensor` into parameter `name`."""
         rows = self.heads.rows
-        sizes = [rows[each] for each in ("qkv" if name == "conv1d" else "a")]
+        sizes = [rows[kind] for kind in ("qkv" if name == "conv1d" else "a")]
         fill_heads(self.get_parameter(name), tensor, sizes, self.share, together=False)
 
     def finish_loading(self) -> None:
@@ -209,21 +214,21 @@ def mix(
     out = x.new_empty(len(x), heads.num_heads * heads.group * heads.value_dim)
     num_decodes = len(parts.decodes)
     if num_decodes:
-        before = [kept.index_select(0, parts.decodes) for kept in memory]
+        before = [pool.index_select(0, parts.decodes) for pool in memory]
         mixed, after = _advance(x[:num_decodes, None], before, weights, heads)
         out[:num_decodes] = mixed[:, 0]
-        for kept, values in zip(memory, after, strict=True):
-            kept.index_copy_(0, parts.decodes, values)
+        for pool, values in zip(memory, after, strict=True):
+            pool.index_copy_(0, parts.decodes, values)
     for part in parts.others:
-        before = [
-            kept[part.source, None] if part.source >= 0 else torch.zeros_like(kept[:1])
-            for kept in memory
-        ]
+        if part.source >= 0:
+            before = [pool[part.source, None] for pool in memory]
+        else:
+            before = [torch.zeros_like(pool[:1]) for pool in memory]
         mixed, after = _advance(x[None, part.start : part.end], before, weights, heads)
         out[part.start : part.end] = mixed[0]
         for row in (part.target, part.saved) if part.saved >= 0 else (part.target,):
-            for kept, values in zip(memory, after, strict=True):
-                kept[row] = values[0]
+            for pool, values in zip(memory, after, strict=True):
+                pool[row] = values[0]
     return out
 
 
@@ -248,12 +253,14 @@ def _advance(
     )
     query = query * heads.key_dim**-0.5
     decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
-    rate, decay = b.float().sigmoid().mT[..., None], decay.mT[..., None]
-    given = (query, key, of_group(values), rate, decay)
-    state, chunks = before[1].mT, []
+    rate = b.float().sigmoid().mT[..., None]
+    decay = decay.mT[..., None]
+    inputs = (query, key, of_group(values), rate, decay)
+    state = before[1].mT
+    chunks = []
     for start in range(0, x.shape[2], CHUNK):
-        found, state = _chunk(state, *(each[..., start : start + CHUNK, :] for each in given))
-        chunks.append(found)
+        output, state = _chunk(state, *(tensor[..., start : start + CHUNK, :] for tensor in inputs))
+        chunks.append(output)
     out = torch.cat(chunks, dim=-2)
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * norm
     gated = (out * F.silu(of_group(z).float())).to(x.dtype)

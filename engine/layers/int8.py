@@ -10,9 +10,8 @@ from engine.errors import ConfigError
 
 LARGEST = 127
 ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255
-SMALLEST_MAGNITUDE = (
-    2.0**-100
-)  # so that a row of zeros has a scale too, by which 127 can be divided
+# A row of zeros has a scale too, by which 127 can be divided.
+SMALLEST_MAGNITUDE = 2.0**-100
 FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -65,17 +64,20 @@ class Int8Product(nn.Module):
 
 def check_int8() -> None:
     """Raise ConfigError if this machine or this torch does not multiply int8 numbers as above."""
-    told = "quantization='int8' cannot be used"
+    refusal = "quantization='int8' cannot be used"
     if not is_x86() or FLAGS.isdisjoint(processor_flags()):
         raise ConfigError(
-            f"{told}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; leave it out"
+            f"{refusal}: this processor has none of {', '.join(sorted(FLAGS))}, and would round or be slow; "
+            "leave it out"
         )
     ones = torch.ones(8, 8)
     try:
         product = Int8Product(ones, quantize_rows)(ones, None)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{told}: torch {torch.__version__} has no such product ({error!r})"
+            f"{refusal}: torch {torch.__version__} has no such product ({error!r})"
         ) from error
     if not torch.allclose(product, torch.tensor(8.0)):
-        raise ConfigError(f"{told}: torch {torch.__version__} gives another product than it should")
+        raise ConfigError(
+            f"{refusal}: torch {torch.__version__} gives another product than it should"
+        )

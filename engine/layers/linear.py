@@ -28,7 +28,8 @@ class ReplicatedLinear(WeightedModule):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype), requires_grad=False
         )
@@ -177,18 +178,22 @@ class QKVParallelLinear(ColumnParallelLinear):
         queries = heads.times(2 * head_dim if gated else head_dim)
         rows = {"q": queries, "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
         super().__init__(hidden_size, rows, bias=bias, dtype=dtype)
-        self.head_dim, self.gated = head_dim, gated
-        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
+        self.head_dim = head_dim
+        self.gated = gated
+        self.num_heads = heads.length
+        self.num_kv_heads = kv_heads.length
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim], and gates.
 
         Gates have the queries' shape, or are None. Heads of each are adjacent; keys and values are views.
         """
-        heads, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        gate = None
         query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)
         if self.gated:
-            query, gate = query[:, ::2].contiguous(), query[:, 1::2].contiguous()
+            gate = query[:, 1::2].contiguous()
+            query = query[:, ::2].contiguous()
         return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :], gate
 
 

@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one linear layer, or to this rank's part of it. a: [ranks of all blocks, in]."""
+    """The product that an adapter adds to a linear layer, or to this rank's part. a: [ranks of all blocks, in]."""
 
     a: Tensor
     blocks: tuple[Block, ...]

@@ -55,7 +55,7 @@ class Rope:
         if (
             not isinstance(value, list)
             or len(value) != self.rotary_dim // 2
-            or not all(type(each) in (int, float) and 0 < each < math.inf for each in value)
+            or not all(type(factor) in (int, float) and 0 < factor < math.inf for factor in value)
         ):
             raise ConfigError(
                 f"config.json: rope parameter {name} must hold {self.rotary_dim // 2} numbers above 0, "
@@ -84,14 +84,16 @@ def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
     """Let theta grow with sequences beyond the configured length; here none is longer."""
-    factor, dim = rope.number("factor"), rope.rotary_dim
+    factor = rope.number("factor")
+    dim = rope.rotary_dim
     theta_factor = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
     return 1.0 / _powers(rope, rope.theta * theta_factor ** (dim / (dim - 2))), 1.0
 
 
 def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     """Keep fast pairs, press slow ones together, with a ramp between. Source: arXiv:2309.00071."""
-    factor, dim = rope.number("factor"), rope.rotary_dim
+    factor = rope.number("factor")
+    dim = rope.rotary_dim
     original = rope.number("original_max_position_embeddings")
 
     def pair_turning(rotations: float) -> float:
@@ -100,26 +102,28 @@ def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     low = pair_turning(rope.optional("beta_fast") or 32)
     high = pair_turning(rope.optional("beta_slow") or 1)
     if rope.parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
         high - low if high != low else 0.001
     )
-    kept = 1 - ramp.clamp(0, 1)
+    fast_share = 1 - ramp.clamp(0, 1)
     powers = _powers(rope, rope.theta)
-    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(
-        rope, factor
-    )
+    frequencies = 1.0 / (factor * powers) * (1 - fast_share) + 1.0 / powers * fast_share
+    return frequencies, _yarn_attention_factor(rope, factor)
 
 
 def _yarn_attention_factor(rope: Rope, factor: float) -> float:
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    given = rope.optional("attention_factor")
-    if given is not None:
-        return given
-    mscale, over = rope.optional("mscale"), rope.optional("mscale_all_dim")
+    configured = rope.optional("attention_factor")
+    if configured is not None:
+        return configured
+    mscale = rope.optional("mscale")
+    over = rope.optional("mscale_all_dim")
     return magnitude(mscale) / magnitude(over) if mscale and over else magnitude(1)
 
 
@@ -139,8 +143,10 @@ def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 def _llama3(rope: Rope, longest: int) -> tuple[Tensor, float]:
     """Keep short waves, stretch long ones by the factor, and those between by a part of it."""
-    factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
-    slow, fast = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    factor = rope.number("factor")
+    original = rope.number("original_max_position_embeddings")
+    slow = rope.number("low_freq_factor")
+    fast = rope.number("high_freq_factor")
     if fast <= slow:
         raise ConfigError(
             f"config.json: rope parameter high_freq_factor must exceed low_freq_factor, got {fast} and {slow}"

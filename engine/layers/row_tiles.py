@@ -24,7 +24,8 @@ class TiledProduct(nn.Module):
 
     def __init__(self, product: Product, tiles: Sequence[int]) -> None:
         super().__init__()
-        self.product, self.tiles = product, tuple(tiles)
+        self.product = product
+        self.tiles = tuple(tiles)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [rows, in] -> [rows, out]."""
@@ -54,7 +55,8 @@ def find_tiles(
     Rounding to bfloat16 hides most differences between sums; with a bias that subtracts a row's product they show.
     Raises NotDeterministic if a row's place matters even in the smallest.
     """
-    generator, tiles = torch.Generator().manual_seed(0), list(TILES)
+    generator = torch.Generator().manual_seed(0)
+    tiles = list(TILES)
     for row in torch.randn(PROBES, in_features, generator=generator).to(dtype):
         for added in (bias, -product(row.repeat(TILES[0], 1), None)[0]):
             expected = product(row.repeat(TILES[0], 1), added)[0]

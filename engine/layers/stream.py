@@ -121,7 +121,8 @@ class ClampedSwigluAndMul(nn.Module):
 
     def __init__(self, alpha: float, limit: float, kernels: LayerKernels | None = None) -> None:
         super().__init__()
-        self.alpha, self.limit = alpha, limit
+        self.alpha = alpha
+        self.limit = limit
         experts = None if kernels is None else kernels.experts
         self.fused = None if experts is None else experts.clamped_swiglu_and_mul
 
@@ -130,7 +131,8 @@ class ClampedSwigluAndMul(nn.Module):
         if self.fused is not None:
             return self.fused(gate_up, self.alpha, self.limit)
         gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 

@@ -15,9 +15,8 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.torch_backend import TorchMetadata
 from engine.errors import UnsupportedModel
 
-PLACE = (
-    "tokenmill_attention"  # the attribute of a module that holds what answers its attention calls
-)
+# The attribute of a module that holds what answers its attention calls.
+PLACE = "tokenmill_attention"
 NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
@@ -35,9 +34,8 @@ IDLE = frozenset(
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
 
-MaskSpan = tuple[
-    int | None, int | None
-]  # window and chunk of a mask, as AttentionFeatures have them
+# Window and chunk of a mask, as AttentionFeatures have them.
+MaskSpan = tuple[int | None, int | None]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -194,7 +192,8 @@ def _refuse_unbuilt(call: AttentionCall) -> None:
     said = {
         name for name, value in call.options.items() if value is not None and value is not False
     }
-    if unknown := said - BUILT - IDLE - {"is_causal"}:
+    unknown = said - BUILT - IDLE - {"is_causal"}
+    if unknown:
         raise UnsupportedModel(
             f"its attention takes {', '.join(sorted(unknown))}, which is not built"
         )
@@ -253,16 +252,19 @@ class PagedAttention:
         self.features = [features_of(call, max_positions) for call in calls]
         self._chosen = chosen
         if chosen is not None:
-            self.features = [replace(each, is_indexed=True) for each in self.features]
-        for each in self.features:
-            backend.check_features(each)
+            self.features = [
+                replace(layer_features, is_indexed=True) for layer_features in self.features
+            ]
+        for layer_features in self.features:
+            backend.check_features(layer_features)
         self._dtype = dtype
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         """Answer calls from this batch and cache from now on."""
-        self._pass, self._next = (batch, cache), 0
+        self._pass = (batch, cache)
+        self._next = 0
         for module in self._modules:
             module.__dict__[PLACE] = self
 
@@ -278,7 +280,8 @@ class PagedAttention:
         return None if self._pass is None else self._pass[0].positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        index, self._next = self._next, self._next + 1
+        index = self._next
+        self._next += 1
         if (
             self._pass is None
             or index >= len(self._modules)
@@ -289,7 +292,8 @@ class PagedAttention:
             )
         _refuse_unbuilt(call)  # some options come only with long sequences
         batch, cache = self._pass
-        features, layer_cache = self.features[index], cache.layers[index]
+        features = self.features[index]
+        layer_cache = cache.layers[index]
         head_dim = features.head_dim
         query, key, value = (
             _rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value)

@@ -27,7 +27,7 @@ class ModelPlace:
 
 
 class Kept(NamedTuple):
-    """What a model keeps of a sequence: keys and values, states, index keys."""
+    """The tensors that a model keeps of a sequence: keys and values, states, index keys."""
 
     layers: Sequence[AttentionFeatures]
     states: Sequence[StateShape] = ()

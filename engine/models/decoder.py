@@ -36,11 +36,9 @@ class DecoderParts:
 
     def norm(self, features: int | Share) -> RMSNorm:
         """Build a norm over a number of features, or over features that are split over the ranks."""
-        flags, eps, kernels = (
-            self.config.flags,
-            self.config.rms_norm_eps,
-            self.backend.layer_kernels,
-        )
+        flags = self.config.flags
+        eps = self.config.rms_norm_eps
+        kernels = self.backend.layer_kernels
         dtype = torch.float32 if flags.float32_norms else self.dtype
         if isinstance(features, Share):
             return ParallelRMSNorm(features, eps, self.tp, dtype=dtype, kernels=kernels)
@@ -52,7 +50,10 @@ class DecoderAttention(WeightedModule):
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
+        config = parts.config
+        sizes = parts.config.sizes
+        tp = parts.tp
+        dtype = parts.dtype
         self.rope = layer.rope
         self.qkv_proj = QKVParallelLinear(
             sizes.hidden_size,
@@ -72,7 +73,8 @@ class DecoderAttention(WeightedModule):
             dtype=dtype,
         )
         if config.flags.qk_norm == "head":
-            self.q_norm, self.k_norm = parts.norm(sizes.head_dim), parts.norm(sizes.head_dim)
+            self.q_norm = parts.norm(sizes.head_dim)
+            self.k_norm = parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
             self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
         self.qk_norm = config.flags.qk_norm
@@ -105,7 +107,8 @@ class DecoderAttention(WeightedModule):
             query, cache, batch.attention, self.features, self.sinks
         ).flatten(1)
         if rows is not None:
-            attended, total = attended[rows], total[rows]
+            attended = attended[rows]
+            total = total[rows]
         if gate is not None:
             gate = gate.flatten(1) if rows is None else gate.flatten(1)[rows]
             fused = None if self.kernels is None else self.kernels.sigmoid_and_mul
@@ -133,7 +136,8 @@ class DecoderAttention(WeightedModule):
                 query, key, value, rotation, norms, self.rms_norm_eps, cache, batch.slot_mapping
             )
         if each_head:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         self.backend.store(apply_rotary(key, *rotation), value, cache, batch.slot_mapping)
         return apply_rotary(query, *rotation)
 
@@ -143,7 +147,10 @@ class DecoderMLP(nn.Module):
 
     def __init__(self, parts: DecoderParts, intermediate_size: int | None = None) -> None:
         super().__init__()
-        config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
+        config = parts.config
+        sizes = parts.config.sizes
+        tp = parts.tp
+        dtype = parts.dtype
         bias = config.mlp_bias
         size = intermediate_size or sizes.intermediate_size
         share = tp.share(size, "features of gate and up")
@@ -164,7 +171,8 @@ class DecoderLayer(WeightedModule):
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        size, kernels = parts.config.sizes.hidden_size, parts.backend.layer_kernels
+        size = parts.config.sizes.hidden_size
+        kernels = parts.backend.layer_kernels
         self.self_attn: DecoderAttention | GatedDeltaNet
         if layer.delta is None:
             self.self_attn = DecoderAttention(parts, layer)
@@ -185,11 +193,12 @@ class DecoderLayer(WeightedModule):
                 kernels=kernels,
                 shared_expert=DecoderMLP(parts, shared) if shared else None,
             )
-        named = {name: parts.norm(size) for name in parts.config.flags.norms if name}
-        for name, norm in named.items():
+        by_name = {name: parts.norm(size) for name in parts.config.flags.norms if name}
+        for name, norm in by_name.items():
             self.add_module(name, norm)
-        norms = [named[name] if name else None for name in parts.config.flags.norms]
-        self.attention_norms, self.mlp_norms = NormPair(*norms[:2]), NormPair(*norms[2:])
+        norms = [by_name[name] if name else None for name in parts.config.flags.norms]
+        self.attention_norms = NormPair(*norms[:2])
+        self.mlp_norms = NormPair(*norms[2:])
 
     def forward(
         self,
@@ -213,7 +222,8 @@ class DecoderModel(nn.Module):
 
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
-        config, sizes = parts.config, parts.config.sizes
+        config = parts.config
+        sizes = parts.config.sizes
         self.embed_tokens = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype
         )
@@ -236,11 +246,12 @@ class DecoderModel(nn.Module):
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
         stream = Stream(hidden)
-        last, caches = len(self.layers) - 1, iter(cache.layers)
+        last = len(self.layers) - 1
+        caches = iter(cache.layers)
         for i, layer in enumerate(self.layers):
             wanted = rows if i == last else None
-            kept = next(caches) if i not in self.with_states else cache.states_of(i)
-            stream = layer(stream, rotations, batch, kept, wanted)
+            layer_cache = next(caches) if i not in self.with_states else cache.states_of(i)
+            stream = layer(stream, rotations, batch, layer_cache, wanted)
         normed, _ = stream.normed(self.norm)
         return normed
 
@@ -253,7 +264,8 @@ class DecoderForCausalLM(CausalModel):
     def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
         """rotaries: of the configuration's ropes, in their order."""
         super().__init__()
-        config, sizes = parts.config, parts.config.sizes
+        config = parts.config
+        sizes = parts.config.sizes
         self.rotaries = nn.ModuleList(rotaries)
         self.model = DecoderModel(parts)
         self.lm_head = ParallelLMHead(
@@ -262,7 +274,8 @@ class DecoderForCausalLM(CausalModel):
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers, self.states, self.index_keys = config.kept(parts.tp, parts.dtype)
-        self.hidden_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
+        self.hidden_size = sizes.hidden_size
+        self.vocab_size = sizes.vocab_size
         kernels = parts.backend.layer_kernels
         self._has_delta_kernel = kernels is not None and kernels.delta_net is not None
 

@@ -104,10 +104,8 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
         raise UnsupportedModel(
             f"delta nets with hidden_act {known['hidden_act']!r} are not supported natively"
         )
-    num_heads, num_values = (
-        size(known, "linear_num_key_heads"),
-        size(known, "linear_num_value_heads"),
-    )
+    num_heads = size(known, "linear_num_key_heads")
+    num_values = size(known, "linear_num_value_heads")
     if num_values % num_heads:
         raise ConfigError(
             f"config.json: {num_values} heads of values cannot share {num_heads} of keys"
@@ -121,11 +119,8 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
     )
 
 
-SCALED_FROM_ORIGINAL = (
-    "llama3",
-    "yarn",
-    "longrope",
-)  # kinds that go by the length before it was stretched
+# Kinds that go by the length before it was stretched.
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
@@ -148,21 +143,21 @@ def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> t
         raise ConfigError(
             "config.json: rope_parameters must have full_attention and sliding_attention"
         )
-    thetas = (theta, number(known, "rope_local_base_freq"))
-    return tuple(
-        _read_rope(known, given, own, head_dim, max_positions)
-        for given, own in zip((full, sliding), thetas, strict=True)
+    local_theta = number(known, "rope_local_base_freq")
+    return (
+        _read_rope(known, full, theta, head_dim, max_positions),
+        _read_rope(known, sliding, local_theta, head_dim, max_positions),
     )
 
 
 def _read_rope(
     known: Mapping[str, Any],
-    given: Mapping[str, Any],
+    declared: Mapping[str, Any],
     theta: float,
     head_dim: int,
     max_positions: int,
 ) -> Rope:
-    parameters = dict(given)
+    parameters = dict(declared)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind in ("su", "yarn") and "short_factor" in parameters:
         kind = "longrope"  # what the first Phi-3 checkpoints called it
@@ -185,7 +180,9 @@ def _read_rope(
     return rope
 
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 #: Keys that say how many layers it is from one of FULL to the next, and the kind of those between.
 PATTERNS = {"sliding_window_pattern": SLIDING, "full_attention_interval": LINEAR}
 
@@ -239,12 +236,14 @@ class DecoderConfig:
     def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
         """Return what one rank keeps of a sequence: keys and values by attention layer, states. dtype: the model's."""
         features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
-        each = [
+        delta_layers = [
             (i, layer.delta.share(tp))
             for i, layer in enumerate(self.layers)
             if layer.delta is not None
         ]
-        return Kept(features, [state for i, heads in each for state in heads.states(i, dtype)])
+        return Kept(
+            features, [state for i, heads in delta_layers for state in heads.states(i, dtype)]
+        )
 
     def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
         """Return the attention of a layer on one rank. Raises ConfigError."""
@@ -260,10 +259,11 @@ class DecoderConfig:
 
     def within(self, max_positions: int) -> DecoderConfig:
         """Return it for sequences of max_positions tokens at most: a window that holds them all is dropped."""
-        layers = [
-            replace(layer, window=None) if layer.window and layer.window >= max_positions else layer
-            for layer in self.layers
-        ]
+        layers = []
+        for layer in self.layers:
+            if layer.window and layer.window >= max_positions:
+                layer = replace(layer, window=None)
+            layers.append(layer)
         return replace(self, layers=tuple(layers))
 
 
@@ -325,10 +325,10 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
             LayerConfig(
                 windows[kind],
                 int(kind == SLIDING and len(ropes) > 1),
-                each,
+                layer_experts,
                 delta if kind == LINEAR else None,
             )
-            for kind, each in zip(kinds, experts, strict=True)
+            for kind, layer_experts in zip(kinds, experts, strict=True)
         ),
     )
 
@@ -342,7 +342,8 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
                 f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
             )
         known_kinds = {FULL, LINEAR if "linear_num_key_heads" in known else SLIDING}
-        if unknown := sorted(set(map(str, kinds)) - known_kinds):
+        unknown = sorted(set(map(str, kinds)) - known_kinds)
+        if unknown:
             raise UnsupportedModel(
                 f"layers of type {', '.join(unknown)} are not supported natively"
             )
@@ -357,15 +358,15 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
 
 def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
     values = model.values
-    found = values.get("model_type", flags.model_type)
-    if found != flags.model_type and not model.is_text_part:
+    model_type = values.get("model_type", flags.model_type)
+    if model_type != flags.model_type and not model.is_text_part:
         raise UnsupportedModel(
-            f"config.json names {model.architecture} and the model_type {found!r}; it is native as {flags.model_type!r}"
+            f"config.json names {model.architecture} and the model_type {model_type!r}; "
+            f"it is native as {flags.model_type!r}"
         )
-    if others := [key for key in flags.refused if values.get(key) is not None]:
-        raise UnsupportedModel(
-            f"{model.architecture} with {others[0]} in config.json is not native"
-        )
+    for key in flags.refused:
+        if values.get(key) is not None:
+            raise UnsupportedModel(f"{model.architecture} with {key} in config.json is not native")
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
         raise UnsupportedModel("this model attends to later tokens too, which no completion can")
     if model.num_heads % model.num_kv_heads:

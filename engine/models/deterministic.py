@@ -16,9 +16,8 @@ from engine.layers.row_tiles import Product, TiledProduct, find_tiles
 from engine.models.decoder import DecoderForCausalLM
 from engine.models.decoder_config import DecoderConfig
 
-MOST_RANKS = (
-    2  # a + b is b + a; the order in which more are added depends on their place in a message
-)
+# Two numbers have one sum in either order. With more, the order depends on their place in a message.
+MOST_RANKS = 2
 
 
 def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorParallel) -> None:

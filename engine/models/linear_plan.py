@@ -35,7 +35,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., in] -> [..., out]."""
@@ -61,11 +62,14 @@ class ColumnShare(PackedLinear):
     ) -> None:
         bias = None if whole.bias is None else _part(whole.bias, share, 0)
         super().__init__(_part(whole.weight, share, 0), bias)
-        self.share, self.tp, self.gather = share, tp, gather
+        self.share = share
+        self.tp = tp
+        self.gather = gather
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., in] -> [..., this rank's out], or all."""
-        part, share = super().forward(x), self.share
+        part = super().forward(x)
+        share = self.share
         if self.gather == "all":
             return self.tp.all_reduce(
                 F.pad(part, (share.start, share.total - share.start - share.length))
@@ -82,7 +86,9 @@ class RowShare(PackedLinear):
     def __init__(self, whole: nn.Linear, share: Share, tp: TensorParallel, *, cuts: bool) -> None:
         """cuts: the input comes whole, and this rank cuts its part out."""
         super().__init__(_part(whole.weight, share, 1), whole.bias if tp.rank == 0 else None)
-        self.share, self.tp, self.cuts = share, tp, cuts
+        self.share = share
+        self.tp = tp
+        self.cuts = cuts
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., this rank's in], or all -> [..., out]."""
@@ -97,7 +103,8 @@ class EmbeddingShare(nn.Module):
     def __init__(self, whole: nn.Embedding, share: Share, tp: TensorParallel) -> None:
         super().__init__()
         self.weight = _part(whole.weight, share, 0)
-        self.share, self.tp = share, tp
+        self.share = share
+        self.tp = tp
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed token_ids [...] int64 -> [..., hidden]."""
@@ -137,7 +144,8 @@ def fuse_linears(
         if maker is not None and maker.weight.is_mkldnn and not layers:
             for names, compute in ACTIVATIONS.items():
                 if _gives(compute, args, output):
-                    maker.activation, module.forward = names, nn.Identity().forward
+                    maker.activation = names
+                    module.forward = nn.Identity().forward
                     changed += (maker, "activation"), (module, "forward")
         elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[
             0
@@ -152,9 +160,10 @@ def fuse_linears(
 def _norm_of_sum(
     product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor
 ) -> Tensor:
-    rows, others = x.flatten(0, -2), other.flatten(0, -2)
+    rows = x.flatten(0, -2)
+    other_rows = other.flatten(0, -2)
     total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-        rows, others, product.weight, product.bias, "add"
+        rows, other_rows, product.weight, product.bias, "add"
     )
     return norm(total.view(other.shape))
 

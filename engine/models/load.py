@@ -40,12 +40,12 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     model_path: as EngineConfig has it. Raises UnsupportedModel or another ConfigError.
     """
     values = read_json(folder / "config.json")
-    named = values.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
+    architectures = values.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     # refused before its sizes are read, whose names may be unknown here
     if values.get("is_encoder_decoder") and not reads_in_one_pass(name):
         raise UnsupportedModel(
-            f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
+            f"{brief(architectures)} has an encoder; decoders alone are served, which `tokenmill models` lists"
         )
     if model_path != "transformers":
         refuse_known(name)
@@ -56,7 +56,8 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
     """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
     if path.is_single_pass:
-        has_head, embeds = False, embeds or model.architecture.endswith(CLASSIFIES)
+        has_head = False
+        embeds = embeds or model.architecture.endswith(CLASSIFIES)
     else:
         has_head = _has_lm_head(folder, model, path)
     if not has_head and not embeds and (path.is_single_pass or model.architecture in BODIES):
@@ -210,10 +211,11 @@ def _packed_kernels(place: ModelPlace) -> PackedKernels | None:
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
     """Return whether the LM head is the embedding; the files count more than config.json, as in transformers."""
     with open_tensors(list_weight_files(folder)) as tensors:
-        named = own_names(tensors, is_text_part=config.is_text_part)
-        if not any(name.startswith("lm_head.") for name in named):
+        by_name = own_names(tensors, is_text_part=config.is_text_part)
+        if not any(name.startswith("lm_head.") for name in by_name):
             return embeds or decoder.tie_word_embeddings
-        head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
+        head = by_name.get("lm_head.weight")
+        embedding = by_name.get("model.embed_tokens.weight")
         if not decoder.tie_word_embeddings or head is None or embedding is None:
             return decoder.tie_word_embeddings
         return head.shape == embedding.shape and torch.equal(head.whole(), embedding.whole())

@@ -51,7 +51,8 @@ def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
     return {
-        name if name.startswith("lm_head.") else BODY + name: each for name, each in tensors.items()
+        name if name.startswith("lm_head.") else BODY + name: tensor
+        for name, tensor in tensors.items()
     }
 
 
@@ -82,13 +83,13 @@ def load_weights(
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
         opened = unpacked(tensors, config.quantization)
-        named = own_names(opened, is_text_part=config.is_text_part)
-        packed, plain_modules = keep_packed(modules, named, kernels)
+        by_name = own_names(opened, is_text_part=config.is_text_part)
+        packed, plain_modules = keep_packed(modules, by_name, kernels)
         _log_packed(packed, plain_modules)
         # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
         model.tie_weights()
-        for name, tensor in named.items():
+        for name, tensor in by_name.items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED) and not name.startswith(GUESSING):
@@ -129,7 +130,9 @@ def count_bytes(
         keep_packed(modules, own_names(plain, is_text_part=config.is_text_part), kernels)
     for module in modules.values():
         module.finish_loading()
-    weights = [each for name, each in model.named_parameters() if name != "lm_head.weight"]
+    weights = [
+        parameter for name, parameter in model.named_parameters() if name != "lm_head.weight"
+    ]
     head = model.lm_head.weight
     if not model.tied or packs(device, head.dtype):  # else it is the embedding's
         weights.append(head)
@@ -146,15 +149,15 @@ def keep_packed(
     modules: not filled yet, they may be on the meta device. tensors: by their names here.
     Returns the module and parameter of each weight that stays packed, and the modules that unpack one.
     """
-    found: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
+    by_place: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
     for name, tensor in tensors.items():
         place = _find_place(modules, name) if isinstance(tensor, PackableTensor) else None
         if place is not None and isinstance(tensor, PackableTensor):
             module_name, parameter, shard = place
-            found.setdefault((module_name, parameter), {})[shard] = tensor
+            by_place.setdefault((module_name, parameter), {})[shard] = tensor
     packed: set[tuple[str, str]] = set()
     plain: list[str] = []
-    for (module_name, parameter), by_shard in found.items():
+    for (module_name, parameter), by_shard in by_place.items():
         module = modules[module_name]
         if kernels is not None and module.keep_packed(parameter, by_shard, kernels):
             packed.add((module_name, parameter))
@@ -182,13 +185,13 @@ def _load_tensor(
     tensor: CheckpointTensor,
 ) -> list[Place]:
     """Load one tensor; return the places filled. packed: as `keep_packed` returns it."""
-    found = _find_place(modules, name)
-    if found is None:
+    place = _find_place(modules, name)
+    if place is None:
         weight = name.removesuffix("bias") + "weight"
         if name.endswith(".bias") and _find_place(modules, weight) and not tensor.whole().any():
             return []  # AutoGPTQ writes one of zeros where a linear layer has none
         raise WeightMismatch(f"{tensor.path} holds {name!r}, for which this model has no place")
-    module_name, parameter, shard = found
+    module_name, parameter, shard = place
     module = modules[module_name]
     try:
         if (module_name, parameter) in packed and isinstance(tensor, PackableTensor):
@@ -200,7 +203,7 @@ def _load_tensor(
             f"{name!r} in {tensor.path} does not fit config.json: {error}"
         ) from error
     shards = module.shards_of(parameter) if shard is None else (shard,)
-    return [(f"{module_name}.{parameter}", each) for each in shards]
+    return [(f"{module_name}.{parameter}", filled) for filled in shards]
 
 
 def _find_place(

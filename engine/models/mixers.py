@@ -161,7 +161,8 @@ class Mixers:
     def __init__(self, cache: StateCache, argument: str) -> None:
         """cache: with which the model was run. argument: by which the body takes it."""
         self.states = cache.shapes()
-        self._cache, self._argument = cache, argument
+        self._cache = cache
+        self._argument = argument
         self.index_keys = tuple(cache.index_keys.values())
         self._step: tuple[StateParts, StatePool] | None = None
         self._indexers = Indexers(cache.indexers)
@@ -205,8 +206,8 @@ class Mixers:
             num_decodes = len(parts.decodes)
             if num_decodes:
                 self._fill(pool, parts.decodes)
-                given, more = rows.cut((args, options), 0, num_decodes, by_row=True)
-                rows.take(compute(*given, **more), 0, num_decodes, by_row=True)
+                decode_args, decode_options = rows.cut((args, options), 0, num_decodes, by_row=True)
+                rows.take(compute(*decode_args, **decode_options), 0, num_decodes, by_row=True)
                 self._store(pool, parts.decodes)
             for part in parts.others:
                 self._compute_part(compute, pool, part, rows, (args, options))
@@ -215,10 +216,10 @@ class Mixers:
         mixer.forward = forward
 
     def _compute_part(
-        self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", given: Any
+        self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", arguments: Any
     ) -> None:
         self._fill(pool, part.source)
-        args, options = rows.cut(given, part.start, part.end)
+        args, options = rows.cut(arguments, part.start, part.end)
         rows.take(compute(*args, **options), part.start, part.end)
         self._store(pool, part.target)
         if part.saved >= 0:
@@ -237,7 +238,8 @@ class Mixers:
                 getattr(layer, state.name)[state.place] = values
                 getattr(layer, f"is_{state.name}_initialized")[state.place] = True
                 layer.has_previous_state[state.place] = True
-                layer.dtype, layer.device = values.dtype, values.device
+                layer.dtype = values.dtype
+                layer.device = values.device
                 if state.name == "conv_states":
                     layer.conv_kernel_size[state.place] = values.shape[-1]
 
@@ -265,7 +267,7 @@ class _Rows:
         self._last: list[Any] = []
         self._form: Any = None
 
-    def cut(self, given: Any, start: int, end: int, *, by_row: bool = False) -> Any:
+    def cut(self, arguments: Any, start: int, end: int, *, by_row: bool = False) -> Any:
         """Cut rows out of each tensor that has one for each token: [1, rows, ...], or [rows, 1, ...] by row."""
 
         def part(x: Any) -> Any:
@@ -274,7 +276,7 @@ class _Rows:
             rows = x[:, start:end]
             return rows.transpose(0, 1) if by_row else rows
 
-        return tree_map(part, given)
+        return tree_map(part, arguments)
 
     def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
         """Put the output of rows that `cut` returned in its place."""
@@ -296,9 +298,9 @@ class _Rows:
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
     outer = mixer.forward
-    own: Any = inspect.unwrap(type(mixer).forward)
+    forward: Any = inspect.unwrap(type(mixer).forward)
     calls = count()  # one for each head
-    scan_of_model = own.__globals__.get(SCAN)
+    scan_of_model = forward.__globals__.get(SCAN)
     if scan_of_model is None:
         return outer
 
@@ -311,9 +313,11 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
             before = before[:, next(calls) % before.shape[1]]
         return scan_from(before, *args, **options)
 
-    known = {**own.__globals__, SCAN: scan}
-    changed = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-    changed.__kwdefaults__ = own.__kwdefaults__
+    known = {**forward.__globals__, SCAN: scan}
+    changed = FunctionType(
+        forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    changed.__kwdefaults__ = forward.__kwdefaults__
     return changed.__get__(mixer)
 
 

@@ -30,9 +30,9 @@ def plainest(model: nn.Module) -> str:
 
 
 def _replace(module: Any, ours: Callable[..., Any]) -> None:
-    own = module.forward
+    original = module.forward
     module.forward = lambda *args, **options: (
-        ours(module, *args, **options) if PLACE in module.__dict__ else own(*args, **options)
+        ours(module, *args, **options) if PLACE in module.__dict__ else original(*args, **options)
     )
 
 

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from engine.errors import UnsupportedModel
 from engine.models.attention_calls import NUM_RECORDED_TOKENS, AttentionCall
 
-ROUNDING = (
-    0.01  # by which the results of two equal passes may differ: GPUs may add in another order
-)
+# The results of two equal passes may differ by this: GPUs may add in another order.
+ROUNDING = 0.01
 FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
 
@@ -40,13 +39,13 @@ def counting(
 
     shift: is added to the first count of each. Positions that the model is given must be far from such counts.
     """
-    found: dict[nn.Module, Any] = {}
+    functions: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
 
     def note(function: Any, made: Any) -> Any:
         if (
             not running
-            or running[-1] in found
+            or running[-1] in functions
             or not isinstance(made, Tensor)
             or made.shape[-1:] != (num_tokens,)
         ):
@@ -56,7 +55,7 @@ def counting(
         row = made.flatten().tolist()
         if row[0] not in FIRST_COUNTS or row != [row[0] + i for i in range(num_tokens)]:
             return made
-        found[running[-1]] = function
+        functions[running[-1]] = function
         return made + shift
 
     hooks = [
@@ -69,7 +68,7 @@ def counting(
     ]
     try:
         with _EachResult(note):
-            yield found
+            yield functions
     finally:
         for hook in hooks:
             hook.remove()
@@ -112,7 +111,7 @@ class Recorded:
         )
 
     def _values(self) -> list[Tensor]:
-        attended = [each for call in self.calls for each in (call.query, call.key, call.value)]
+        attended = [tensor for call in self.calls for tensor in (call.query, call.key, call.value)]
         return [*attended, self.bodies[-1][1].last_hidden_state]
 
 
@@ -141,14 +140,14 @@ def find_positions(
     if first <= max(FIRST_COUNTS):
         return begin, ()
     attending = {call.module for call in near.calls}
-    with counting(attending, NUM_RECORDED_TOKENS, shift=first) as found:
+    with counting(attending, NUM_RECORDED_TOKENS, shift=first) as functions:
         shifted = record(first)
-    if not found or shifted.equals(record(first)):
+    if not functions or shifted.equals(record(first)):
         return begin, ()
-    for module, function in found.items():
+    for module, function in functions.items():
         if function is not torch.arange:
             raise UnsupportedModel(f"{type(module).__name__} counts tokens by itself")
-    return begin, found
+    return begin, functions
 
 
 def _counting_parts(
@@ -158,10 +157,10 @@ def _counting_parts(
     if all("alibi" in call.options for call in near.calls):
         return ()  # it has no positions
     shift = max_positions - NUM_RECORDED_TOKENS
-    with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as found:
+    with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as functions:
         shifted = record(None)
-    if near.equals(shifted) or set(found.values()) != {torch.arange}:
+    if near.equals(shifted) or set(functions.values()) != {torch.arange}:
         raise UnsupportedModel(
             f"{type(body).__name__} takes no position_ids: it counts tokens by itself"
         )
-    return found
+    return functions

@@ -88,8 +88,8 @@ def nearest(architecture: str) -> str:
     for instead in REFUSED.values():
         if architecture in instead:
             return f"the nearest that is served: {instead[architecture]}"
-    others = sorted(served_architectures() - {architecture})
-    related = max(others, key=lambda name: _alike(name, architecture))
+    alternatives = sorted(served_architectures() - {architecture})
+    related = max(alternatives, key=lambda name: _alike(name, architecture))
     if _alike(related, architecture) < RELATED_CHARS:
         return "`tokenmill models` lists what is served"
     return f"the nearest that is served: {related}; `tokenmill models` lists all"

@@ -35,9 +35,8 @@ PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # the most rows that are computed for each row of text
-MAX_BYTES = (
-    25 << 20
-)  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
+# The most bytes of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time.
+MAX_BYTES = 25 << 20
 NUM_LOOKED_UP = 256  # tokens about which a rule is asked at once: it makes int64 of each pair
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
@@ -107,7 +106,8 @@ class SinglePass:
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
-        self.model, self.classifies = model, classifies
+        self.model = model
+        self.classifies = classifies
         self._vocab_size = model.config.vocab_size
         self._pad = model.config.pad_token_id
         arguments = inspect.signature(model.forward).parameters
@@ -139,7 +139,8 @@ class SinglePass:
 
     def fuse(self) -> None:
         """Compute activations and sums together with the products before them, from now on."""
-        self._fused, self._layers = fuse_linears(*self._layers), ([], {})
+        self._fused = fuse_linears(*self._layers)
+        self._layers = ([], {})
 
     def pad(self) -> None:
         """Compute texts in padded batches from now on, by transformers' own code."""
@@ -198,19 +199,18 @@ class SinglePass:
 
     def _in_groups(self, texts: Sequence[Tensor], compute: Callable[[list[int]], Tensor]) -> Tensor:
         """Compute texts of like lengths together, by their places."""
-        found: list[Tensor] = [torch.empty(0)] * len(texts)
+        by_text: list[Tensor] = [torch.empty(0)] * len(texts)
         groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
-        if (
-            self.classifies and self._pad is None
-        ):  # the head looks for the last token before padding
+        if self.classifies and self._pad is None:
+            # The head looks for the last token before padding.
             groups = ([place] for place in range(len(texts)))
         for group in groups:
             computed = compute(group)
             sizes = [1 if self.classifies else len(texts[place]) for place in group]
             ends = list(accumulate(sizes))[:-1]
-            for place, each in zip(group, torch.tensor_split(computed, ends), strict=True):
-                found[place] = each
-        return torch.cat(found)
+            for place, states in zip(group, torch.tensor_split(computed, ends), strict=True):
+                by_text[place] = states
+        return torch.cat(by_text)
 
     def _padded(self, texts: Sequence[Tensor]) -> Tensor:
         row, mask = _pad(texts, self._pad or 0)
@@ -247,7 +247,7 @@ class SinglePass:
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
         hooks = [
-            table.register_forward_pre_hook(lambda table, given: seen.append((table, given[0])))
+            table.register_forward_pre_hook(lambda table, args: seen.append((table, args[0])))
             for table in tables
         ]
         try:
@@ -259,13 +259,13 @@ class SinglePass:
                 hook.remove()
         count = torch.arange(NUM_RECORDED_TOKENS, device=tokens.device)
         for table, ids in seen:
-            found = ids.flatten()
+            positions = ids.flatten()
             if (
-                found.shape == count.shape
+                positions.shape == count.shape
                 and table.num_embeddings != self._vocab_size
-                and (found == found[0] + count).all()
+                and (positions == positions[0] + count).all()
             ):
-                self._first_position = int(found[0])
+                self._first_position = int(positions[0])
                 self.max_positions = table.num_embeddings - self._first_position
 
     def _pack(self) -> "PackedAttention":
@@ -314,15 +314,21 @@ class SinglePass:
         )
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
-            same = (each for each in bodies if torch.equal(each[1].last_hidden_state, states))
-            if (innermost := next(same, None)) is None:
+            same = (
+                candidate
+                for candidate in bodies
+                if torch.equal(candidate[1].last_hidden_state, states)
+            )
+            innermost = next(same, None)
+            if innermost is None:
                 raise UnsupportedModel("its states are not finite")
             self._replace(*innermost)
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:
         """Have the body return the known states, if there are any, and else compute."""
-        compute, kind = body.forward, type(output)
+        compute = body.forward
+        kind = type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
 
         def forward(*args: Any, **options: Any) -> Any:
@@ -342,9 +348,8 @@ class PackedAttention:
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        self._tasks: dict[
-            tuple[int, int], tuple[PrefillTasks, Tensor]
-        ] = {}  # and block tables, by group and reach
+        # Tasks and block tables, by group and reach.
+        self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}
         for module in self._rules:
             module.__dict__[PLACE] = self
 
@@ -360,7 +365,7 @@ class PackedAttention:
         parts = []
         for start, end in pairwise(accumulate(self._lengths, initial=0)):
             query, key, value = (
-                each[:, :, start:end] for each in (call.query, call.key, call.value)
+                tensor[:, :, start:end] for tensor in (call.query, call.key, call.value)
             )
             mask = None if sight.mask is None else sight.mask[..., : end - start, : end - start]
             attended = F.scaled_dot_product_attention(
@@ -376,23 +381,24 @@ class PackedAttention:
 
     def _sight(self, rule: Rule | None, device: torch.device) -> "Sight":
         longest = max(self._lengths)
-        found = self._sights.get(rule)
-        if found is None or found.length < longest:
-            found = self._sights[rule] = Sight.of(
+        sight = self._sights.get(rule)
+        if sight is None or sight.length < longest:
+            sight = self._sights[rule] = Sight.of(
                 rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device
             )
-        return found
+        return sight
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
         from engine.cpu_kernels import prefill_attention as kernel  # numba is optional
 
         query, key, value = (
-            each[0].transpose(0, 1).contiguous() for each in (call.query, call.key, call.value)
+            tensor[0].transpose(0, 1).contiguous() for tensor in (call.query, call.key, call.value)
         )
         kind = query.shape[1] // key.shape[1], after
         if kind not in self._tasks:
             lengths = np.array(self._lengths)
-            starts, none = lengths.cumsum() - lengths, np.zeros_like(lengths)
+            starts = lengths.cumsum() - lengths
+            none = np.zeros_like(lengths)
             tasks = kernel.tasks_of_sequences(
                 starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
             )
@@ -430,14 +436,13 @@ class Sight:
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
-        zero, places = (
-            torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device),
-            torch.arange(length, device=device),
-        )
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+        places = torch.arange(length, device=device)
         seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
         for part in torch.split(places, NUM_LOOKED_UP):
             seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
-        after, before = int(seen[0, 0, 0].sum()) - 1, int(seen[0, 0, -1].sum()) - 1
+        after = int(seen[0, 0, 0].sum()) - 1
+        before = int(seen[0, 0, -1].sum()) - 1
         is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
         return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
 
@@ -494,7 +499,8 @@ def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     for place, length in enumerate(lengths):
         if place > begin and num_tokens + length > most:
             yield begin, place
-            begin, num_tokens = place, 0
+            begin = place
+            num_tokens = 0
         num_tokens += length
     yield begin, len(lengths)
 
@@ -506,7 +512,8 @@ def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
         if group and lengths[place] * (len(group) + 1) > MAX_PADDED * (num_tokens + lengths[place]):
             yield group
-            group, num_tokens = [], 0
+            group = []
+            num_tokens = 0
         group.append(place)
         num_tokens += lengths[place]
     if group:

@@ -43,14 +43,12 @@ if TYPE_CHECKING:
     from engine.models.mixers import Mixers
 
 PAGED = "tokenmill"  # our attention's name among transformers'
-UNMASKED = (
-    "tokenmill_unmasked"  # the same, for classes that need a mask: they get one that hides nothing
-)
+# The same for classes that need a mask: they get one that hides nothing.
+UNMASKED = "tokenmill_unmasked"
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 CACHES = ("past_key_values", "cache_params")  # the arguments by which models take a cache
-MIN_VERSION = (
-    5  # of transformers; masks of older ones cannot be asked about positions beyond the tokens
-)
+# The oldest transformers served. Masks of older ones cannot be asked about positions beyond the tokens.
+MIN_VERSION = 5
 TRACED = torch.bfloat16  # a dtype in which all products work for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
 MAX_NAMES = 8  # of tensors in an error
@@ -71,31 +69,33 @@ class TransformersModel(CausalModel):
     ) -> None:
         """Keep the model, its body, the attention that answers both, and the mixers that keep states."""
         super().__init__()
-        self.model, self.hidden_size = model, body.hidden_size
+        self.model = model
+        self.hidden_size = body.hidden_size
         self._first_position = first_position
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._body = body
-        self.attention, self._mixers = attention, mixers
+        self.attention = attention
+        self._mixers = mixers
         self.attention_layers = attention.features
         if mixers is not None:
-            self.states, self.index_keys = mixers.states, mixers.index_keys
+            self.states = mixers.states
+            self.index_keys = mixers.index_keys
         beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
-        self.probe_lengths = (
-            max(150, beyond + 100),
-            40,
-        )  # some architectures compress what lies 128 tokens back
+        # Some architectures compress what lies 128 tokens back.
+        self.probe_lengths = (max(150, beyond + 100), 40)
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
         self.attention.begin(batch, cache)
-        ids, positions = batch.token_ids[None], batch.positions[None] + self._first_position
-        told = {"position_ids": positions} if self._body.takes_positions else {}
+        ids = batch.token_ids[None]
+        positions = batch.positions[None] + self._first_position
+        arguments = {"position_ids": positions} if self._body.takes_positions else {}
         if batch.pictures is not None:
-            told |= batch.pictures.arguments
+            arguments |= batch.pictures.arguments
             if batch.pictures.positions is not None:
-                told["position_ids"] = batch.pictures.positions
+                arguments["position_ids"] = batch.pictures.positions
         states = {} if self._mixers is None else self._mixers.begin(batch, cache)
-        output = self._body.compute(input_ids=ids, use_cache=False, **told, **states)
+        output = self._body.compute(input_ids=ids, use_cache=False, **arguments, **states)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -131,12 +131,10 @@ class Body:
 
     def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
         """output: one of the body's."""
-        self._model, self.module, self.compute, self._output_type = (
-            model,
-            body,
-            body.forward,
-            type(output),
-        )
+        self._model = model
+        self.module = body
+        self.compute = body.forward
+        self._output_type = type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
         self._given: Tensor | None = None
@@ -209,7 +207,8 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
             model: Any = kind._from_config(values, dtype=TRACED)
             _drop_other_parts(model)
             put_in_place(model)
-            cache, argument = StateCache(), _name_of_cache(model)
+            cache = StateCache()
+            argument = _name_of_cache(model)
             calls = _record(
                 model, torch.device("meta"), more={argument: cache} if argument else {}
             ).calls
@@ -224,7 +223,9 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
 
 
 def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateShape]:
-    return [each._replace(dtype=dtype if each.dtype == TRACED else each.dtype) for each in traced]
+    return [
+        state._replace(dtype=dtype if state.dtype == TRACED else state.dtype) for state in traced
+    ]
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
@@ -310,13 +311,14 @@ def _values_for(kind: Any, folder: Path) -> Any:
         raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
     if isinstance(values, kind.config_class) or any(
-        each.get(type(values), None) is kind for each in known
+        mapping.get(type(values), None) is kind for mapping in known
     ):
         return values
     if isinstance(text, kind.config_class):
         return text  # of a whole model, for its text part's class
-    expected, found = kind.config_class.__name__, type(values).__name__
-    raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {found}")
+    expected = kind.config_class.__name__
+    held = type(values).__name__
+    raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {held}")
 
 
 def _source(
@@ -327,14 +329,13 @@ def _source(
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
-        del (
-            values.quantization_config
-        )  # else transformers would unpack them, by packages that are not here
+        # With it transformers would unpack the weights, by packages that are not here.
+        del values.quantization_config
+    state = {}
     with open_tensors(list_weight_files(folder)) as stored:
-        state = {
-            name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
-            for name, tensor in unpacked(stored, config.quantization).items()
-        }
+        for name, tensor in unpacked(stored, config.quantization).items():
+            is_plain = type(tensor) is CheckpointTensor
+            state[name] = tensor.whole() if is_plain else tensor.whole().to(dtype)
     return None, {"config": values, "state_dict": state}
 
 
@@ -367,7 +368,9 @@ def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
             continue
         parent, _, last = name.rpartition(".")
         absent: Any = nn.Module()
-        absent.device, absent.dtype = module.device, module.dtype  # they are still asked for
+        # Both are still asked for.
+        absent.device = module.device
+        absent.dtype = module.dtype
         setattr(model.get_submodule(parent), last, absent)
 
 
@@ -389,7 +392,8 @@ def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging
 
     hf_logging: Any = logging
-    had_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    had_bar = hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     try:
@@ -435,9 +439,9 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
     """Raise UnsupportedModel if a longer sequence in a step changes another's rotation (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-        for each in (parameters, *parameters.values()):
-            if isinstance(each, dict) and each.get("rope_type") == "longrope":
-                most = each["original_max_position_embeddings"]
+        for rope in (parameters, *parameters.values()):
+            if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+                most = rope["original_max_position_embeddings"]
                 if max_positions > most:
                     raise UnsupportedModel(
                         f"max_model_len={max_positions}: in {type(model).__name__} a sequence of more than "
@@ -471,10 +475,10 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
     pack_linears(model, recorded.called)
-    given = Body(model, body, output)
-    if given.logits_of(output.last_hidden_state) is None:
+    wrapped = Body(model, body, output)
+    if wrapped.logits_of(output.last_hidden_state) is None:
         raise UnsupportedModel("it makes no logits of hidden states alone")
-    return TransformersModel(model, given, attention, mixers, first)
+    return TransformersModel(model, wrapped, attention, mixers, first)
 
 
 def _name_of_cache(model: Any) -> str | None:
@@ -528,17 +532,15 @@ def _record(
     hooks = [module.register_forward_hook(keep) for module in part.modules()]
     for module in part.modules():
         module.__dict__[PLACE] = record
-    told = dict(more or {})
+    arguments = dict(more or {})
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     if first is not None:
-        told["position_ids"] = tokens - 1 + first
+        arguments["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with (
-            _attending(part, UNMASKED if tokens.is_meta else RECORDED),
-            _problems_named(),
-        ):  # masks have values
-            part(input_ids=tokens, use_cache=False, **told)
+        with _attending(part, UNMASKED if tokens.is_meta else RECORDED), _problems_named():
+            # Masks have values, so tokens without values get none.
+            part(input_ids=tokens, use_cache=False, **arguments)
     finally:
         for hook in hooks:
             hook.remove()

@@ -121,7 +121,7 @@ class Adapters:
         held = [seq for seq in seqs if seq.status is SequenceStatus.WAITING]
         for seq in held:
             seq.status = SequenceStatus.HELD
-        insort(self._waiting, _Request(adapter, seqs, held), key=lambda each: each.lane)
+        insort(self._waiting, _Request(adapter, seqs, held), key=lambda request: request.lane)
 
     def look(self) -> list[Sequence]:
         """Return sequences whose adapter is there now, or which have failed.

@@ -48,38 +48,39 @@ def free_memory(config: EngineConfig) -> tuple[int, str]:
 
 
 def _check_gpus(config: EngineConfig) -> Iterator[Observation]:
-    count, wanted = torch.cuda.device_count(), config.tensor_parallel_size
+    count = torch.cuda.device_count()
+    wanted = config.tensor_parallel_size
     if count < wanted:
-        found = f"torch sees {count} GPUs, and tensor_parallel_size={wanted}"
+        text = f"torch sees {count} GPUs, and tensor_parallel_size={wanted}"
         mend = "list more in CUDA_VISIBLE_DEVICES, or lower tensor_parallel_size"
-        yield Observation("gpu", "fault", found, mend)
+        yield Observation("gpu", "fault", text, mend)
     kinds = torch.cuda.get_arch_list()
     for index in range(min(count, wanted)):
         major, minor = torch.cuda.get_device_capability(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        found = (
+        text = (
             f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}, "
             f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free, torch {torch.__version__}"
         )
         if not any(kind.startswith((f"sm_{major}", "compute_")) for kind in kinds):
             mend = f"install a torch that is built for sm_{major}{minor}; this one is for {' '.join(kinds)}"
-            yield Observation("gpu", "fault", found, mend)
+            yield Observation("gpu", "fault", text, mend)
         elif free_bytes < (1 - config.memory_utilization) * total_bytes:
             mend = "see what else runs there (nvidia-smi), or lower memory_utilization"
-            yield Observation("gpu", "warning", f"{found}: others have taken most of it", mend)
+            yield Observation("gpu", "warning", f"{text}: others have taken most of it", mend)
         else:
-            yield Observation("gpu", "ok", found)
+            yield Observation("gpu", "ok", text)
 
 
 def _check_cpu_kernels() -> Observation:
     try:
         from engine.cpu_kernels.kernel import cache_root, exposure
     except ImportError as error:
-        found = f"Numba does not import ({error}): torch computes attention, slower"
+        text = f"Numba does not import ({error}): torch computes attention, slower"
         return Observation(
             "kernels",
             "warning",
-            found,
+            text,
             "pip install --upgrade numba, to a version that knows this numpy",
         )
     return _kept(cache_root(), exposure)
@@ -89,7 +90,7 @@ def _kept(
     folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None
 ) -> Observation:
     """Check whether compiled kernels can be kept in a folder. exposure: says how others could write into one."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     problem = exposure(there.resolve())
     if problem is None and not os.access(there, os.W_OK | os.X_OK):
         problem = f"{there} cannot be written to"
@@ -103,13 +104,13 @@ def _kept(
 
 def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
     except OSError as error:
         yield Observation(
             "memory", "warning", f"{folder} is missing ({error.strerror})", f"mount {folder}"
         )
         return
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = file_system.f_bavail * file_system.f_frsize
     if free_bytes < MIN_SHARED_BYTES:
         found_text = (
             f"{folder} has {free_bytes / 2**20:.0f} MiB free, which ranks exchange tensors in"

@@ -40,9 +40,9 @@ def check_up(config: EngineConfig) -> Iterator[Observation]:
         yield fault_of("model", error)
         return
     if folder is None:
-        found = f"{config.model!r} is not on this machine: the first start fetches it from the hub"
+        text = f"{config.model!r} is not on this machine: the first start fetches it from the hub"
         mend = f"fetch it beforehand: hf download {config.model} (HF_TOKEN for gated models)"
-        yield Observation("model", "warning", found, mend)
+        yield Observation("model", "warning", text, mend)
         return
     yield from _check_folder(config, folder)
 
@@ -113,11 +113,11 @@ def _check_adapters(
 
     _, path = read_supported(folder, config.model_path)
     check_takes_adapters(config.adapters, path)
-    found, problems = AdapterFolder(config.adapters).look()
+    adapters, problems = AdapterFolder(config.adapters).look()
     for problem in problems.values():
         mend = "copy it again, or take it out of the folder: requests that name it fail"
         yield Observation("adapters", "warning", problem, mend)
-    names = ", ".join(adapter.name for adapter in found) or "none yet"
+    names = ", ".join(adapter.name for adapter in adapters) or "none yet"
     yield Observation("adapters", "ok", f"{config.adapters}: {names}")
 
 
@@ -153,9 +153,9 @@ def _check_served(
     if path.decoder is None:
         class_of(model.whole or model.architecture)
     if path.decoder is None and model.architecture not in served_architectures():
-        found = f"{model.architecture} {path}; it was not compared with transformers' own answers"
+        text = f"{model.architecture} {path}; it was not compared with transformers' own answers"
         yield Observation(
-            "model", "warning", found, "look at its answers; `tokenmill models` lists what was"
+            "model", "warning", text, "look at its answers; `tokenmill models` lists what was"
         )
     else:
         yield Observation(
@@ -203,16 +203,16 @@ def _pool_sizes(
     from engine.run.forward.memory import PoolSizes
 
     if path.decoder is None:
-        found = kept_by(model, folder, getattr(torch, dtype))
+        kept_parts = kept_by(model, folder, getattr(torch, dtype))
     else:
-        found = path.decoder.kept(
+        kept_parts = path.decoder.kept(
             TensorParallel(0, config.tensor_parallel_size), getattr(torch, dtype)
         )
-    if found is None:
+    if kept_parts is None:
         return None
     kv_dtype = getattr(torch, dtype) if config.kv_cache_dtype == "auto" else FP8
-    block = block_bytes(found.layers, config.block_size, kv_dtype, found.index_keys)
-    return PoolSizes(block, state_bytes(found.states))
+    block = block_bytes(kept_parts.layers, config.block_size, kv_dtype, kept_parts.index_keys)
+    return PoolSizes(block, state_bytes(kept_parts.states))
 
 
 def _check_memory(
@@ -236,18 +236,17 @@ def _check_memory(
     ranks = config.tensor_parallel_size
     free_bytes, owner = free_memory(config)
     adapters = adapter_bytes(config, dtype_bytes)
-    memory, left = f"{free_bytes / GIB:.2f} GiB {owner}", free_bytes - weights - adapters
+    memory = f"{free_bytes / GIB:.2f} GiB {owner}"
+    left = free_bytes - weights - adapters
     beside_weights = (
         f", and {config.max_adapters} adapters {adapters / GIB:.2f} GiB" if adapters else ""
     )
     if left <= 0:
-        found = (
-            f"the weights take {weights / GIB:.2f} GiB{beside_weights} on each rank, of {memory}"
-        )
+        text = f"the weights take {weights / GIB:.2f} GiB{beside_weights} on each rank, of {memory}"
         mend = "free memory, take a smaller model or dtype, or divide it (tensor_parallel_size)"
         if adapters:
             mend += "; or lower max_adapters"
-        yield Observation("memory", "fault", found, mend)
+        yield Observation("memory", "fault", text, mend)
         return
     check_pool_bytes(config, left, f"{memory} beside the weights")
     default = left if "GPU" in owner else min(left, default_cpu_kv_cache_bytes(ranks))
@@ -259,15 +258,15 @@ def _check_memory(
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
     beside = "" if states is None else f", {states} of {sizes.state / 2**20:.1f} MiB each"
     pool = config.kv_cache_bytes or default
-    found = (
+    text = (
         f"weights {weights / GIB:.2f} GiB{beside_weights} and a KV pool of {pool / GIB:.2f} GiB on each rank, "
         f"of {memory}; {num_blocks * config.block_size} tokens in all, sequences of up to {longest}{beside}"
     )
     if pool <= left:
-        yield Observation("memory", "ok", found)
+        yield Observation("memory", "ok", text)
     else:
         mend = "lower kv_cache_bytes, or free memory"
-        yield Observation("memory", "warning", found, mend)
+        yield Observation("memory", "warning", text, mend)
 
 
 def weight_bytes(

@@ -17,9 +17,8 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 KERNEL_CHECKS = ("warn", "refuse", "off")
 MODEL_PATHS = ("auto", "native", "transformers")
 QUANTIZATIONS = (None, "int8")
-NUM_MEASURED_TOKENS = (
-    512  # on which the scales of an FP8 cache are measured, or on fewer if these do not fit
-)
+# The scales of an FP8 cache are measured on these, or on fewer if these do not fit.
+NUM_MEASURED_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,8 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
         identity = replace(
             identity, clock_formats=read_clock(read_template(folder, config.chat_template))
         )
-    if (classes := read_classes(model)) is not None:
+    classes = read_classes(model)
+    if classes is not None:
         return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)
     if pooling is None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-PROC, ROOT = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterato
 
 INTERVAL_S = 1.0
 # A thread is added if most of a processor is free for it, and ends if less than half is.
-ADDED_AT, KEPT_AT = 0.7, 0.5
+ADDED_AT = 0.7
+KEPT_AT = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,8 @@ class CpuThreads:
         """About once a second, set the threads by the processors that were free and the limits of cgroups."""
         if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
             return
-        now, before = self._read_time(), self._before
+        now = self._read_time()
+        before = self._before
         self._before = now
         if now is None or now.processors != before.processors:
             return

@@ -32,7 +32,7 @@ def describe_model(name: str) -> str:
     folder = find_here(name)
     if folder is None:
         raise ModelNotFound(f"{name!r} is not on this machine; fetch it: hf download {name}")
-    return "\n".join(f"{subject:10} {found}" for subject, found in _lines(folder))
+    return "\n".join(f"{subject:10} {text}" for subject, text in _lines(folder))
 
 
 def _lines(folder: Path) -> Iterator[tuple[str, str]]:
@@ -53,7 +53,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
     config = EngineConfig(str(folder))
     model, path, reader = find_reader(folder, *read_supported(folder, config.model_path))
-    name, new = model.whole or model.architecture, ""
+    name = model.whole or model.architecture
+    new = ""
     if path.is_single_pass:
         single_pass_class(model.architecture)
     elif path.decoder is None:
@@ -83,7 +84,8 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
     if path.is_single_pass:
-        classes, pooling = read_classes(model), read_pooling(folder, model)
+        classes = read_classes(model)
+        pooling = read_pooling(folder, model)
         embeds = (
             "embeddings"
             if pooling
@@ -93,24 +95,25 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
         yield "state", "none: each text is read in one pass, without a KV cache"
         return
     if path.decoder is None:
-        kept = kept_by(model, folder, getattr(torch, dtype))
+        kept_parts = kept_by(model, folder, getattr(torch, dtype))
     else:
-        kept = path.decoder.within(model.max_position_embeddings).kept(
+        kept_parts = path.decoder.within(model.max_position_embeddings).kept(
             TensorParallel(), getattr(torch, dtype)
         )
-    if kept is None:
+    if kept_parts is None:
         yield "attention", "only its weights can tell, or it is refused at the start"
         return
-    for each, number in Counter(kept.layers).items():
-        yield "attention", f"{number} of {model.num_layers} layers: {_kind(each)}"
-    if experts := _experts(model):
+    for features, number in Counter(kept_parts.layers).items():
+        yield "attention", f"{number} of {model.num_layers} layers: {_kind(features)}"
+    experts = _experts(model)
+    if experts:
         yield "experts", experts
-    token = block_bytes(kept.layers, 1, getattr(torch, dtype), kept.index_keys)
+    token = block_bytes(kept_parts.layers, 1, getattr(torch, dtype), kept_parts.index_keys)
     yield (
         "KV cache",
         f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens",
     )
-    state = sum(prod(each.shape) * each.dtype.itemsize for each in kept.states)
+    state = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in kept_parts.states)
     yield "state", f"{state:,} bytes a sequence" if state else "none beside the KV cache"
 
 

@@ -25,7 +25,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
-        if sign := sign_of_gpu():
+        sign = sign_of_gpu()
+        if sign:
             raise ConfigError(
                 f"there is a GPU ({sign}), and torch {torch.__version__} cannot use it "
                 f"({_problem_of_torch()}); install a torch whose CUDA the driver knows (nvidia-smi names the "
@@ -64,7 +65,8 @@ def sign_of_gpu() -> str:
         return ""
     if DRIVER.exists():
         return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
-    if file := next(DEVICES.glob("nvidia[0-9]*"), None):
+    file = next(DEVICES.glob("nvidia[0-9]*"), None)
+    if file:
         return str(file)
     try:  # under WSL this is the only sign
         listed = subprocess.run(

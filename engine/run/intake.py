@@ -72,7 +72,7 @@ class Scores:
 
     def requests(self) -> Iterator[Request]:
         """Return requests sorted by their tokens, so that neighbours share the longest prefixes."""
-        ready = sorted(enumerate(self._ready.values()), key=lambda each: each[1][0].token_ids)
+        ready = sorted(enumerate(self._ready.values()), key=lambda entry: entry[1][0].token_ids)
         return ((str(number), prompt, params) for number, (prompt, params) in ready)
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:

@@ -24,7 +24,8 @@ class NewSequences:
         self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int
     ) -> None:
         """configured_ends: the end tokens that the model's configuration names."""
-        if surplus := tokenizer.surplus(vocab_size):
+        surplus = tokenizer.surplus(vocab_size)
+        if surplus:
             logger.warning("%s; is it the model's own?", surplus)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -50,9 +51,9 @@ class NewSequences:
         Raises InvalidSampling for values that this tokenizer cannot follow, InvalidRequest for a `continued` completion
         that cannot go on.
         """
-        end_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else self.eos_token_ids
-        )
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids |= self.eos_token_ids
         # the form covers the whole text, so the space before its first word stays
         follows_text = self._tokenizer.has_text(prompt.token_ids) or params.has_form
         edits: RequestEdits | None = None
@@ -103,11 +104,9 @@ class NewSequences:
         if not params.stop:
             return None
         # the form covers the whole text, so no reasoning is split from it
-        span = (
-            None
-            if matcher is not None
-            else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
-        )
+        span = None
+        if matcher is None:
+            span = self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,

@@ -19,5 +19,5 @@ class Observation(NamedTuple):
 
 def fault_of(subject: str, error: ConfigError) -> Observation:
     """Make a finding of an error, whose last clause says what to do."""
-    found, _, mend = str(error).rpartition("; ")
-    return Observation(subject, "fault", found or mend, mend if found else "")
+    text, _, mend = str(error).rpartition("; ")
+    return Observation(subject, "fault", text or mend, mend if text else "")

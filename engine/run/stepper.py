@@ -68,8 +68,12 @@ class StepStats:
     def __init__(self) -> None:
         self.num_steps = self.num_scheduled = self.num_adapter_steps = 0
         self.batch_sizes = [0] * _NUM_SIZES
-        self.schedule, self.prepare, self.launch = Stopwatch(), Stopwatch(), Stopwatch()
-        self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
+        self.schedule = Stopwatch()
+        self.prepare = Stopwatch()
+        self.launch = Stopwatch()
+        self.wait = Stopwatch()
+        self.update = Stopwatch()
+        self.detokenize = Stopwatch()
 
     def count(self, num_seqs: int) -> None:
         """Count a step of num_seqs sequences."""
@@ -96,13 +100,14 @@ class Stepper:
     ) -> None:
         self.overlaps = overlaps
         self.stats = StepStats()
-        self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
         self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
-        self._suspects: dict[
-            Sequence, int
-        ] = {}  # with the tokens each had when steps in flight were withdrawn
+        # The number of tokens that each had when steps in flight were withdrawn.
+        self._suspects: dict[Sequence, int] = {}
         self._num_unexplained = 0
 
     @property
@@ -122,7 +127,8 @@ class Stepper:
 
     def engine_stats(self) -> EngineStats:
         """Return the counters since the start, and the current state."""
-        scheduler, steps = self._scheduler, self.stats
+        scheduler = self._scheduler
+        steps = self.stats
         return EngineStats(
             num_steps=steps.num_steps,
             num_running=len(scheduler.running),
@@ -162,7 +168,8 @@ class Stepper:
             if isinstance(error, Exception) and not isinstance(error, (RankFailed, StepFailed)):
                 raise StepFailed(f"a step failed: {error!r}") from error
             raise
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def _take(self) -> None:
@@ -206,8 +213,8 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - as above
             self._start_over(error)
             return False
-        for each in arrived:
-            self._receive(each)
+        for step in arrived:
+            self._receive(step)
         return True
 
     def _run_by_halves(self) -> None:
@@ -229,7 +236,8 @@ class Stepper:
     def _launch(self, batch: ScheduledBatch, *, repeatable: bool = False) -> PendingTokens:
         slots = self._scheduler.slots
         with self.stats.prepare:
-            step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
+            step = build_step_batch(batch, slots)
+            sampling = build_sampling_batch(batch, slots)
         self.stats.num_adapter_steps += len(step.adapters) > 0
         with self.stats.launch:
             return self._runner.launch(step.repeatable() if repeatable else step, sampling)

@@ -26,9 +26,9 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
     """Return weights of logits, int64. highest, rate: [rows, 1] float32; highest is each row's highest logit."""
     exponents = torch.sub(logits, highest).mul_(rate).clamp_(min=LOWEST_EXPONENT).to(torch.int32)
     mantissas = exponents.bitwise_and(MANTISSA).bitwise_or_(ONE).view(torch.float32)
-    first, *others, last = COEFFICIENTS
+    first, *middle, last = COEFFICIENTS
     powers = mantissas * first
-    for coefficient in others:
+    for coefficient in middle:
         powers.add_(coefficient).mul_(mantissas)
     powers.add_(last).view(torch.int32).add_(exponents.bitwise_and_(EXPONENT))
     return powers.to(torch.int64)
@@ -37,7 +37,8 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
 def target(total: Tensor, word: Tensor) -> Tensor:
     """Return floor(u total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
     odd = 2 * word + 1
-    high, low = total >> 30, total & (2**30 - 1)
+    high = total >> 30
+    low = total & (2**30 - 1)
     return (odd * high + ((odd * low) >> 30)) >> 3
 
 
@@ -57,9 +58,11 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        p0, p1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
+        p0 = MULTIPLIERS[0] * c0
+        p1 = MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (p1 >> SHIFT) ^ c1 ^ k0, p1 & LOW, (p0 >> SHIFT) ^ c3 ^ k1, p0 & LOW
-        k0, k1 = (k0 + WEYL[0]) & LOW, (k1 + WEYL[1]) & LOW
+        k0 = (k0 + WEYL[0]) & LOW
+        k1 = (k1 + WEYL[1]) & LOW
     return c0, c1, c2, c3
 
 

@@ -18,7 +18,7 @@ def edit_logits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None = None
 
     logits: [rows, vocabulary] of any floating dtype, which are changed.  sampled: [any] int64, the pending tokens.
     """
-    names = [each.name for each in fields(edits)]
+    names = [field.name for field in fields(edits)]
     parts = upload([getattr(edits, name) for name in names], logits.device)  # in one transfer
     on_device: Any = SimpleNamespace(**dict(zip(names, parts, strict=True)))
     last = None  # [edited] int64, the pending token of each place, -1 where none is
@@ -40,7 +40,8 @@ def _mask(logits: Tensor, edits: Any) -> None:
     for start in range(0, len(edits.masked), MASKED_AT_ONCE):
         place, mask = edits.masked[start : start + MASKED_AT_ONCE].unbind(1)
         is_banned = (edits.token_masks[mask].unsqueeze(2) >> bits) & 1 == 0
-        rows, num_tokens = edits.rows[place], min(logits.shape[1], is_banned[0].numel())
+        rows = edits.rows[place]
+        num_tokens = min(logits.shape[1], is_banned[0].numel())
         masked = torch.full_like(logits[rows], -torch.inf)  # a mask allows no token beyond its end
         masked[:, :num_tokens] = logits[rows, :num_tokens].masked_fill_(
             is_banned.flatten(1)[:, :num_tokens], -torch.inf
@@ -84,7 +85,8 @@ def _penalize(logits: Tensor, edits: Any, last: Tensor | None) -> None:
 
 def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens and counts with pending ones counted in. of, token, count: [counted]; last: [penalized]."""
-    is_pending, last_of = token < 0, last[of]
+    is_pending = token < 0
+    last_of = last[of]
     is_last = (token == last_of) & ~is_pending
     before = torch.zeros_like(last).index_add_(0, of, count * is_last)
     count = torch.where(is_pending, before[of] + 1, count + is_last)

@@ -56,8 +56,8 @@ class LogitEdits:
 
     def without_masks(self) -> LogitEdits | None:
         """Return the other edits, None if there are none."""
-        others = (self.banned, self.banned_behind, self.biased, self.penalized)
-        return replace(self, masked=self.masked[:0]) if any(map(len, others)) else None
+        unmasked = (self.banned, self.banned_behind, self.biased, self.penalized)
+        return replace(self, masked=self.masked[:0]) if any(map(len, unmasked)) else None
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
@@ -115,7 +115,7 @@ class EditParts:
             biases=np.concatenate(self.biases) if self.biases else np.zeros(0, np.float32),
             penalized=np.array(self.penalized, np.int64),
             penalties=np.array(self.penalties, np.float32).reshape(-1, 3),
-            num_counted=np.array([len(each) for each in self.counted], np.int64),
+            num_counted=np.array([len(counts) for counts in self.counted], np.int64),
             counted=np.concatenate(self.counted) if self.counted else np.zeros((0, 2), np.int32),
         )
 
@@ -152,9 +152,8 @@ class BadWords:
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
         self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        self._by_second: dict[
-            int, list[TokenIds]
-        ] = {}  # of three tokens or more, by the one before that
+        # Words of three tokens or more, by the token before that one.
+        self._by_second: dict[int, list[TokenIds]] = {}
         for word in words:
             if len(word) > 1:
                 self._by_known.setdefault(word[-2], []).append(word)
@@ -182,12 +181,12 @@ class BadWords:
         num_generated = len(token_ids) - start
         if not num_generated:
             return []
-        found = []
+        matching = []
         for word in words.get(token_ids[-1], ()):
             known = word[:-num_open]
             if len(known) <= num_generated and tuple(token_ids[-len(known) :]) == known:
-                found.append(word)
-        return found
+                matching.append(word)
+        return matching
 
 
 FIRST_ROOM = 64
@@ -290,7 +289,8 @@ class SequenceEdits:
         token_ids: the known ones. start: where the completion begins.
         pending_sample: of LogitEdits.pending, None if all tokens are known.
         """
-        request, is_pending = self._request, pending_sample is not None
+        request = self._request
+        is_pending = pending_sample is not None
         if pending_sample is not None:
             parts.pending.append((place, pending_sample))
         if request.mask is not None:

@@ -87,7 +87,9 @@ class ScoringParams:
             )
         if not self.continuations:
             raise InvalidSampling("continuations is empty: nothing is asked for")
-        read = tuple(_read(number, each) for number, each in enumerate(self.continuations))
+        read = tuple(
+            _read(number, continuation) for number, continuation in enumerate(self.continuations)
+        )
         object.__setattr__(self, "continuations", read)
         if self.score_end is not True and self.score_end is not False and self.score_end != "auto":
             raise InvalidSampling('score_end must be true, false or "auto"', brief(self.score_end))

@@ -19,7 +19,8 @@ from engine.sampling.sampling_rows import SamplingRows
 def share(total: Tensor, top_p: Tensor) -> Tensor:
     """Return floor(top_p total), top_p cut to 31 bits, and 1 at least. total: int64 up to 2^60."""
     fraction = (top_p * 2.0**31).to(torch.int64)
-    high, low = total >> 31, total & (2**31 - 1)
+    high = total >> 31
+    low = total & (2**31 - 1)
     return (fraction * high + ((fraction * low) >> 31)).clamp_(min=1)
 
 
@@ -66,7 +67,8 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     least = torch.mul(rows.min_p, WHOLE).to(torch.int64)  # weight that min_p keeps
     weights.masked_fill_(weights < least.unsqueeze(1), 0)
     is_cut = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1)
-    if len(places := is_cut.nonzero().squeeze(1)):
+    places = is_cut.nonzero().squeeze(1)
+    if len(places):
         weights[places] = cut(weights[places], logits[places], rows.only(places))
     ends = weights.cumsum(-1)
     return (ends <= target(ends[:, -1:], random_words(rows).unsqueeze(1))).sum(-1)
@@ -79,7 +81,9 @@ def cut(
 
     Only the num_candidates or top_k highest logits are looked at, unless a nucleus may be wider.
     """
-    vocab_size, top_k, top_p = logits.shape[1], rows.top_k.long(), rows.top_p
+    vocab_size = logits.shape[1]
+    top_k = rows.top_k.long()
+    top_p = rows.top_p
     num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))
     ordered, ids = logits.topk(num_candidates, dim=-1)
     ends = weights.gather(1, ids).cumsum(-1)

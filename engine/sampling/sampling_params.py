@@ -237,15 +237,21 @@ def check_params(params: object, vocab_size: int) -> None:
             )
 
 
-_NAMES = tuple(sorted(each.name for each in fields(SamplingParams)))
+_NAMES = tuple(sorted(parameter.name for parameter in fields(SamplingParams)))
 RANGES: dict[str, Range] = {
-    each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
+    parameter.name: parameter.metadata["range"]
+    for parameter in fields(SamplingParams)
+    if "range" in parameter.metadata
 }
 #: Name and numpy's dtype of each column of the sampler.
 COLUMNS: dict[str, str] = {
-    each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
+    parameter.name: parameter.metadata["dtype"]
+    for parameter in fields(SamplingParams)
+    if "dtype" in parameter.metadata
 }
-_SWITCHES = tuple(each.name for each in fields(SamplingParams) if isinstance(each.default, bool))
+_SWITCHES = tuple(
+    parameter.name for parameter in fields(SamplingParams) if isinstance(parameter.default, bool)
+)
 _OPTIONAL = frozenset(
     name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None
 )

@@ -26,4 +26,4 @@ class SamplingRows:
 
     def only(self, places: Tensor) -> SamplingRows:
         """Return some of the rows. places: [some] int64, on their device."""
-        return SamplingRows(*(getattr(self, each.name)[places] for each in fields(self)))
+        return SamplingRows(*(getattr(self, column.name)[places] for column in fields(self)))

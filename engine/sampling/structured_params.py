@@ -38,16 +38,16 @@ class StructuredOutputsParams:
         check_switch(f"{NAME}.{WHITESPACE}", self.allow_whitespace)
         if not self.json_object:
             object.__setattr__(self, "json_object", None)
-        given = [name for name in NAMES if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InvalidSampling(f"{NAME} must have one of {', '.join(NAMES)}", found)
+        kinds = [name for name in NAMES if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            got = " and ".join(kinds) or "none"
+            raise InvalidSampling(f"{NAME} must have one of {', '.join(NAMES)}", got)
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         elif self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         elif self.json_object is None:
-            _check_text(given[0], getattr(self, given[0]))
+            _check_text(kinds[0], getattr(self, kinds[0]))
 
     @property
     def kind(self) -> str:
@@ -57,7 +57,9 @@ class StructuredOutputsParams:
 
 WHITESPACE = "allow_whitespace"
 #: The fields of which one is set.
-NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.name != WHITESPACE)
+NAMES = tuple(
+    option.name for option in fields(StructuredOutputsParams) if option.name != WHITESPACE
+)
 
 
 def json_schema_of(value: Any) -> Any:
@@ -146,7 +148,8 @@ def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise InvalidSampling(f"{NAME}.{name} must be text", brief(text))
     check_unicode(f"{NAME}.{name}", text)
-    if (size := len(text.encode())) > MAX_BYTES:
+    size = len(text.encode())
+    if size > MAX_BYTES:
         raise InvalidSampling(
             f"{NAME}.{name} has {size} bytes, more than {MAX_BYTES}: make it smaller"
         )

@@ -50,31 +50,30 @@ class Tails:
         entries = self._behind.get(parent, [])
         place = bisect_left(entries, (tokens,))
         near = entries[max(0, place - 1) : place + 1]
-        found = [(num_shared(other, tokens), block_id) for other, block_id in near]
-        num_tokens, block_id = max(found, default=(0, -1))
+        shared = [(num_shared(other, tokens), block_id) for other, block_id in near]
+        num_tokens, block_id = max(shared, default=(0, -1))
         return (block_id, num_tokens) if num_tokens else (-1, 0)
 
 
-def num_shared(some: bytes, others: bytes) -> int:
+def num_shared(one: bytes, other: bytes) -> int:
     """Count the first tokens that are equal in both."""
-    shortest = min(len(some), len(others))
+    shortest = min(len(one), len(other))
     for start in range(0, shortest, TOKEN_BYTES):
-        if some[start : start + TOKEN_BYTES] != others[start : start + TOKEN_BYTES]:
+        if one[start : start + TOKEN_BYTES] != other[start : start + TOKEN_BYTES]:
             return start // TOKEN_BYTES
     return shortest // TOKEN_BYTES
 
 
-def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
+def num_equal(one: list[BlockKey], other: list[BlockKey]) -> int:
     """Count the first keys that are equal in both; a key stands for all before it too, so a bisection finds them."""
-    shortest = min(len(some), len(others))
-    return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
+    shortest = min(len(one), len(other))
+    return bisect_left(range(shortest), True, key=lambda i: one[i].hash != other[i].hash)
 
 
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
 NUM_LOOKED_AT = 8  # waiting sequences that are compared
-LEAST_SHARE = (
-    8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
-)
+# A tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it.
+LEAST_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -191,20 +190,20 @@ class BlockManager:
 
     def find_cached(self, seq: Sequence) -> list[int]:
         """Return the blocks of the longest cached prefix that need not be computed."""
-        found = self._find_blocks(seq)
-        while found and not self._may_follow(seq, found):
-            found.pop()
-        return found
+        block_ids = self._find_blocks(seq)
+        while block_ids and not self._may_follow(seq, block_ids):
+            block_ids.pop()
+        return block_ids
 
-    def _may_follow(self, seq: Sequence, found: list[int]) -> bool:
+    def _may_follow(self, seq: Sequence, block_ids: list[int]) -> bool:
         """Whether a sequence can begin behind these blocks: not inside a picture, nor without a snapshot it needs."""
-        if self.snapshots is not None and self._content_id(found[-1]) not in self.snapshots:
+        if self.snapshots is not None and self._content_id(block_ids[-1]) not in self.snapshots:
             return False
-        end = len(found) * self.block_size
+        end = len(block_ids) * self.block_size
         return seq.pictures is None or seq.pictures.whole_until(end) == end
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
-        found: list[int] = []
+        block_ids: list[int] = []
         parent = seq.root
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
             block = self._by_hash.get(key.hash)
@@ -212,16 +211,17 @@ class BlockManager:
                 break
             assert block.content_id is not None  # a block the cache finds is a published one
             parent = block.content_id
-            found.append(block.block_id)
-        return found
+            block_ids.append(block.block_id)
+        return block_ids
 
     def begin_states(
         self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves
     ) -> None:
         """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make its own.
 
-        That is behind what others share (cached blocks without a snapshot, the longest prefix of one of the next
-        `waiting`, a tree's prompt), and behind the last full block of a long prompt or text.
+        Its own snapshots are made behind tokens that others share, and behind the last full block of a long prompt or
+        text. Others share cached blocks without a snapshot, the longest prefix of one of the next `waiting`, and the
+        prompt of a tree.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
@@ -229,13 +229,14 @@ class BlockManager:
         shared = max(
             (num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0
         )
-        ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
-        ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
-        wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
+        lengths = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
+        if seq.tree is not None:
+            lengths.append(seq.tree.num_prompt_tokens)
+        wanted = {len(self._find_blocks(seq)), shared}
+        wanted.update((n - 1) // self.block_size for n in lengths)
         last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
-        seq.state_cuts = [
-            n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)
-        ]
+        cuts = sorted({min(n, last) for n in wanted})
+        seq.state_cuts = [n * self.block_size for n in cuts if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
         """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""
@@ -247,14 +248,12 @@ class BlockManager:
                 continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
             is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
-            if (
-                not is_found
-                or content_id in self.snapshots
-                or (row := self.snapshots.take(content_id)) == NO_ROW
-            ):
+            if not is_found or content_id in self.snapshots:
                 continue
-            moves.saves.setdefault(seq, []).append((end, row))
-            moves.kept.append(content_id)
+            row = self.snapshots.take(content_id)
+            if row != NO_ROW:
+                moves.saves.setdefault(seq, []).append((end, row))
+                moves.kept.append(content_id)
 
     def _content_id(self, block_id: int) -> int:
         content_id = self._blocks[block_id].content_id
@@ -299,10 +298,12 @@ class BlockManager:
         The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
         """
         num_blocks = self.num_blocks_for(seq.num_tokens)
-        if num_blocks >= len(self._free) and (missing := self.num_missing(seq, cached, tail)) > 0:
-            raise OutOfBlocks(
-                f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones"
-            )
+        if num_blocks >= len(self._free):
+            missing = self.num_missing(seq, cached, tail)
+            if missing > 0:
+                raise OutOfBlocks(
+                    f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones"
+                )
         for block_id in cached if tail is None else [*cached, tail.block_id]:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -319,9 +320,8 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            is_known = (
-                block.content_id is not None and block.hash is None
-            )  # another block has this content
+            # Another block has this content.
+            is_known = block.content_id is not None and block.hash is None
             if not block.is_listed and not is_known:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True
@@ -357,7 +357,8 @@ class BlockManager:
         ):
             return []
         self.extend_keys(seq)
-        first, parent = seq.num_published_blocks, seq.root
+        first = seq.num_published_blocks
+        parent = seq.root
         if first:
             previous = self._blocks[seq.block_table[first - 1]].content_id
             assert previous is not None
@@ -387,7 +388,8 @@ class BlockManager:
         if self._tails.find(parent, tokens)[1] == num_tokens:
             return []
         self._unlist(block)
-        block.parent_content_id, block.tokens = parent, tokens
+        block.parent_content_id = parent
+        block.tokens = tokens
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
@@ -439,13 +441,15 @@ class BlockManager:
         """Give a full block its content id, and return that; other content of the same hash is not found any more."""
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
-        block.parent_content_id, block.tokens = parent, key.tokens
+        block.parent_content_id = parent
+        block.tokens = key.tokens
         if owner is not None and owner.parent_content_id == parent and owner.tokens == key.tokens:
             block.content_id = owner.content_id
         else:
             if owner is not None:
                 self._hide(owner)
-            block.content_id, block.hash = next(self._content_ids), key.hash
+            block.content_id = next(self._content_ids)
+            block.hash = key.hash
             self._by_hash[key.hash] = block
         assert block.content_id is not None
         return block.content_id

@@ -14,20 +14,17 @@ from engine.schedule.sequence import Sequence
 
 NUM_LAST = 3  # tokens by which a place is found again
 MOST = 8  # tokens of a draft
-MAX_ANSWERED = (
-    1 << 16
-)  # tokens of the newer answers that are looked up; as many tokens of older answers stay
+# Tokens of the newer answers that are looked up. The same number of tokens of older answers stays.
+MAX_ANSWERED = 1 << 16
 TOKEN_BYTES = 4
-MAX_SKIPPED = (
-    8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
-)
+# Places in a text whose bytes are those of other tokens: a stranger's may be full of them.
+MAX_SKIPPED = 8
 LEAST_GAIN = 0.02  # that drafts must promise, as a share of the tokens of a step without
 RETRY_STEPS = 256  # each 256th step tries all guesses, whatever they promise
 PLAIN_STEPS = 32  # each 32nd step has no drafts, to learn how long a step takes without
 FORGETTING = 0.9  # the weight of an observation beside the next one
-GROWTH = (
-    1.01  # of a size's least seconds with each step: measurements are disturbed, and contexts grow
-)
+# A size's least seconds grow by it with each step: measurements are disturbed, and contexts grow.
+GROWTH = 1.01
 STEPS_OF_DOUBLE = 4  # sizes whose seconds are kept apart, between a number of rows and its double
 
 
@@ -39,10 +36,10 @@ class Drafts:
 
     def __init__(self) -> None:
         self._answered: tuple[Answers, Answers] = Answers(), Answers()  # the newer, and the older
-        self._seconds: dict[
-            int, tuple[float, float]
-        ] = {}  # by size of step: rows and least seconds
-        self._right, self._tried = 1.0, 2.0
+        # Rows and least seconds, by size of step.
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._right = 1.0
+        self._tried = 2.0
         self._num_steps = 0
 
     def choose(
@@ -54,26 +51,27 @@ class Drafts:
             return [[] for _ in seqs]
         costs = self._costs(len(seqs), most)
         tries_all = self._num_steps % RETRY_STEPS == 0
-        cheapest = (
-            0.0 if tries_all else float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
-        )
+        cheapest = 0.0
+        if not tries_all:
+            cheapest = float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
         shares = np.array([self._share(seq) for seq in seqs])
         guesses = [
             self._guess(seq, ids) if share > cheapest else []
             for seq, ids, share in zip(seqs, token_ids, shares.tolist(), strict=True)
         ]
-        lens = np.array([len(own) for own in guesses])
-        likely = shares[:, None] ** np.arange(
-            1, MOST + 1
-        )  # probability that a guess and all before it are right
+        lens = np.array([len(guess) for guess in guesses])
+        # The probability that a guess and all before it are right.
+        likely = shares[:, None] ** np.arange(1, MOST + 1)
         likely[np.arange(MOST) >= lens[:, None]] = 0
         in_order = np.sort(likely[likely > 0])[::-1][:most]
         gains = np.cumsum(in_order) - costs[1 : len(in_order) + 1]
-        best = len(in_order) if tries_all else int(gains.argmax()) + 1 if len(gains) else 0
+        best = len(in_order)
+        if best and not tries_all:
+            best = int(gains.argmax()) + 1
         if not best or (gains[best - 1] <= LEAST_GAIN * len(seqs) and not tries_all):
             return [[] for _ in seqs]
         counts = np.minimum((likely >= in_order[best - 1]).sum(axis=1), lens)
-        return [own[:count] for own, count in zip(guesses, counts.tolist(), strict=True)]
+        return [guess[:count] for guess, count in zip(guesses, counts.tolist(), strict=True)]
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
         """Learn how many of a sequence's guesses were right."""
@@ -98,16 +96,21 @@ class Drafts:
 
     def _guess(self, seq: Sequence, token_ids: NDArray[np.int32]) -> list[int]:
         room = min(MOST, seq.max_len - len(token_ids) - 1)
-        text, last = token_ids[:-1].tobytes(), token_ids[-NUM_LAST:].tobytes()
+        text = token_ids[:-1].tobytes()
+        last = token_ids[-NUM_LAST:].tobytes()
         place = text.rfind(last)
         for _ in range(MAX_SKIPPED):
             if place % TOKEN_BYTES and place > 0:
                 place = text.rfind(last, 0, place + len(last) - 1)
         if place >= 0 and place % TOKEN_BYTES == 0:
             start = place // TOKEN_BYTES + NUM_LAST
-            guesses: list[int] = token_ids[start : start + room].tolist()
-            return guesses
-        return next((own for answers in self._answered if (own := answers.behind(last, room))), [])
+            repeated: list[int] = token_ids[start : start + room].tolist()
+            return repeated
+        for answers in self._answered:
+            guesses = answers.behind(last, room)
+            if guesses:
+                return guesses
+        return []
 
     def _share(self, seq: Sequence) -> float:
         right, tried = seq.drafts or (self._right, self._tried)

@@ -53,10 +53,10 @@ class RunningList:
             by_lane: dict[int, list[Sequence]] = {}
             for seq in self._seqs:
                 by_lane.setdefault(seq.lane, []).append(seq)
-            self._lanes = {
-                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64))
-                for lane, seqs in by_lane.items()
-            }
+            self._lanes = {}
+            for lane, seqs in by_lane.items():
+                slots = np.array([seq.slot for seq in seqs], np.int64)
+                self._lanes[lane] = SlotGroup(seqs, slots)
         return self._lanes
 
     def add(self, seq: Sequence) -> None:
@@ -78,7 +78,8 @@ class RunningList:
         return self._seqs.pop()
 
     def clear(self) -> None:
-        self._seqs, self._lanes = [], {}
+        self._seqs = []
+        self._lanes = {}
 
     def move(self, seq: Sequence, lane: int) -> None:
         """Move one of them to another lane."""

@@ -52,20 +52,21 @@ def as_dicts(
     """
     dicts: list[dict[int, Logprob]] = []
     for part in known:
-        starts, ends = part.starts[:-1].tolist(), part.starts[1:].tolist()
-        own = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
+        starts = part.starts[:-1].tolist()
+        ends = part.starts[1:].tolist()
+        entries = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
         for token_id, (logprob, rank, start, end) in zip(
-            token_ids[len(dicts) :], own, strict=False
+            token_ids[len(dicts) :], entries, strict=False
         ):
             top = slice(start, min(end, start + num_top))
-            found = {token_id: _logprob(logprob, rank, text_of(token_id))}
+            by_token = {token_id: _logprob(logprob, rank, text_of(token_id))}
             likeliest = zip(
                 (-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True
             )
             for place, (negative, other) in enumerate(sorted(likeliest), start=1):
                 if other != token_id:
-                    found[other] = _logprob(-negative, place, text_of(other))
-            dicts.append(found)
+                    by_token[other] = _logprob(-negative, place, text_of(other))
+            dicts.append(by_token)
     return dicts
 
 

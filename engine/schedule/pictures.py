@@ -59,7 +59,8 @@ class PromptPictures:
     ) -> tuple[NDArray[np.int64], list[Part], NDArray[np.int64]]:
         """Return the placeholders among the tokens from start to end, their parts of features, and the blocks."""
         low, high = np.searchsorted(self.rows, (start, end)).tolist()
-        parts, first = [], 0
+        parts = []
+        first = 0
         for picture in self.seen:
             part = max(low - first, 0), min(high - first, picture.num_rows)
             if part[0] < part[1]:

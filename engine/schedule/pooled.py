@@ -27,12 +27,10 @@ class PooledStates:
 
         project: turns the pooled states into the vector that is cut and normalised.
         """
-        self._modes, self._dimensions, self._normalize, self._project = (
-            modes,
-            dimensions,
-            normalize,
-            project,
-        )
+        self._modes = modes
+        self._dimensions = dimensions
+        self._normalize = normalize
+        self._project = project
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens
         self.next = self._first
@@ -58,13 +56,13 @@ class PooledStates:
         if self._vectors is None:
             self._vectors = new.copy()
         else:
-            for mode, own, more in zip(self._modes, self._vectors, new, strict=True):
+            for mode, vector, more in zip(self._modes, self._vectors, new, strict=True):
                 if mode == "max":
-                    np.maximum(own, more, out=own)
+                    np.maximum(vector, more, out=vector)
                 elif mode == "lasttoken":
-                    own[:] = more
+                    vector[:] = more
                 elif mode != "cls":
-                    own += more
+                    vector += more
         self._num_rows += num_rows
 
     @property
@@ -102,7 +100,8 @@ class ClassStates(PooledStates):
 
     def __init__(self, classes: Classes, num_tokens: int, *, of_pair: bool) -> None:
         super().__init__(("lasttoken",), num_tokens)
-        self._classes, self._of_pair = classes, of_pair
+        self._classes = classes
+        self._of_pair = of_pair
 
     def result(self) -> dict[str, float]:
         """Return each class's probability by label, or a single class's number, for pairs as a cross-encoder does."""

@@ -57,7 +57,7 @@ class ScheduledBatch:
 
     def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
         """Compute guesses behind the last tokens of `decodes`. guesses: of each of them, [] for none."""
-        is_drafted = np.array([bool(own) for own in guesses])
+        is_drafted = np.array([bool(guess) for guess in guesses])
         self.drafted = [
             Drafted(self.decodes[i], guesses[i], drafts)
             for i in np.flatnonzero(is_drafted).tolist()
@@ -97,29 +97,31 @@ class ScheduledBatch:
                 (slice(middle, None), slice(cut, None)),
             )
         )
-        own = {block_id for seq in first.seqs for block_id in seq.block_table}
+        block_ids = {block_id for seq in first.seqs for block_id in seq.block_table}
         for copy in self.copies:
-            (first if copy.target in own else second).copies.append(copy)
+            (first if copy.target in block_ids else second).copies.append(copy)
         for block in self.published:
-            (first if block.block_id in own else second).published.append(block)
+            (first if block.block_id in block_ids else second).published.append(block)
         return first, second
 
     @cached_property
     def seqs(self) -> list[Sequence]:
         """The sequences of a scheduled step, decodes first, those with guesses last."""
-        return self.decodes + self.prefills + [each.seq for each in self.drafted]
+        return self.decodes + self.prefills + [draft.seq for draft in self.drafted]
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
         """[seqs] int64, the slot of each while this step is built and launched."""
-        others = self.seqs[len(self.decodes) :]
-        return np.concatenate((self.decode_slots, np.array([seq.slot for seq in others], np.int64)))
+        later_seqs = self.seqs[len(self.decodes) :]
+        return np.concatenate(
+            (self.decode_slots, np.array([seq.slot for seq in later_seqs], np.int64))
+        )
 
     @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
         """[seqs] int64, the tokens to compute for each."""
-        others = self.prefill_lens + [1 + len(each.guesses) for each in self.drafted]
-        return np.concatenate((np.ones_like(self.decode_slots), np.array(others, np.int64)))
+        later_lens = self.prefill_lens + [1 + len(draft.guesses) for draft in self.drafted]
+        return np.concatenate((np.ones_like(self.decode_slots), np.array(later_lens, np.int64)))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
@@ -149,7 +151,7 @@ class ScheduledBatch:
     @cached_property
     def num_guessed(self) -> int:
         """The number of rows of `drafted`."""
-        return sum(1 + len(each.guesses) for each in self.drafted)
+        return sum(1 + len(draft.guesses) for draft in self.drafted)
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
         """Yield each of `prefills`, its tokens to compute, and whether it samples then."""

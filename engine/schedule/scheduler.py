@@ -11,8 +11,8 @@ the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
 launched, with a pending token for each sequence that samples; `receive` fills the tokens in. A sequence that
-reaches max_len gives up slot and blocks as soon as that step is launched: whoever takes them writes in a later
-launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
+reaches max_len gives up slot and blocks as soon as that step is launched: the sequence that takes them writes in
+a later launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
 """
 
 import time
@@ -65,19 +65,16 @@ class Scheduler:
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
-        self.in_flight: deque[ScheduledBatch] = (
-            deque()
-        )  # scheduled and not received, the oldest first
-        self.first_scheduled: list[
-            str
-        ] = []  # request ids, as sequences are first admitted; the engine empties it
+        # Scheduled and not received, the oldest first.
+        self.in_flight: deque[ScheduledBatch] = deque()
+        # Request ids, as sequences are first admitted. The engine empties it.
+        self.first_scheduled: list[str] = []
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
-        self._overtakes: Counter[int] = (
-            Counter()
-        )  # by lane: admissions that overtook it since it last moved up
+        # The admissions that overtook each lane since it last moved up.
+        self._overtakes: Counter[int] = Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -188,14 +185,13 @@ class Scheduler:
         self.slots.add_known(slots[is_held], ordinary[is_held])
         num_guesses = batch.num_guessed - len(batch.drafted)
         self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
-        gone = (
-            ()
-            if is_held.all()
-            else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
-        )
+        gone = []
+        if not is_held.all():
+            gone = [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
-        finished, num_dropped = [], 0
+        finished = []
+        num_dropped = 0
         for seq, token_id, is_plain in zip(
             batch.sampling, ordinary.tolist(), goes_on.tolist(), strict=True
         ):
@@ -234,7 +230,8 @@ class Scheduler:
             if not batch.launched:
                 self.blocks.let_go_sources(batch.copies)
             for seq in batch.sampling + batch.ending:
-                seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
+                seq.num_tokens = len(seq.token_ids)
+                seq.num_stale = 0
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
             for seq, _ in batch.scored + batch.pooled:
@@ -282,10 +279,10 @@ class Scheduler:
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
         for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
-            if (
-                seq.status is SequenceStatus.RUNNING
-                and (budget := self._prefill_budget(seq.lane, batch)) > 0
-            ):
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            budget = self._prefill_budget(seq.lane, batch)
+            if budget > 0:
                 self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
@@ -303,11 +300,11 @@ class Scheduler:
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
         """Add guesses to the decodes, as far as there are blocks and token budget for them."""
-        slots, size = self.slots, self.blocks.block_size
+        slots = self.slots
+        size = self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
-        most = (
-            min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
-        )
+        most_rows = min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens)
+        most = most_rows - batch.num_tokens
         if most <= 0 or not may_draft.any():
             return
         group = SlotGroup(batch.decodes, batch.decode_slots).select(may_draft)
@@ -317,17 +314,17 @@ class Scheduler:
         )
         chosen = iter(drafts.choose(group.seqs, known, most))
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
-        for seq, own in zip(batch.decodes, guesses, strict=True):
-            del own[most:]
-            if own and seq.matcher is not None:
-                del own[seq.matcher.num_possible(own) :]
-            most -= len(own)
-            while own and seq.num_tokens + len(own) > len(seq.block_table) * size:
+        for seq, guess in zip(batch.decodes, guesses, strict=True):
+            del guess[most:]
+            if guess and seq.matcher is not None:
+                del guess[seq.matcher.num_possible(guess) :]
+            most -= len(guess)
+            while guess and seq.num_tokens + len(guess) > len(seq.block_table) * size:
                 if self.blocks.num_free_blocks > len(self.running):
                     self._add_block(seq)
                 else:
-                    own.pop()
-            slots.token_ids[seq.slot, seq.num_tokens : seq.num_tokens + len(own)] = own
+                    guess.pop()
+            slots.token_ids[seq.slot, seq.num_tokens : seq.num_tokens + len(guess)] = guess
         batch.add_guesses(guesses, drafts)
 
     def _receive_drafted(self, drafted: list[Drafted], token_ids: list[int]) -> list[Sequence]:
@@ -397,14 +394,16 @@ class Scheduler:
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
         """Admit the lane's waiting sequences in order while they fit."""
         self._move_up_overtaken(lane)
-        while (queue := self.waiting.get(lane)) and (
-            budget := self._prefill_budget(lane, batch)
-        ) > 0:
-            seq = queue[0]
-            if (
-                seq.num_pending_tokens
-            ):  # preempted just now: it waits for its token of the running step
+        while True:
+            queue = self.waiting.get(lane)
+            if not queue:
                 return
+            budget = self._prefill_budget(lane, batch)
+            if budget <= 0:
+                return
+            seq = queue[0]
+            if seq.num_pending_tokens:
+                return  # it was preempted just now, and waits for its token of the running step
             if self._in_one_step and seq.num_tokens > budget:
                 return
             may_take = len(self.running) > 0 and self.running.last.lane > lane
@@ -440,7 +439,7 @@ class Scheduler:
         """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
-            return True  # whatever is cached, and whoever grows
+            return True  # whatever is cached, and whichever sequences grow
         missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
@@ -481,20 +480,22 @@ class Scheduler:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
         if len(self.waiting) == 1 and self.running.last.lane <= lane:
             return
-        others = {other for other, queue in self.waiting.items() if queue}
+        lanes = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
-            others.update(seq.lane for seq in self._mid_prefill())
-        self._overtakes.update({other for other in others if other > lane})
+            lanes.update(seq.lane for seq in self._mid_prefill())
+        self._overtakes.update({other for other in lanes if other > lane})
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in [
+        overtaken = [
             other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES
-        ]:
+        ]
+        for other in overtaken:
             del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
-            if queue := self.waiting.get(other):
+            queue = self.waiting.get(other)
+            if queue:
                 seq = queue.popleft()
                 seq.lane = lane
                 self._wait_again(seq)
@@ -537,7 +538,8 @@ class Scheduler:
     def _queue_followers(self, seq: Sequence) -> None:
         """Queue the sequences that waited for `seq` to finish."""
         for follower in seq.followers:
-            follower.arrival, follower.lane = seq.arrival, seq.lane
+            follower.arrival = seq.arrival
+            follower.lane = seq.lane
             self.blocks.extend_keys(follower)
             self._wait_again(follower)
 

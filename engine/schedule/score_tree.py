@@ -93,7 +93,8 @@ class _Nodes:
 
     def __init__(self) -> None:
         self._children: dict[Scored, int] = {}
-        self._depths, self._owners = [0], [0]
+        self._depths = [0]
+        self._owners = [0]
 
     def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
         """Build the tree, the longest tails first, so that none is the beginning of a later one."""
@@ -104,32 +105,27 @@ class _Nodes:
             if not branches or parent is not None:
                 branches.append((way, parent))
         scored = [self._scored(tail, end_token_ids) for tail in tails]
-        wanted = {each for entries in scored for entry in entries for each in entry}
+        wanted = {pair for entries in scored for entry in entries for pair in entry}
         targets: list[list[Scored]] = [[] for _ in branches]
-        found: dict[Scored, tuple[int, int]] = {}
-        for node, token_id in sorted(wanted, key=lambda each: (self._depths[each[0]], each)):
-            own = targets[self._owners[node]]
-            found[node, token_id] = self._owners[node], len(own)
-            own.append((node, token_id))
-        return TreeShape(
-            tuple(
-                Branch(
-                    way,
-                    parent,
-                    np.array([self._depths[node] for node, _ in own], np.int64),
-                    np.array([token_id for _, token_id in own], np.int64),
-                )
-                for (way, parent), own in zip(branches, targets, strict=True)
-            ),
-            tuple(
-                tuple(tuple(found[each] for each in entry) for entry in entries)
-                for entries in scored
-            ),
-        )
+        place_of: dict[Scored, tuple[int, int]] = {}
+        for node, token_id in sorted(wanted, key=lambda pair: (self._depths[pair[0]], pair)):
+            target = targets[self._owners[node]]
+            place_of[node, token_id] = self._owners[node], len(target)
+            target.append((node, token_id))
+        shaped = []
+        for (way, parent), target in zip(branches, targets, strict=True):
+            depths = np.array([self._depths[node] for node, _ in target], np.int64)
+            token_ids = np.array([token_id for _, token_id in target], np.int64)
+            shaped.append(Branch(way, parent, depths, token_ids))
+        found = []
+        for entries in scored:
+            found.append(tuple(tuple(place_of[pair] for pair in entry) for entry in entries))
+        return TreeShape(tuple(shaped), tuple(found))
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
         """Return the parent branch of a new one; None if it has no node of its own, or is the first."""
-        node, parent = 0, None
+        node = 0
+        parent = None
         for depth, token_id in enumerate(way, start=1):
             child = self._children.get((node, token_id))
             if child is None:
@@ -144,7 +140,8 @@ class _Nodes:
     def _scored(self, tail: Tail, end_token_ids: tuple[int, ...]) -> list[list[Scored]]:
         """List a tail's tokens from its place on, each with the node before it; then the end tokens."""
         token_ids, first = tail
-        node, scored = 0, []
+        node = 0
+        scored = []
         for place, token_id in enumerate(token_ids):
             if place >= first:
                 scored.append([(node, token_id)])
@@ -171,13 +168,17 @@ class ScoreTree:
         return [self._of(entries) for entries in self.shape.found]
 
     def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
-        known = self._known
-        logprobs = (
-            _either([known[branch][0][place] for branch, place in entry]) for entry in entries
-        )
-        is_greedy = (
-            any(known[branch][1][place] == 1 for branch, place in entry) for entry in entries
-        )
+        logprobs = []
+        is_greedy = []
+        for entry in entries:
+            entry_logprobs = []
+            entry_ranks = []
+            for branch, place in entry:
+                branch_logprobs, branch_ranks = self._known[branch]
+                entry_logprobs.append(branch_logprobs[place])
+                entry_ranks.append(branch_ranks[place])
+            logprobs.append(_either(entry_logprobs))
+            is_greedy.append(1 in entry_ranks)
         return LogLikelihood.of(tuple(logprobs), tuple(is_greedy))
 
 
@@ -186,8 +187,6 @@ def _either(logprobs: list[float]) -> float:
     if len(logprobs) == 1:
         return logprobs[0]
     highest = max(logprobs)
-    return (
-        highest + log(sum(exp(each - highest) for each in logprobs))
-        if highest > -np.inf
-        else highest
-    )
+    if highest == -np.inf:
+        return highest
+    return highest + log(sum(exp(logprob - highest) for logprob in logprobs))

@@ -28,9 +28,8 @@ NO_ADAPTER = -1
 class SequenceStatus(Enum):
     """The state of a sequence. Only the scheduler changes it."""
 
-    HELD = (
-        auto()
-    )  # until its pictures are computed, or the sequence that computes its first tokens is finished
+    # Until its pictures are computed, or the sequence that computes its first tokens is finished.
+    HELD = auto()
     WAITING = auto()
     RUNNING = auto()
     ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
@@ -48,7 +47,7 @@ class Forcing(Protocol):
 
 
 class Learned(NamedTuple):
-    """What came of a sampled token that a sequence learned, with the forced tokens behind it.
+    """The effects of a sampled token that a sequence learned, with the forced tokens behind it.
 
     ends: it ends with its last token, or by an error.
     num_right: None if all its tokens are as they were sampled. Otherwise launched steps are right about this number of
@@ -147,7 +146,8 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list, init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
-        self.token_ids, self.block_keys = list(prompt_token_ids), list(self.block_keys)  # its own
+        self.token_ids = list(prompt_token_ids)
+        self.block_keys = list(self.block_keys)  # the caller keeps its own
         self.prompt_logprobs = self.scored
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.generates = self.targets is None and self.pooled is None
@@ -195,7 +195,8 @@ class Sequence:
         except Exception as error:
             raise InvalidRequest(f"it cannot have had these tokens: {error}") from error
         self.num_resumed = len(known)
-        begin, self.num_tokens = self.num_tokens, self.num_tokens + len(known)
+        begin = self.num_tokens
+        self.num_tokens += len(known)
         if self.sample_top != NOT_WANTED:
             begin, top = (begin, NOT_WANTED) if self.targets is None else (1, self.targets.num_top)
             self.targets = Targets.of(self.token_ids, begin, max(top, self.sample_top))
@@ -247,7 +248,8 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error of its own."""
-        self.finish_reason, self.error = "error", error
+        self.finish_reason = "error"
+        self.error = error
 
     @property
     def samples_forced(self) -> bool:
@@ -348,11 +350,12 @@ def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
 
     Samples of one request share the prompt, which counts once.
     """
-    found: dict[str, RequestProgress] = {}
+    progress: dict[str, RequestProgress] = {}
     for seq in running:
-        prompt, known = seq.num_prompt_tokens, found.get(seq.request_id)
+        prompt = seq.num_prompt_tokens
+        known = progress.get(seq.request_id)
         computed = min(seq.num_computed_tokens, prompt) if known is None else known.prompt_tokens
         earlier = 0 if known is None else known.generation_tokens
         generated = earlier + len(seq.token_ids) - prompt
-        found[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
-    return found
+        progress[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
+    return progress

@@ -48,8 +48,12 @@ class SlotTable:
         def zeros() -> NDArray[np.int64]:
             return np.zeros(max_num_seqs, np.int64)
 
-        self.num_tokens, self.num_computed, self.num_known = zeros(), zeros(), zeros()
-        self.num_prompt, self.min_len, self.max_len = zeros(), zeros(), zeros()
+        self.num_tokens = zeros()
+        self.num_computed = zeros()
+        self.num_known = zeros()
+        self.num_prompt = zeros()
+        self.min_len = zeros()
+        self.max_len = zeros()
         self.sample_place = zeros()
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
@@ -89,14 +93,15 @@ class SlotTable:
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.max_len[slot] = seq.max_len
         ends = list(seq.stop_token_ids)
-        if (num_more := len(ends) - self.end_token_ids.shape[1]) > 0:
+        num_more = len(ends) - self.end_token_ids.shape[1]
+        if num_more > 0:
             self.end_token_ids = np.pad(
                 self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN
             )
         self.end_token_ids[slot] = NO_TOKEN
         self.end_token_ids[slot, : len(ends)] = ends
         self.is_watched[slot] = any(
-            each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher)
+            watcher is not None for watcher in (seq.stop_strings, seq.forcing, seq.matcher)
         )
         self.sample_top[slot] = seq.sample_top
         samples_forced = seq.forcing is not None and seq.samples_forced
@@ -110,12 +115,10 @@ class SlotTable:
     def rewrite(self, seq: Sequence) -> None:
         """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
         slot = seq.slot
-        keys = (
-            seq.block_keys if seq.pictures is None else []
-        )  # those of pictures lack the placeholders
-        packed = np.frombuffer(
-            b"".join([key.tokens for key in keys]), np.int32
-        )  # a tenth of a list's time
+        # The keys of pictures lack the placeholders.
+        keys = seq.block_keys if seq.pictures is None else []
+        # This takes a tenth of a list's time.
+        packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
@@ -169,7 +172,8 @@ class SlotTable:
 
     def move_on(self, seq: Sequence, num_new: int) -> None:
         """Write the last num_new tokens of a sequence that has no pending one."""
-        slot, known = seq.slot, seq.num_tokens
+        slot = seq.slot
+        known = seq.num_tokens
         self.token_ids[slot, known - num_new : known] = seq.token_ids[known - num_new :]
         self.num_tokens[slot] = self.num_known[slot] = known
         self.num_computed[slot] = seq.num_computed_tokens

@@ -25,9 +25,8 @@ class Snapshots:
     def __init__(self, first_row: int, num_rows: int) -> None:
         self.rows = range(first_row, first_row + num_rows)
         self._free = list(reversed(self.rows))
-        self._rows: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # by content id, least recently used first
+        # By content id, least recently used first.
+        self._rows: OrderedDict[int, int] = OrderedDict()
 
     def __contains__(self, content_id: int) -> bool:
         return content_id in self._rows
@@ -71,22 +70,22 @@ class StateMoves:
         rows = np.arange(first)
         none = np.full(first, NO_ROW)
         decodes = np.stack((rows, rows + 1, decode_slots, decode_slots, none), axis=1)
-        others = list(self._cut(first, prefills))
-        return np.concatenate((decodes, np.array(others, np.int64).reshape(-1, 5)))
+        prefill_parts = list(self._cut(first, prefills))
+        return np.concatenate((decodes, np.array(prefill_parts, np.int64).reshape(-1, 5)))
 
     def _cut(
         self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> Iterator[tuple[int, ...]]:
         for seq, num_new, _ in prefills:
-            source, begin, end = (
-                self.sources.get(seq, seq.slot),
-                seq.num_computed_tokens,
-                row + num_new,
-            )
+            source = self.sources.get(seq, seq.slot)
+            begin = seq.num_computed_tokens
+            end = row + num_new
             for num_tokens, saved in self.saves.get(seq, ()):
                 middle = row + num_tokens - begin
                 yield row, middle, source, seq.slot, saved
-                row, begin, source = middle, num_tokens, seq.slot
+                row = middle
+                begin = num_tokens
+                source = seq.slot
             if row < end:
                 yield row, end, source, seq.slot, NO_ROW
             row = end

@@ -24,21 +24,27 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
 
     A token's row scores the token behind it.
     """
-    batch.scored, batch.pooled = [], []
-    scored, pooled_rows = [(NOTHING, NOTHING, NOTHING)], [NOTHING]
+    batch.scored = []
+    batch.pooled = []
+    scored = [(NOTHING, NOTHING, NOTHING)]
+    pooled_rows = [NOTHING]
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
-        end, shift = seq.num_computed_tokens + num_new, first_row - seq.num_computed_tokens
+        end = seq.num_computed_tokens + num_new
+        shift = first_row - seq.num_computed_tokens
         first_row += num_new
-        if seq.targets is not None and len(
-            places := seq.targets.places[found := seq.targets.until(end)]
-        ):
-            batch.scored.append((seq, len(places)))
-            tops = np.full_like(places, seq.targets.num_top)
-            scored.append((places - 1 + shift, seq.targets.token_ids[found], tops))
-        elif seq.pooled is not None and (own := seq.pooled.until(end)):
-            batch.pooled.append((seq, len(own)))
-            pooled_rows.append(np.arange(own.start, own.stop) + shift)
+        if seq.targets is not None:
+            reached = seq.targets.until(end)
+            places = seq.targets.places[reached]
+            if len(places):
+                batch.scored.append((seq, len(places)))
+                tops = np.full_like(places, seq.targets.num_top)
+                scored.append((places - 1 + shift, seq.targets.token_ids[reached], tops))
+        elif seq.pooled is not None:
+            pooled = seq.pooled.until(end)
+            if pooled:
+                batch.pooled.append((seq, len(pooled)))
+                pooled_rows.append(np.arange(pooled.start, pooled.stop) + shift)
     if not batch.scored and not batch.pooled:
         return {}
     rows, token_ids, tops = map(np.concatenate, zip(*scored, strict=True))
@@ -115,19 +121,20 @@ def build_logit_edits(
             parts.later.append(place)
             matchers.append(seq.matcher)
     end_token_ids = slots.end_token_ids[sampling[early]]
-    for place, row, own in zip(
+    for place, row, banned_ids in zip(
         np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
     ):
         if batch.sampling[row].forced_sample is None:
-            parts.banned.append((place, own[own != NO_TOKEN]))
+            parts.banned.append((place, banned_ids[banned_ids != NO_TOKEN]))
     row = len(sampling)
-    for each in batch.drafted if slots.num_constrained else ():
-        if (matcher := each.seq.matcher) is not None:
-            own = matcher.along(each.guesses)
-            parts.later += range(len(rows), len(rows) + len(own))
-            rows = np.concatenate((rows, np.arange(row, row + len(own))))
-            matchers += own
-        row += 1 + len(each.guesses)
+    for draft in batch.drafted if slots.num_constrained else ():
+        matcher = draft.seq.matcher
+        if matcher is not None:
+            along = matcher.along(draft.guesses)
+            parts.later += range(len(rows), len(rows) + len(along))
+            rows = np.concatenate((rows, np.arange(row, row + len(along))))
+            matchers += along
+        row += 1 + len(draft.guesses)
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
@@ -202,17 +209,21 @@ class StepBatch:
 
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     """Cut the scheduled tokens out of the slot table."""
-    rows, num_new = batch.slots, batch.num_new_tokens
+    rows = batch.slots
+    num_new = batch.num_new_tokens
     context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
-    token_rows, positions = rows, context_lens - 1
+    token_rows = rows
+    positions = context_lens - 1
     if batch.prefills or batch.drafted:
         token_rows = np.repeat(rows, num_new)
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
-    moves = batch.states
+    state_parts = np.zeros((0, 5), np.int64)
+    if batch.states is not None:
+        state_parts = batch.states.parts(batch.decode_slots, batch.each_prefill())
     is_pending = (context_lens > slots.num_known[rows]) & (
         np.arange(len(rows)) < len(rows) - len(batch.drafted)
     )
@@ -234,11 +245,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         copy_from=copy_from,
         copy_to=copy_to,
         adapters=_adapters_of(rows, slots) if slots.num_adapted else NOTHING,
-        **(
-            {}
-            if moves is None
-            else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}
-        ),
+        state_parts=state_parts,
         pictures=_find_pictures(batch, slots, positions) if slots.num_with_pictures else None,
         **_find_wanted(batch),
     )
@@ -253,12 +260,15 @@ def _find_pictures(
     batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]
 ) -> StepPictures | None:
     """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
-    rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
+    rows = [NOTHING]
+    parts = list[Part]()
+    blocks = [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
     first = 0
     for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-        start, first = seq.num_computed_tokens, first + num_new
+        start = seq.num_computed_tokens
+        first += num_new
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)
@@ -269,8 +279,9 @@ def _find_pictures(
         if seq.pictures.positions is not None:
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
-            told = seq.pictures.positions[:, start : start + num_new]
-            positions[:, first - num_new : first - num_new + told.shape[1]] = told
+            known_positions = seq.pictures.positions[:, start : start + num_new]
+            begin = first - num_new
+            positions[:, begin : begin + known_positions.shape[1]] = known_positions
     if not parts and positions is None:
         return None
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
@@ -298,10 +309,10 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     position = slots.num_tokens[rows]
     if batch.drafted:
         counts = batch.num_new_tokens[-len(batch.drafted) :]
-        own = np.repeat(batch.slots[-len(batch.drafted) :], counts)
-        rows = np.concatenate((rows, own))
-        places = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.concatenate((position, slots.num_tokens[own] + places))
+        draft_slots = np.repeat(batch.slots[-len(batch.drafted) :], counts)
+        rows = np.concatenate((rows, draft_slots))
+        places = np.arange(len(draft_slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        position = np.concatenate((position, slots.num_tokens[draft_slots] + places))
     edits, masks = build_logit_edits(batch, slots)
     values = slots.sampling.take(rows)  # ten times as fast as indexing a structured array
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

@@ -129,11 +129,13 @@ def _written_space(decoders: list[dict[str, Any]]) -> str:
 
 def _cutters(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]:
     """Return the pre-tokenizers that keep all of a text; one of them writes it as bytes."""
-    steps = [
-        {**step, "add_prefix_space": False} if step["type"] == "ByteLevel" else step
-        for step in _steps(pre_tokenizer, "pretokenizers")
-        if step["type"] in _CUTTERS and step.get("behavior") != "Removed"
-    ]
+    steps = []
+    for step in _steps(pre_tokenizer, "pretokenizers"):
+        if step["type"] not in _CUTTERS or step.get("behavior") == "Removed":
+            continue
+        if step["type"] == "ByteLevel":
+            step = {**step, "add_prefix_space": False}
+        steps.append(step)
     if not any(step["type"] == "ByteLevel" for step in steps):
         steps.append(_TO_BYTES)
     return {"type": "Sequence", "pretokenizers": steps}

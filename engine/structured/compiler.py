@@ -63,7 +63,8 @@ def _escape(escape: str, negated: list[bool]) -> str:
     name = escape[1:]
     if name.lower() not in _LEAST:
         return {"\\Z": r"\z", "\\/": "/"}.get(escape, escape)
-    is_complement, turned = name.isupper(), bool(negated) and negated[-1]
+    is_complement = name.isupper()
+    turned = bool(negated) and negated[-1]
     characters = (_MOST if is_complement != turned else _LEAST)[name.lower()]
     if is_complement:
         return f"[^{characters}]"
@@ -237,7 +238,8 @@ def _with_schemas(grammar: str, options: Mapping[str, Any]) -> str:
 
     options: llguidance's options of JSON.
     """
-    parts, at = [], 0
+    parts = []
+    at = 0
     for match in _LARK_PARTS.finditer(grammar):
         if match["schema"] is None or match.start() < at:
             continue

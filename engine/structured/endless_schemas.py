@@ -62,7 +62,9 @@ def check_ends(document: SchemaDocument) -> None:
 
 
 def _has_cycle(document: SchemaDocument, following: Any) -> bool:
-    graph = {id(schema): {id(part) for part in following(schema)} for schema in document.schemas()}
+    graph = {}
+    for schema in document.schemas():
+        graph[id(schema)] = {id(part) for part in following(schema)}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -115,7 +117,10 @@ class _Values:
 
     def name(self, value: _Value) -> str | None:
         """Return the reference to one of a value's schemas; None if nothing refers to them."""
-        return min((self._names[each] for each in value.schemas & self._names.keys()), default=None)
+        return min(
+            (self._names[schema_id] for schema_id in value.schemas & self._names.keys()),
+            default=None,
+        )
 
     def of(self, schemas: Iterable[Any], chosen: frozenset[int] = frozenset()) -> _Value:
         """Make the value for which all these schemas hold."""
@@ -133,7 +138,7 @@ class _Values:
 
     def rule(self, value: _Value) -> _Rule:
         """Return how a value is written."""
-        schemas = [self._schemas[each] for each in value.schemas]
+        schemas = [self._schemas[schema_id] for schema_id in value.schemas]
         if False in schemas:
             return _Rule([], [])
         for schema in schemas:
@@ -187,7 +192,7 @@ class _Values:
         )
         optional += more
         if _largest(schemas, "minProperties") > len(required):
-            alternatives += [[*needed, each] for each in more]
+            alternatives += [[*needed, member] for member in more]
         else:
             alternatives.append(needed)
 
@@ -198,9 +203,9 @@ class _Values:
             patterns = named(schema, "patternProperties")
             if name in properties:
                 parts.append(properties[name])
-            elif matching := [
-                part for pattern, part in patterns.items() if is_match(pattern, name)
-            ]:
+                continue
+            matching = [part for pattern, part in patterns.items() if is_match(pattern, name)]
+            if matching:
                 parts += matching
             else:
                 parts.append(schema.get("additionalProperties"))
@@ -219,17 +224,17 @@ class _Values:
         parts = []
         for schema in schemas:
             first = _first_items(schema)
-            rest = schema.get(
+            beyond = schema.get(
                 "additionalItems" if isinstance(schema.get("items"), list) else "items"
             )
-            parts.append(first[place] if place < len(first) else rest)
+            parts.append(first[place] if place < len(first) else beyond)
         return self.of(parts)
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema allows."""
-    given = schema.get("type", TYPES)
-    types = {given} if isinstance(given, str) else set(given)
+    declared = schema.get("type", TYPES)
+    types = {declared} if isinstance(declared, str) else set(declared)
     return types | {"integer"} if "number" in types else types
 
 

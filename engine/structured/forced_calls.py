@@ -32,7 +32,8 @@ class ForcedCalls:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
         """eos_token_ids: ids that end a text. A mark that is one of them ends the call by itself."""
-        self._template, self._added_tokens = tokenizer.tool_template or "", tokenizer.added_tokens
+        self._template = tokenizer.tool_template or ""
+        self._added_tokens = tokenizer.added_tokens
         self._eos_token_ids = eos_token_ids
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
 
@@ -42,22 +43,22 @@ class ForcedCalls:
         The latter only if no tool_choice forces a call. Raises InvalidSampling.
         """
         form = self._form
-        asked = name_of(params)
+        option = name_of(params)
         if form is None or form.write is None:
             name = "is not known" if form is None else f"({form.name}) cannot be forced"
             raise InvalidSampling(
-                f"{asked} cannot be served: this model's form of tool calls {name}"
+                f"{option} cannot be served: this model's form of tool calls {name}"
             )
         functions = _chosen(params)
         names = [f"call_{number}" for number in range(len(functions))]
         rules = [
-            f"{name}: {self._rule(form, function, asked)}"
+            f"{name}: {self._rule(form, function, option)}"
             for name, function in zip(names, functions, strict=True)
         ]
         if params.tool_choice is None:
             assert isinstance(params.structured_outputs, StructuredOutputsParams)
             names.append("answer")
-            rules.append(f"answer: {_answer(params.structured_outputs, asked)}")
+            rules.append(f"answer: {_answer(params.structured_outputs, option)}")
         start = " | ".join(names)
         # A call may begin as an answer's JSON does. llguidance takes the longest text that any rule begins with, and
         # does not go back: only a blank behind the brace leads out of the call.
@@ -66,14 +67,16 @@ class ForcedCalls:
             allow_whitespace=params.tool_choice is None,
         )
 
-    def _rule(self, form: ToolForm, function: Mapping[str, Any], asked: str) -> str:
-        """Return the rule of a function's calls. asked: what the request has that needs it."""
+    def _rule(self, form: ToolForm, function: Mapping[str, Any], option: str) -> str:
+        """Return the rule of a function's calls. option: what the request has that needs it."""
         assert form.write is not None
         if not _FUNCTION.fullmatch(function["name"]):
-            wanted = f"{asked} needs tools whose names hold letters, digits, '_', '-' and '.' alone"
+            wanted = (
+                f"{option} needs tools whose names hold letters, digits, '_', '-' and '.' alone"
+            )
             raise InvalidSampling(wanted, brief(function["name"]))
         before, behind = form.write(function["name"], self._shows)
-        arguments = json.dumps(_arguments(function, asked), ensure_ascii=False)
+        arguments = json.dumps(_arguments(function, option), ensure_ascii=False)
         return " ".join(
             [*self._terms(before, form), f"%json {arguments}", *self._terms(behind, form)]
         )
@@ -99,23 +102,23 @@ def name_of(params: SamplingParams) -> str:
     return BESIDE if params.tool_choice is None else "tool_choice"
 
 
-def _answer(spec: StructuredOutputsParams, asked: str) -> str:
+def _answer(spec: StructuredOutputsParams, option: str) -> str:
     """Return what an answer that is no call consists of, in Lark's notation. Raises InvalidSampling."""
     if spec.json is not None or spec.json_object:
         schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
         if schema is True:
             schema = {}
         if schema is False:
-            raise InvalidSampling(f"{asked} needs a schema that some text satisfies", "false")
+            raise InvalidSampling(f"{option} needs a schema that some text satisfies", "false")
         try:
             enforceable(schema)
         except NotEnforceable as error:
-            wanted = f"{asked} needs a schema that can be enforced"
+            wanted = f"{option} needs a schema that can be enforced"
             raise InvalidSampling(wanted, f"one {error}") from None
         return f"%json {json.dumps(schema, ensure_ascii=False)}"
     if spec.choice is not None:
         return " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
-    raise InvalidSampling(f"{asked} must be json, json_object or choice", spec.kind)
+    raise InvalidSampling(f"{option} must be json, json_object or choice", spec.kind)
 
 
 def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
@@ -133,16 +136,18 @@ def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
     return [functions[name]]
 
 
-def _arguments(function: Mapping[str, Any], asked: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object. asked: what the request has that needs it."""
+def _arguments(function: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object. option: what the request has that needs it."""
     parameters = function.get("parameters")
     whose = f"the parameters of tool {brief(function['name'])}"
     schema = _NOTHING if parameters is None else parameters
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise InvalidSampling(f"{asked} needs a schema of an object for {whose}", brief(parameters))
+        raise InvalidSampling(
+            f"{option} needs a schema of an object for {whose}", brief(parameters)
+        )
     try:
         return dict(enforceable({"type": "object", **schema}))
     except NotEnforceable as error:
         raise InvalidSampling(
-            f"{asked} needs a schema that can be enforced for {whose}", f"one {error}"
+            f"{option} needs a schema that can be enforced for {whose}", f"one {error}"
         ) from None

@@ -84,14 +84,14 @@ class Grammars:
         are calls of tools.
         """
         self._forced_calls = forced_calls
-        self._backend, self._vocab_size = backend, vocab_size
+        self._backend = backend
+        self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
         self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
-        self._lock = (
-            Lock()
-        )  # of the two below; the engine's thread takes it, so nothing slow is done under it
+        # Guards the two below. The engine's thread takes it, so nothing slow is done under it.
+        self._lock = Lock()
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
         )
@@ -148,16 +148,16 @@ class Grammars:
 
     def _prepared(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
-            found = self._known.get(spec)
-            if found is None:
+            future = self._known.get(spec)
+            if future is None:
                 with stacks_of(2 * STACK_BYTES):  # larger than in a trial
-                    found = self._pool.submit(self._compile, spec)
-                self._known[spec] = found
-            self._latest[spec] = found
+                    future = self._pool.submit(self._compile, spec)
+                self._known[spec] = future
+            self._latest[spec] = future
             self._latest.move_to_end(spec)
             if len(self._latest) > MAX_GRAMMARS:
                 self._latest.popitem(last=False)
-        return found
+        return future
 
     def matchers(
         self, params: SamplingParams, end_token_ids: frozenset[int]
@@ -178,10 +178,8 @@ class Grammars:
                 raise InvalidSampling(wanted, error.got) from None
             raise InvalidSampling(*error.args) from None
         assert self._started is not None
-        vocabulary, allowed = (
-            self._started[0].vocabulary,
-            allowed_mask(params.allowed_token_ids, self._vocab_size),
-        )
+        vocabulary = self._started[0].vocabulary
+        allowed = allowed_mask(params.allowed_token_ids, self._vocab_size)
         shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, spec)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 

@@ -157,7 +157,8 @@ def _whole(bound: float) -> int:
 
 
 def _check_properties(schema: Mapping[str, Any]) -> None:
-    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    properties = schema.get("properties")
+    patterns = schema.get("patternProperties")
     if isinstance(properties, dict) and isinstance(patterns, dict):
         for name in properties:
             for pattern in patterns:
@@ -165,7 +166,8 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
                     raise NotEnforceable(
                         f"whose property {name!r} is one of patternProperties {pattern!r} too"
                     )
-    least, required = schema.get("minProperties"), schema.get("required")
+    least = schema.get("minProperties")
+    required = schema.get("required")
     num_required = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
         raise NotEnforceable(
@@ -180,5 +182,5 @@ def _write_dates(schema: dict[str, Any]) -> None:
     if "pattern" not in schema:
         schema["pattern"] = DATE
     elif schema["pattern"] != DATE:
-        others = schema.get("allOf", [])
-        schema["allOf"] = [*others, {"type": "string", "pattern": DATE}]
+        conditions = schema.get("allOf", [])
+        schema["allOf"] = [*conditions, {"type": "string", "pattern": DATE}]

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-SMALL_VOCABULARY = (
-    32_768  # masks of fewer tokens take some microseconds each: less than to wake threads
-)
+# A mask of fewer tokens takes some microseconds, less than it takes to wake threads.
+SMALL_VOCABULARY = 32_768
 MAX_THREADS = 4
 
 
@@ -49,10 +48,8 @@ class Vocabulary:
         """Make the vocabulary of a tokenizer."""
         from llguidance import LLExecutor
 
-        num_words, is_small = (
-            -(-tokenizer.vocab_size // WORD),
-            tokenizer.vocab_size < SMALL_VOCABULARY,
-        )
+        num_words = -(-tokenizer.vocab_size // WORD)
+        is_small = tokenizer.vocab_size < SMALL_VOCABULARY
         special = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
         eos_mask = token_mask(tokenizer.eos_tokens, num_words * WORD)
         eos_words = np.flatnonzero(eos_mask)
@@ -85,7 +82,9 @@ class Matcher:
         forget: called when the machine fails: all copies of a grammar share one lexer, so later rows need another.
         """
         self._forget = forget
-        self.machine, self._fresh, self.vocabulary = machine, fresh, vocabulary
+        self.machine = machine
+        self._fresh = fresh
+        self.vocabulary = vocabulary
         self._ends = end_token_ids & vocabulary.without_text
         ends = [token_id for token_id in self._ends if token_id < vocabulary.num_words * WORD]
         #: [words] int32, the tokens that end the completion and stand for no text.
@@ -110,9 +109,8 @@ class Matcher:
 
         Raises GrammarFailed for a token that cannot stand there, a negative id, or any token once it has failed.
         """
-        if (
-            token_id < 0 or self.error is not None
-        ):  # a guessed token's mask was made before the error
+        if token_id < 0 or self.error is not None:
+            # A guessed token's mask was made before the error.
             raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return
@@ -150,13 +148,13 @@ class Matcher:
 
     def along(self, guesses: list[int]) -> list[Matcher]:
         """Return this matcher, and one behind each of these tokens; all of them must be possible."""
-        found = [self]
+        matchers = [self]
         for token_id in guesses:
-            following = copy(found[-1])
+            following = copy(matchers[-1])
             following.machine = following.machine.deep_copy()
             following.machine.consume_token(token_id)
-            found.append(following)
-        return found
+            matchers.append(following)
+        return matchers
 
     def machine_error(self) -> str:
         """llguidance's own error, on one line; empty if there is none."""
@@ -175,9 +173,11 @@ def fill_masks(
     matchers: of one vocabulary.  one_by_one: compute them so even with a large vocabulary; then a mask that takes
     longer than MAX_MASK_S fails its matcher, as it does with a small one.
     """
-    vocabulary, address, num_bytes = matchers[0].vocabulary, masks.ctypes.data, masks.strides[0]
+    vocabulary = matchers[0].vocabulary
+    address = masks.ctypes.data
+    num_bytes = masks.strides[0]
     if vocabulary.executor is not None and not one_by_one:
-        machines = [(each.machine, row) for row, each in enumerate(matchers)]
+        machines = [(matcher.machine, row) for row, matcher in enumerate(matchers)]
         vocabulary.executor.unsafe_compute_mask_ptr(machines, address, num_bytes, len(masks))
     else:
         start = time.monotonic()
@@ -187,16 +187,18 @@ def fill_masks(
             if end - start > MAX_MASK_S:
                 matcher.error = f"its next token takes too long to find ({end - start:.1f} s)"
             start = end
-    words, bits = vocabulary.eos_words, vocabulary.eos_bits
+    words = vocabulary.eos_words
+    bits = vocabulary.eos_bits
     has_eos = (masks[:, words] & bits).any(axis=1)
     masks[:, words] &= ~bits
     for row in np.flatnonzero(has_eos).tolist():
-        if matchers[row].may_end:
-            masks[row] |= matchers[row].end_mask
-        elif error := matchers[
-            row
-        ].machine_error():  # after an error llguidance allows only the end
-            matchers[row].fail(error)
+        matcher = matchers[row]
+        if matcher.may_end:
+            masks[row] |= matcher.end_mask
+            continue
+        error = matcher.machine_error()
+        if error:  # after an error llguidance allows only the end
+            matcher.fail(error)
     for row, matcher in enumerate(matchers):
         if matcher.error is not None:
             masks[row] = 0
@@ -207,15 +209,14 @@ def fill_masks(
 def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
     """Write the masks of a step. If they take too long, later ones are made one by one, to find the slow matcher."""
     start = time.monotonic()
-    fill_masks(matchers, masks, one_by_one=any(each.is_suspect for each in matchers))
+    fill_masks(matchers, masks, one_by_one=any(matcher.is_suspect for matcher in matchers))
     if time.monotonic() - start > MAX_MASK_S:
         for matcher in matchers:
             matcher.is_suspect = True
 
 
-MIN_TOKENS = (
-    2  # a single token is left to the mask: as a chunk it would cost the step more than it saves
-)
+# A single token is left to the mask: as a chunk it would cost the step more than it saves.
+MIN_TOKENS = 2
 
 
 class JumpAhead:

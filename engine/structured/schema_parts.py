@@ -98,7 +98,8 @@ def walk(
     schemas: list[Any], following: Callable[[dict[str, Any]], list[Any]]
 ) -> Iterator[dict[str, Any]]:
     """Yield schemas that are objects, once each, and those that follow them."""
-    waiting, seen = [*schemas], set[int]()
+    waiting = [*schemas]
+    seen = set[int]()
     while waiting:
         schema = waiting.pop()
         if not isinstance(schema, dict) or id(schema) in seen:

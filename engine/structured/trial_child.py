@@ -20,11 +20,9 @@ def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
     """Read the vocabulary that forms are tried with; no form's limits of time and memory include this."""
     global _trial
     with unlimited_memory():
-        compiler, deep, shallow = (
-            Compiler(**worker.question),
-            _thread(STACK_BYTES),
-            _thread(MASK_STACK_BYTES),
-        )
+        compiler = Compiler(**worker.question)
+        deep = _thread(STACK_BYTES)
+        shallow = _thread(MASK_STACK_BYTES)
 
     def tried(spec: StructuredOutputsParams) -> str:
         grammar = compiler.grammar_of(spec)

@@ -18,9 +18,8 @@ from engine.layers.parallel import TensorParallel
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-TIMEOUT = timedelta(
-    minutes=30
-)  # the driver notices a rank that ends long before, and ends the others
+# The driver notices a rank that ends long before, and ends the others.
+TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)

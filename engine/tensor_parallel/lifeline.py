@@ -29,8 +29,7 @@ def hold(descriptor: int, *, driver_pid: int, thread_id: int) -> None:
 def _wait_for_the_end(descriptor: int) -> None:
     """Leave at once when the driver's end of the socket closes, whatever the main thread waits for."""
     poll = select.poll()
-    poll.register(
-        descriptor, 0
-    )  # a closed peer is reported without being asked for, and nothing else is
+    # A closed peer is reported without being asked for, and nothing else is.
+    poll.register(descriptor, 0)
     poll.poll()
     os._exit(1)

@@ -69,9 +69,8 @@ def decode(body: bytes | bytearray) -> Message:
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
     for dtype, shape in forms:
-        arrays.append(
-            np.ndarray(shape, DTYPES[dtype], body, at).copy()
-        )  # aligned, wherever it began
+        # The copy is aligned, wherever the array began.
+        arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())
         at += arrays[-1].nbytes
     return Message(Kind(kind), facts, arrays)
 
@@ -150,10 +149,10 @@ class Channel:
 
     def _read(self, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
-        rest = memoryview(buffer)
-        while rest:
-            num_read = self._socket.recv_into(rest)
+        unread = memoryview(buffer)
+        while unread:
+            num_read = self._socket.recv_into(unread)
             if not num_read:
                 raise EOFError("the peer has closed its end")
-            rest = rest[num_read:]
+            unread = unread[num_read:]
         return buffer

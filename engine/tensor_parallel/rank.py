@@ -42,9 +42,8 @@ def main(descriptor: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
         _give_up(channel, error)
     torch.distributed.destroy_process_group()
-    os._exit(
-        0
-    )  # Python's own clean-up of torch takes a second and frees nothing that the end does not
+    # Python's own clean-up of torch takes a second and frees nothing that the end does not.
+    os._exit(0)
 
 
 def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
@@ -52,7 +51,9 @@ def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
 
     The driver is told before and after the ranks meet, so that it knows which rank is missing.
     """
-    rank, config, folder = order["rank"], EngineConfig(**order["config"]), Path(order["folder"])
+    rank = order["rank"]
+    config = EngineConfig(**order["config"])
+    folder = Path(order["folder"])
     if rank:
         logging.disable(logging.WARNING)  # rank 0 says it for all
     torch.set_num_threads(order["num_threads"])

@@ -135,7 +135,8 @@ class RankTokens(PendingTokens):
     """The tokens that rank 0 will send for a launched step, numbered from 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
-        self._group, self._number = group, number
+        self._group = group
+        self._number = number
 
     def wait(self) -> NDArray[np.int64]:
         token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
@@ -260,8 +261,12 @@ class RankGroup:
             "num_threads": max(1, torch.get_num_threads() // len(devices)),
         }
         for rank, device in zip(self._ranks, devices, strict=True):
-            own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
-            self._send(rank, encode(Kind.START, own))
+            rank_order = {
+                **order,
+                "rank": rank.rank,
+                "config": asdict(replace(config, device=device)),
+            }
+            self._send(rank, encode(Kind.START, rank_order))
         ranks = set(range(len(devices)))
         self._await(ranks, Kind.ARRIVED, timeout_s)
         silence = (
@@ -288,9 +293,9 @@ class RankGroup:
         except TimeoutError:
             raise RankFailed(rank.rank, "it does not read what it is sent") from None
         except OSError:
-            while isinstance(found := self._read(rank), Message):
+            while isinstance(reply := self._read(rank), Message):
                 pass  # which it has sent before
-            raise self._blame(found) from None
+            raise self._blame(reply) from None
 
     def _await(
         self, waited_for: set[int], kind: Kind, timeout_s: float, silence: str = ""
@@ -306,16 +311,16 @@ class RankGroup:
                 usual = f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
                 raise RankFailed(min(missing), silence or usual)
             for rank in self._readable(deadline):
-                found = self._read(rank)
-                if isinstance(found, EngineError):
-                    raise self._blame(found)
-                if found.kind is kind:
-                    received[rank.rank] = found
+                reply = self._read(rank)
+                if isinstance(reply, EngineError):
+                    raise self._blame(reply)
+                if reply.kind is kind:
+                    received[rank.rank] = reply
                     continue
-                assert found.kind in _EARLY.get(kind, ()), (
-                    f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
+                assert reply.kind in _EARLY.get(kind, ()), (
+                    f"rank {rank.rank} sent {reply.kind.name} for {kind.name}"
                 )
-                self._early[found.kind].append((rank.rank, found))
+                self._early[reply.kind].append((rank.rank, reply))
         return received
 
     def _take_early(self, ranks: set[int], kind: Kind) -> dict[int, Message]:
@@ -348,19 +353,19 @@ class RankGroup:
         self._selector.unregister(rank.channel)
         return failure
 
-    def _blame(self, found: EngineError) -> EngineError:
+    def _blame(self, error: EngineError) -> EngineError:
         """Return the error of the rank that failed first: a broken collective may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
         while (
-            isinstance(found, RankIsVictim)
+            isinstance(error, RankIsVictim)
             and self._selector.get_map()
             and time.monotonic() < deadline
         ):
             for rank in self._readable(deadline):
                 other = self._read(rank)
                 if isinstance(other, EngineError) and not isinstance(other, RankIsVictim):
-                    found = other
-        return RankFailed(*found.args) if isinstance(found, RankIsVictim) else found
+                    error = other
+        return RankFailed(*error.args) if isinstance(error, RankIsVictim) else error
 
     def _kill(self) -> None:
         """End the ranks that still run, and give the port back."""
@@ -381,7 +386,8 @@ def check_split(model: ModelConfig, size: int) -> None:
 
 def rank_devices(config: EngineConfig) -> list[str]:
     """Return the device of each rank. Raises ConfigError if there are too few GPUs."""
-    device, size = resolve_device(config.device), config.tensor_parallel_size
+    device = resolve_device(config.device)
+    size = config.tensor_parallel_size
     if device.type == "cpu":
         return ["cpu"] * size
     if ":" in config.device:

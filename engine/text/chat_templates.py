@@ -27,7 +27,8 @@ RESERVED = frozenset(
 )
 
 #: The role of instructions: OpenAI's newer name, and the name that most templates read.
-DEVELOPER, SYSTEM = "developer", "system"
+DEVELOPER = "developer"
+SYSTEM = "system"
 
 #: Kinds of the parts of a message.
 TEXT_ALONE = ("text",)
@@ -82,23 +83,23 @@ def read_tool_template(folder: Path, name: str | None) -> str | None:
 
 def _read_templates(folder: Path) -> dict[str, str]:
     """Read all templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
-    found = {
+    templates = {
         path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")
     }
     if (folder / FILE).is_file():
-        found[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
+        templates[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
     for name in ("tokenizer_config.json", PROCESSORS_FILE):
-        if not found and (folder / name).is_file():
+        if not templates and (folder / name).is_file():
             content = (
                 json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template") or {}
             )
             if isinstance(content, str):
-                found = {DEFAULT: content}
+                templates = {DEFAULT: content}
             else:
                 if not isinstance(content, dict):
                     content = {entry["name"]: entry["template"] for entry in content}
-                found = {str(key): str(template) for key, template in content.items()}
-    return found
+                templates = {str(key): str(template) for key, template in content.items()}
+    return templates
 
 
 @lru_cache(maxsize=16)
@@ -136,12 +137,11 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
     if tree is None:
         return ()
     names = [name.name for name in tree.find_all(nodes.Name)]
-    if "lipsum" in names or any(each.name == "random" for each in tree.find_all(nodes.Filter)):
+    if "lipsum" in names or any(node.name == "random" for node in tree.find_all(nodes.Filter)):
         return None
     calls = [call for call in tree.find_all(nodes.Call) if _is_clock(call.node)]
-    tests = [
-        test for test in tree.find_all(nodes.Test) if _is_clock(test.node)
-    ]  # "strftime_now is defined"
+    # Such as "strftime_now is defined".
+    tests = [test for test in tree.find_all(nodes.Test) if _is_clock(test.node)]
     formats = [
         call.args[0].value
         for call in calls
@@ -161,7 +161,7 @@ def at_time(template: str, now: float) -> str:
     if not formats:
         return template
     moment = datetime.fromtimestamp(now)
-    texts = json.dumps({each: moment.strftime(each) for each in formats})
+    texts = json.dumps({pattern: moment.strftime(pattern) for pattern in formats})
     # The empty expression behind the macro keeps a line break with which the template begins.
     return f"{{% macro {CLOCK}(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
@@ -170,18 +170,18 @@ def _is_clock(node: "nodes.Node") -> bool:
     return getattr(node, "name", None) == CLOCK
 
 
-def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
+def check_variables(values: object, variables: frozenset[str] | None) -> dict[str, Any]:
     """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for variables that the template does not take.
 
     variables: those that the template reads, None if not known.
     """
-    if given is None:
+    if values is None:
         return {}
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise InvalidPrompt(
-            f"chat_template_kwargs must be an object of names, got {type(given).__name__}"
+            f"chat_template_kwargs must be an object of names, got {type(values).__name__}"
         )
-    for name in given:
+    for name in values:
         if name in RESERVED:
             raise InvalidPrompt(
                 f"chat_template_kwargs may not hold {name!r}, which the engine sets"
@@ -191,7 +191,7 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
             raise InvalidPrompt(
                 f"the chat template reads no variable {name[:64]!r} of chat_template_kwargs; it reads {known}"
             )
-    return given
+    return values
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -272,12 +272,13 @@ def _check_part(part: object, i: int, kinds: Container[str]) -> None:
 
 
 def _for_template(
-    given: object, i: int, *, takes_parts: bool | None, kinds: Container[str]
+    entry: object, i: int, *, takes_parts: bool | None, kinds: Container[str]
 ) -> dict[str, Any]:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
         raise InvalidPrompt(f"message {i} must be an object with a role and a content")
-    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if isinstance(content := message.get("content"), list):
+    message: dict[str, Any] = {key: value for key, value in entry.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list):
         for part in content:
             _check_part(part, i, kinds)
         if takes_parts is False:
@@ -329,11 +330,12 @@ def with_short_ids(messages: Messages) -> Messages:
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = _short_id(message["tool_call_id"])
         if "tool_calls" in message:
-            calls = message["tool_calls"]
-            message["tool_calls"] = [
-                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
-                for call in calls
-            ]
+            calls = []
+            for call in message["tool_calls"]:
+                if isinstance(call.get("id"), str):
+                    call = {**call, "id": _short_id(call["id"])}
+                calls.append(call)
+            message["tool_calls"] = calls
         shortened.append(message)
     return shortened
 

@@ -28,13 +28,13 @@ class ControlTokens:
     def __init__(
         self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]
     ) -> None:
-        self._backend, self._added_texts, self._kept_texts = backend, added, kept
+        self._backend = backend
+        self._added_texts = added
+        self._kept_texts = kept
         self.texts = frozenset(texts)
         self._added = _pattern(added)
-        self._control, self._in_answers = (
-            Spellings(self.texts),
-            Spellings(self.texts.difference(kept)),
-        )
+        self._control = Spellings(self.texts)
+        self._in_answers = Spellings(self.texts.difference(kept))
         self._names = {
             text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)
         }
@@ -63,11 +63,11 @@ class ControlTokens:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may hold BREAK."""
-        named = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(
+        marked = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(
             BREAK, ""
         )
         return list(
-            self._literal_tokenizer().encode(named, add_special_tokens=add_special_tokens).ids
+            self._literal_tokenizer().encode(marked, add_special_tokens=add_special_tokens).ids
         )
 
     def _literal_tokenizer(self) -> Any:
@@ -98,9 +98,9 @@ class Spellings:
                 value = self.pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return self._broken_end(value)
         if isinstance(value, dict):
-            return {self.broken(key): self.broken(each) for key, each in value.items()}
+            return {self.broken(key): self.broken(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.broken(each) for each in value]
+            return [self.broken(item) for item in value]
         return value
 
     def _broken_end(self, text: str) -> str:
@@ -119,7 +119,8 @@ def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = content["model"]
-    if isinstance(vocab := model.get("vocab"), dict):
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
         model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
     elif isinstance(vocab, list):
         model["vocab"] = [[names.get(text, text), score] for text, score in vocab]

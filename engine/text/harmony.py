@@ -4,8 +4,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
 #: The text that opens reasoning, and the one that ends it and opens the answer.
@@ -40,7 +45,8 @@ class HarmonyMessage:
 
 
 def _message(header: str, content: str, *, is_closed: bool) -> HarmonyMessage:
-    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    channel = _CHANNEL.search(header)
+    recipient = _RECIPIENT.search(header)
     return HarmonyMessage(channel and channel[1], recipient and recipient[1], content, is_closed)
 
 
@@ -63,11 +69,12 @@ def split_channels(text: str) -> tuple[str | None, str]:
     messages = list(read_messages(text))
     reasoning = [message.content for message in messages if message.is_reasoning]
     answers = [message.content for message in messages if message.is_answer]
-    calls = [
-        f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{CALL if message.is_closed else ''}"
-        for message in messages
-        if not message.is_reasoning and not message.is_answer
-    ]
+    calls = []
+    for message in messages:
+        if message.is_reasoning or message.is_answer:
+            continue
+        end = CALL if message.is_closed else ""
+        calls.append(f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{end}")
     return "\n".join(reasoning) if reasoning else None, "\n".join(answers) + "".join(calls)
 
 
@@ -85,7 +92,8 @@ class AnswerChannels:
 
     def __init__(self, marks: Mapping[int, str], header: str) -> None:
         self._marks = marks
-        self._header, self._is_plain = header, True
+        self._header = header
+        self._is_plain = True
         self._is_answer: bool | None = None  # None within a header
         self._take(MESSAGE if header.endswith(MESSAGE) else "")
 
@@ -96,9 +104,8 @@ class AnswerChannels:
             self._is_plain = False
             self._take(mark)
             return ""
-        if (
-            self._is_answer is None and self._is_plain
-        ):  # no mark came yet: an answer without channels
+        if self._is_answer is None and self._is_plain:
+            # No mark came yet: an answer without channels.
             return "" if text.strip().startswith("to=") else text
         if self._is_answer is None:
             self._header += text
@@ -108,6 +115,7 @@ class AnswerChannels:
         if mark == MESSAGE:
             self._is_answer = _message(self._header, "", is_closed=False).is_answer
         elif mark in (START, END, CALL, RETURN):
-            self._is_answer, self._header = None, ""
+            self._is_answer = None
+            self._header = ""
         else:
             self._header += mark

@@ -36,7 +36,9 @@ def with_marks(
     if not in_text and not num_spelled:
         return text
     spellings = Spellings(broken)
-    written, done, begin = "", 0, 0
+    written = ""
+    done = 0
+    begin = 0
     for place, token_id in enumerate(token_ids):
         if token_id not in in_text:
             continue
@@ -44,5 +46,6 @@ def with_marks(
         if end > len(text):  # the text was cut at a stop string
             break
         written += spellings.broken(text[done:end]) + marks[token_id]
-        done, begin = end + len(in_text[token_id]), place + 1
+        done = end + len(in_text[token_id])
+        begin = place + 1
     return f"{written}{spellings.broken(text[done:])}"

@@ -17,9 +17,8 @@ MAX_CHARS = 65_536  # of continuations that are remembered
 Texts = tuple[str, ...]
 Tail = tuple[tuple[int, ...], int]
 """Tokens behind what all continuations of a prompt share, and which of them is the first to be scored."""
-Tails = tuple[
-    list[int], tuple[Tail, ...]
-]  # tokens, and tails behind them; a remembered word's tails begin with it
+# Tokens, and tails behind them; a remembered word's tails begin with it.
+Tails = tuple[list[int], tuple[Tail, ...]]
 UNLIKE: Tails = ([], ())
 
 
@@ -33,11 +32,11 @@ class Continuations:
 
     def alone(self, texts: Texts) -> tuple[Tail, ...]:
         """Return tails behind a prompt of token ids: each tokenized by itself."""
-        found = self._remembered.get(("", texts))
-        if found is None:
+        remembered = self._remembered.get(("", texts))
+        if remembered is None:
             tails = tuple((tuple(self._tokenizer.encode_alone(text)), 0) for text in texts)
-            found = self._remember(("", texts), ([], tails))
-        return found[1]
+            remembered = self._remember(("", texts), ([], tails))
+        return remembered[1]
 
     def behind(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
         """Return the tokens before all tails of a prompt's continuations, and the tails.
@@ -45,27 +44,31 @@ class Continuations:
         prompt: not empty, and with no space at its end.  token_ids: the prompt's.
         """
         for word in _last_words(prompt):
-            found = self._remembered.get((word, texts))
-            if found is None:
-                found = self._remember(
+            remembered = self._remembered.get((word, texts))
+            if remembered is None:
+                remembered = self._remember(
                     (word, texts), self._with_word(prompt, token_ids, word, texts)
                 )
-            own, tails = found
-            if own and token_ids[-len(own) :] == own:
-                return token_ids[: -len(own)], tails
+            word_ids, tails = remembered
+            if word_ids and token_ids[-len(word_ids) :] == word_ids:
+                return token_ids[: -len(word_ids)], tails
         return self._with_all(prompt, token_ids, texts)
 
     def _with_word(self, prompt: str, token_ids: list[int], word: str, texts: Texts) -> Tails:
         """Return the word's tokens, and tails that begin with it; UNLIKE if whole texts are tokenized otherwise."""
-        own = self._tokenizer.encode_alone(word)
-        if not own or len(own) >= len(token_ids) or token_ids[-len(own) :] != own:
+        word_ids = self._tokenizer.encode_alone(word)
+        if (
+            not word_ids
+            or len(word_ids) >= len(token_ids)
+            or token_ids[-len(word_ids) :] != word_ids
+        ):
             return UNLIKE
-        before = token_ids[: -len(own)]
+        before = token_ids[: -len(word_ids)]
         tails = [tuple(self._tokenizer.encode_alone(word + text)) for text in texts]
         whole = [self._tokenizer.encode(prompt + text) for text in texts]
-        if any([*before, *tail] != each for tail, each in zip(tails, whole, strict=True)):
+        if any([*before, *tail] != whole_ids for tail, whole_ids in zip(tails, whole, strict=True)):
             return UNLIKE
-        return own, tuple((tail, len(own)) for tail in tails)
+        return word_ids, tuple((tail, len(word_ids)) for tail in tails)
 
     def _with_all(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
         wholes = [tuple(self._tokenizer.encode(prompt + text)) for text in texts]
@@ -73,13 +76,13 @@ class Continuations:
         first = len(token_ids) - num_shared
         return token_ids[:num_shared], tuple((whole[num_shared:], first) for whole in wholes)
 
-    def _remember(self, key: tuple[str, Texts], found: Tails) -> Tails:
+    def _remember(self, key: tuple[str, Texts], tails: Tails) -> Tails:
         with self._lock:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             if sum(map(len, key[1])) <= MAX_CHARS:
-                self._remembered[key] = found
-        return found
+                self._remembered[key] = tails
+        return tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +106,15 @@ def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
     """
     lowest = min(token_ids for token_ids, _ in tails)
     highest = max(token_ids for token_ids, _ in tails)
-    first = num_common(
-        lowest, highest
-    )  # all others sort between these two, so they begin alike too
+    # All others sort between these two, so they begin alike too.
+    first = num_common(lowest, highest)
     return tuple((token_ids, first) for token_ids, _ in tails)
 
 
-def num_common(some: Sequence[int], others: Sequence[int]) -> int:
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Count the first tokens that are equal in both."""
-    pairs = zip(some, others, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(some), len(others)))
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
 
 
 def _last_words(text: str) -> list[str]:
@@ -133,12 +135,10 @@ SCORED_ROOM = -1  # one token more than max_model_len fits: the last one is scor
 
 def pictures_in(prompt: object) -> list[Picture]:
     """Return the pictures among a prompt's parts. Raises InvalidPrompt for one of another shape."""
-    found = (
-        [part for part in prompt if isinstance(part, np.ndarray)]
-        if isinstance(prompt, (list, tuple))
-        else []
-    )
-    for picture in found:
+    if not isinstance(prompt, (list, tuple)):
+        return []
+    pictures = [part for part in prompt if isinstance(part, np.ndarray)]
+    for picture in pictures:
         if (
             picture.dtype != np.uint8
             or picture.ndim != 3
@@ -148,7 +148,7 @@ def pictures_in(prompt: object) -> list[Picture]:
             raise InvalidPrompt(
                 f"a picture must be an array [height, width, 3] of uint8, got {list(picture.shape)} of {picture.dtype}"
             )
-    return found
+    return pictures
 
 
 def pictures_of(messages: object) -> list[Picture]:
@@ -191,8 +191,9 @@ class PromptReader:
         self.check_ids([*context, *continuation])
         if context:
             return tuple(continuation), tuple(context)
-        prefix, own = tuple(self._tokenizer.prefix), tuple(continuation)
-        return own[1:] if own[:1] == prefix else own, prefix
+        prefix = tuple(self._tokenizer.prefix)
+        token_ids = tuple(continuation)
+        return token_ids[1:] if token_ids[:1] == prefix else token_ids, prefix
 
     def continued(
         self,
@@ -214,8 +215,8 @@ class PromptReader:
             prompt, continuations, truncates=truncate_prompt_tokens is not None
         )
         if not are_labels or len(tails) == 1:
-            for number, (own, first) in enumerate(tails):
-                if len(own) <= first:
+            for number, (tail, first) in enumerate(tails):
+                if len(tail) <= first:
                     raise InvalidPrompt(
                         f"continuation {number} has no token of its own behind the prompt"
                     )
@@ -243,17 +244,18 @@ class PromptReader:
     def _continued(
         self, prompt: object, continuations: Sequence[str | Sequence[int]], *, truncates: bool
     ) -> tuple[list[int], tuple[Tail, ...]]:
-        texts = tuple(each for each in continuations if isinstance(each, str))
+        texts = tuple(part for part in continuations if isinstance(part, str))
         if not isinstance(prompt, str) or len(texts) < len(continuations):
             most = -1 if truncates else None
             before = self.token_ids(prompt, truncate_prompt_tokens=most, room=SCORED_ROOM)
             alone = iter(self._continuations.alone(texts))
-            tails = (
-                next(alone) if isinstance(each, str) else (tuple(each), 0) for each in continuations
-            )
+            tails = []
+            for part in continuations:
+                tails.append(next(alone) if isinstance(part, str) else (tuple(part), 0))
             return before, tuple(tails)
         text = prompt.rstrip()
-        texts = tuple(prompt[len(text) :] + each for each in texts)
+        spaces = prompt[len(text) :]
+        texts = tuple(spaces + continuation for continuation in texts)
         if text:
             token_ids = self._tokenizer.encode(
                 text, limit=None if truncates else self.max_model_len

@@ -14,9 +14,8 @@ from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
-MAX_HEADER = (
-    64  # tokens of a prompt's end in which the open header of a channel's message is looked for
-)
+# Tokens of a prompt's end in which the open header of a channel's message is looked for.
+MAX_HEADER = 64
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
 
@@ -75,20 +74,25 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
     """
     if span is Span.CLOSED:
         return None, text
-    start, end = marks.start.text, marks.end.text
+    start = marks.start.text
+    end = marks.end.text
     before, opened, rest = text.partition(start)
     if span is Span.OPEN:
-        before, rest = "", rest if opened and not before.strip() else text
+        if not opened or before.strip():
+            rest = text
+        before = ""
     elif opened and end not in before:
         if end not in rest and before.strip():
             return None, text
     elif end in text:
-        before, rest = "", text
+        before = ""
+        rest = text
     else:
         return None, text
     inner, _, after = rest.partition(end)
     if not before.strip():
-        before, after = "", after.lstrip("\n")
+        before = ""
+        after = after.lstrip("\n")
     return inner.strip("\n"), before + after
 
 
@@ -101,7 +105,8 @@ class ThinkingBudget:
     def __init__(
         self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]
     ) -> None:
-        self._budget, self._marks = budget, marks
+        self._budget = budget
+        self._marks = marks
         needs_text = marks.start.token_id is None or marks.end.token_id is None
         self._text = text() if needs_text else None
         self._tail = ""
@@ -117,12 +122,15 @@ class ThinkingBudget:
         if num_left:  # tokens of the end mark are still to come
             return ()
         if self._left == 0:  # that was the end mark's last token
-            self._left, self._tail = None, ""
+            self._left = None
+            self._tail = ""
         elif self._left is None:
             if self._completes(self._marks.start, token_id):
-                self._left, self._tail = self._budget, ""
+                self._left = self._budget
+                self._tail = ""
         elif self._completes(self._marks.end, token_id):
-            self._left, self._tail = None, ""
+            self._left = None
+            self._tail = ""
         else:
             self._left -= 1
         return self.first()
@@ -143,9 +151,8 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        self._is_behind = (
-            False  # the end mark is passed; line breaks there are no part of the answer
-        )
+        # The end mark is passed; line breaks there are no part of the answer.
+        self._is_behind = False
         self._held = ""
 
     def answer_part(self, token_id: int, text: str) -> str:
@@ -165,19 +172,20 @@ class LeadingSpan:
 
     def _before(self, token_id: int) -> str:
         """Look for the start mark. Return the text held back once it shows that there is none."""
-        start, begun = self._marks.start, self._held.lstrip()
-        is_mark = (
-            token_id == start.token_id
-            if start.token_id is not None
-            else begun.startswith(start.text)
-        )
+        start = self._marks.start
+        begun = self._held.lstrip()
+        is_mark = begun.startswith(start.text)
+        if start.token_id is not None:
+            is_mark = token_id == start.token_id
         if is_mark:
-            self._is_open, self._held = True, begun.removeprefix(start.text)
+            self._is_open = True
+            self._held = begun.removeprefix(start.text)
             self._close(token_id)
             return ""
         if begun and start.token_id is None and start.text.startswith(begun):
             return ""
-        released, self._held = self._held, ""
+        released = self._held
+        self._held = ""
         self._is_over = bool(begun)
         return released
 
@@ -187,9 +195,12 @@ class LeadingSpan:
             _, mark, behind = self._held.partition(end.text)
             is_closed = bool(mark)
         else:
-            is_closed, behind = token_id == end.token_id, ""
+            is_closed = token_id == end.token_id
+            behind = ""
         if is_closed:
-            self._is_open, self._is_behind, self._held = False, True, behind
+            self._is_open = False
+            self._is_behind = True
+            self._held = behind
         else:
             self._held = self._held[-len(end.text) :]
 
@@ -198,7 +209,8 @@ class Reasoner:
     """Closes spans that are too long, and splits reasoning from answers."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
         added = tokenizer.added_tokens
         has_channels = harmony.CHANNEL in added and harmony.MESSAGE in added
@@ -210,14 +222,18 @@ class Reasoner:
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
-        self, budget: int, named: Sequence[str], prompt: list[int], follows_text: bool
+        self, budget: int, mark_texts: Sequence[str], prompt: list[int], follows_text: bool
     ) -> ThinkingBudget:
         """Return the ThinkingBudget of one completion.
 
-        named: the marks, () for the model's own. follows_text: of Tokenizer.decode. Raises InvalidSampling if there are
-        no marks.
+        mark_texts: the marks, () for the model's own. follows_text: of Tokenizer.decode.
+        Raises InvalidSampling if there are no marks.
         """
-        marks = self._analysis() if self._channels and not named else self._marks_of(tuple(named))
+        marks = (
+            self._analysis()
+            if self._channels and not mark_texts
+            else self._marks_of(tuple(mark_texts))
+        )
         if marks is None:
             raise InvalidSampling(
                 "thinking_token_budget needs the marks of a reasoning span, and this model's template and "
@@ -227,69 +243,70 @@ class Reasoner:
             raise InvalidSampling(
                 f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
             )
-        skips = (
-            marks.start.text != harmony.REASONING_START
-        )  # channel marks show only in text with special tokens
+        # Channel marks show only in text with special tokens.
+        skips = marks.start.text != harmony.REASONING_START
         text = partial(
             self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips
         )
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
     def answer_span(
-        self, named: Sequence[str], prompt: list[int], stop: Sequence[str]
+        self, mark_texts: Sequence[str], prompt: list[int], stop: Sequence[str]
     ) -> LeadingSpan | harmony.AnswerChannels | None:
         """Return an object that tells a completion's answer from its reasoning, for stop strings.
 
         None without marks, or if a stop string holds the end mark: then stop strings count in the reasoning too.
         """
-        if self._channels and not named:
+        if self._channels and not mark_texts:
             return harmony.AnswerChannels(self._channels, self._open_header(prompt))
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         if marks is None or any(marks.end.text in text for text in stop):
             return None
         return LeadingSpan(marks, self._span_after(prompt, marks))
 
-    def marks(self, named: Sequence[str]) -> dict[int, str]:
-        """Return the texts, by token id, of the marks that are tokens. named: of `budget`."""
-        if self._channels and not named:
+    def marks(self, mark_texts: Sequence[str]) -> dict[int, str]:
+        """Return the texts, by token id, of the marks that are tokens. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return self._channels
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         both = () if marks is None else (marks.start, marks.end)
         return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
 
-    def pair(self, named: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of the marks around a span, () if there are none. named: of `budget`."""
-        if self._channels and not named:
+    def pair(self, mark_texts: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts of the marks around a span, () if there are none. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return harmony.MARKS
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return () if marks is None else (marks.start.text, marks.end.text)
 
-    def is_answer(self, named: Sequence[str], prompt: list[int]) -> bool:
-        """Whether a completion is an answer as a whole, as the prompt ends with a closed span. named: of `budget`."""
-        if self._channels and not named:
+    def is_answer(self, mark_texts: Sequence[str], prompt: list[int]) -> bool:
+        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: of `budget`."""
+        if self._channels and not mark_texts:
             return False
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return marks is not None and self._span_after(prompt, marks) is Span.CLOSED
 
-    def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
+    def split(
+        self, text: str, mark_texts: Sequence[str], prompt: list[int]
+    ) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 
         text: as `with_marks` returns it, so that marks which are tokens are told from text that spells them.
-        named: of `budget`.
+        mark_texts: of `budget`.
         """
-        if self._channels and not named:
+        if self._channels and not mark_texts:
             header = self._open_header(prompt)
             if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
                 text = header + text
             return harmony.split_channels(text)
-        marks = self._marks_of(tuple(named))
+        marks = self._marks_of(tuple(mark_texts))
         return (
             (None, text) if marks is None else split(text, marks, self._span_after(prompt, marks))
         )
 
-    def without_hidden(self, text: str, named: Sequence[str]) -> str:
-        """Take out marks that completions leave out, once a text is split. named: of `budget`."""
-        marks = None if self._channels and not named else self._marks_of(tuple(named))
+    def without_hidden(self, text: str, mark_texts: Sequence[str]) -> str:
+        """Take out marks that completions leave out, once a text is split. mark_texts: of `budget`."""
+        marks = None if self._channels and not mark_texts else self._marks_of(tuple(mark_texts))
         for mark in () if marks is None else (marks.start, marks.end):
             if mark.is_hidden:
                 text = text.replace(mark.text, "")
@@ -322,8 +339,8 @@ class Reasoner:
         )
         return Span.NONE if is_spelled else span
 
-    def _read_marks(self, named: tuple[str, ...]) -> Marks | None:
-        texts = named or self._known
+    def _read_marks(self, mark_texts: tuple[str, ...]) -> Marks | None:
+        texts = mark_texts or self._known
         return None if texts is None else Marks(*map(self._mark, texts))
 
     def _mark(self, text: str) -> Mark:

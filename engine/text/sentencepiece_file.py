@@ -13,8 +13,13 @@ from typing import Any
 from engine.errors import ConfigError
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
-UNIGRAM, BPE = 1, 2
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+UNIGRAM = 1
+BPE = 2
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 NO_SCORE = struct.pack("<f", 0)
 
 
@@ -27,13 +32,15 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
         fields = list(_fields(path.read_bytes()))
         pieces = [_piece(dict(_fields(value))) for number, value in fields if number == 1]
         parts = {number: dict(_fields(value)) for number, value in fields if number in (2, 3, 5)}
-        trainer, normalizer = parts[2], parts[3]
+        trainer = parts[2]
+        normalizer = parts[3]
     except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
         raise ConfigError(
             f"{path} is no complete SentencePiece model ({error!r}); fetch it again, or add the model's "
             "tokenizer.json to the folder"
         ) from error
-    has_prefix, kinds = normalizer.get(3, 1), {kind for _, _, kind in pieces}
+    has_prefix = normalizer.get(3, 1)
+    kinds = {kind for _, _, kind in pieces}
     refusals = {
         "its model type is neither unigram nor BPE": trainer.get(3, UNIGRAM) not in (UNIGRAM, BPE),
         "it puts spaces behind words": trainer.get(24),
@@ -54,9 +61,8 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
         "eos_token": trainer.get(42, 2),
         "pad_token": trainer.get(43, -1),
     }
-    names = {
-        name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)
-    }  # -1 is read as 2 ** 64 - 1
+    # -1 is read as 2 ** 64 - 1.
+    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}
     return _build(pieces, trainer, normalizer), names
 
 
@@ -67,10 +73,12 @@ def _build(
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     made: Any
-    unk_id, byte_fallback = trainer.get(40, 0), bool(trainer.get(35))
+    unk_id = trainer.get(40, 0)
+    byte_fallback = bool(trainer.get(35))
     if trainer.get(3, UNIGRAM) == BPE:
         vocab = {text: i for i, (text, _, _) in enumerate(pieces)}
-        unk, merges = pieces[unk_id][0], _merges(pieces)
+        unk = pieces[unk_id][0]
+        merges = _merges(pieces)
         made = models.BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
     else:
         made = models.Unigram([(text, score) for text, score, _ in pieces], unk_id, byte_fallback)

@@ -28,7 +28,9 @@ class IncrementalText:
         num_open: int = 1,
         joined: Collection[int] = (),
     ) -> None:
-        self._decode, self._behind, self._num_open = decode, behind or decode, num_open
+        self._decode = decode
+        self._behind = behind or decode
+        self._num_open = num_open
         self._joined = joined
         self._pending: list[int] = []
         self._num_given = 0  # characters of the pending tokens' text already given out
@@ -46,9 +48,12 @@ class IncrementalText:
         new_text = text[self._num_given : num_certain]
         self._num_given = max(self._num_given, num_certain)
         if text and num_certain == len(text):
-            self._pending, self._num_given, self._decode = [], 0, self._behind
+            self._pending = []
+            self._num_given = 0
+            self._decode = self._behind
             if token_id in self._joined:
-                self._pending, self._num_given = [token_id], len(self._behind([token_id]))
+                self._pending = [token_id]
+                self._num_given = len(self._behind([token_id]))
         elif len(self._pending) == WINDOW:
             self._pending = self._pending[-KEPT:]
             self._num_given = self._num_certain(self._decode(self._pending))
@@ -76,13 +81,14 @@ class StopStrings:
         may_end: Callable[[str], bool] | None = None,
         answer_part: Callable[[int, str], str] | None = None,
     ) -> None:
-        self._may_end, self._answer_part = may_end, answer_part
-        self._stop, self._include = stop, include
+        self._may_end = may_end
+        self._answer_part = answer_part
+        self._stop = stop
+        self._include = include
         self._text = text
         self._num_ignored = min_tokens
-        self._overlap = (
-            max(map(len, stop)) - 1
-        )  # characters before new text in which a match may begin
+        # Characters before new text in which a match may begin.
+        self._overlap = max(map(len, stop)) - 1
         self._pieces: list[str] = []
         self._tail = ""
         self._num_chars = 0  # of all pieces
@@ -112,10 +118,10 @@ class StopStrings:
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
         """Return where stop strings begin, and their lengths, beyond the first num_old characters, in order."""
-        found = (
+        matches = (
             (searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop
         )
-        return sorted((each for each in found if each[0] >= 0), key=itemgetter(0))
+        return sorted((match for match in matches if match[0] >= 0), key=itemgetter(0))
 
     @property
     def text(self) -> str | None:

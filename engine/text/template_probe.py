@@ -135,10 +135,8 @@ class _Twin:
             twin["content"] = self._content(
                 message["content"], number, message["role"], has_calls=bool(calls)
             )
-        for name in (
-            "reasoning",
-            "reasoning_content",
-        ):  # templates leave out earlier turns' reasoning on purpose
+        for name in ("reasoning", "reasoning_content"):
+            # Templates leave out earlier turns' reasoning on purpose.
             if name in message:
                 twin[name] = self._new_mark()
         if isinstance(message.get("name"), str):
@@ -151,12 +149,13 @@ class _Twin:
 
     def _content(self, content: Any, number: int, role: str, *, has_calls: bool) -> Any:
         if isinstance(content, list):
-            return [
-                {**part, "text": self._content(part["text"], number, role, has_calls=has_calls)}
-                if isinstance(part.get("text"), str)
-                else part
-                for part in content
-            ]
+            parts = []
+            for part in content:
+                if isinstance(part.get("text"), str):
+                    text = self._content(part["text"], number, role, has_calls=has_calls)
+                    part = {**part, "text": text}
+                parts.append(part)
+            return parts
         if not isinstance(content, str) or not content.strip():
             return content
         if has_calls:

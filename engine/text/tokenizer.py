@@ -185,18 +185,20 @@ class Tokenizer:
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
-        own = self.encode_alone(text)
-        num_added = len(whole) - len(own)
-        starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
-        if (start := next(starts, None)) is None:  # the special tokens are not around the text
-            return whole[:most]
+        text_ids = self.encode_alone(text)
+        num_added = len(whole) - len(text_ids)
+        start = 0
+        while whole[start : start + len(text_ids)] != text_ids:
+            start += 1
+            if start > num_added:  # the special tokens are not around the text
+                return whole[:most]
         num_kept = max(0, most - num_added)
         cut = (
-            own[len(own) - num_kept :]
+            text_ids[len(text_ids) - num_kept :]
             if self._tokenizer.truncation_side == "left"
-            else own[:num_kept]
+            else text_ids[:num_kept]
         )
-        return whole[:start] + cut + whole[start + len(own) :]
+        return whole[:start] + cut + whole[start + len(text_ids) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
         """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
@@ -217,10 +219,11 @@ class Tokenizer:
         if short + long > room:
             long = max(short, room - short) if short <= room else short
             if short + long > room:
-                short, long = room // 2, room // 2 + room % 2
+                short = room // 2
+                long = room // 2 + room % 2
             sizes = (short, long) if len(both[0]) <= len(both[1]) else (long, short)
-            for each, size in zip(both, sizes, strict=True):
-                each.truncate(size, direction=self._tokenizer.truncation_side)
+            for encoding, size in zip(both, sizes, strict=True):
+                encoding.truncate(size, direction=self._tokenizer.truncation_side)
         whole = self.backend.post_process(*both)
         if "token_type_ids" not in self._tokenizer.model_input_names:
             return list(whole.ids)
@@ -280,7 +283,8 @@ class Tokenizer:
         spaces_between_special_tokens: of SamplingParams; it holds for all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
-        whole, cuts = anchor + token_ids, [0, len(anchor) + len(token_ids)]
+        whole = anchor + token_ids
+        cuts = [0, len(anchor) + len(token_ids)]
         if not skip_special_tokens and not spaces_between_special_tokens:
             is_added = [token_id in self._added_ids for token_id in whole]
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
@@ -401,7 +405,8 @@ class Tokenizer:
             messages = with_short_ids(messages)
         if split_special_tokens:
             messages = [self._control.broken_message(message) for message in messages]
-            tools, variables = self._control.broken(tools), self._control.broken(variables)
+            tools = self._control.broken(tools)
+            variables = self._control.broken(variables)
         try:
             dated = template if now is None or template is None else at_time(template, now)
             text = self._render(messages, tools=tools, chat_template=dated, **variables)
@@ -500,12 +505,13 @@ def open_tokenizer(folder: Path) -> Any:
     """Load transformers' tokenizer of a folder. Raises ConfigError if it cannot be read."""
     try:
         with _no_panic():
-            found = load_tokenizer(folder)
-        if not isinstance(length := getattr(found, "model_max_length", 0), int | float):
+            tokenizer = load_tokenizer(folder)
+        length = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(length, int | float):
             raise ConfigError(
                 f"{folder}: the tokenizer's model_max_length is no number but a {type(length).__name__}"
             )
-        return found
+        return tokenizer
     except ConfigError:
         raise
     except Exception as error:  # whatever it makes of what is in the files

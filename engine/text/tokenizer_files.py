@@ -61,9 +61,8 @@ def load_tokenizer(folder: Path) -> Any:
         return _of_tekken(folder / "tekken.json")
     if (folder / "tokenizer.model").is_file():
         return _of_sentencepiece(folder)
-    from transformers import (
-        AutoTokenizer,
-    )  # late: it lists all models' modules, which takes a third of a second
+    # Late: it lists all models' modules, which takes a third of a second.
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
@@ -75,7 +74,8 @@ def _of_tekken(path: Path) -> Any:
 
     tokenizer, special = read_tekken(path)
     names = {key: text for key, text in TEKKEN_NAMES.items() if text in special}
-    if bos := names.get("bos_token"):
+    bos = names.get("bos_token")
+    if bos:
         tokenizer.post_processor = TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
@@ -91,7 +91,7 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = content["config"]
-        listed = sorted(content.get("special_tokens") or (), key=lambda each: int(each["rank"]))
+        listed = sorted(content.get("special_tokens") or (), key=lambda token: int(token["rank"]))
         special = [str(token["token_str"]) for token in listed] or list(EARLY_TEKKEN)
         num_special = int(config.get("default_num_special_tokens") or len(special))
         special += [f"<SPECIAL_{number}>" for number in range(len(special), num_special)]
@@ -135,9 +135,9 @@ def _build_tekken(ranks: dict[bytes, int], split: str, special: list[str]) -> An
 def byte_alphabet() -> dict[str, int]:
     """Return, by character, the byte that byte-level BPE writes as it; printable ones are written as themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
+        chr(256 + i): byte for i, byte in enumerate(unprintable)
     }
 
 
@@ -152,20 +152,23 @@ def _of_sentencepiece(folder: Path) -> Any:
         tokenizer.save(f"{copy}/tokenizer.json")
         made = load_tokenizer(Path(copy))
     for token_id, token in made.init_kwargs.get("added_tokens_decoder", {}).items():
-        if (found := made.convert_tokens_to_ids(str(token))) != token_id:
+        given_id = made.convert_tokens_to_ids(str(token))
+        if given_id != token_id:
             raise ConfigError(
                 f"{folder}: tokenizer_config.json or added_tokens.json gives the id {token_id} to "
-                f"{str(token)!r}, the vocabulary gives it {found}"
+                f"{str(token)!r}, the vocabulary gives it {given_id}"
             )
     for name, text in names.items():
         if getattr(made, name) is None:
             setattr(made, name, text)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    before, behind = (
-        [text] if config.get(f"add_{name}", default) and (text := getattr(made, name)) else []
-        for name, default in (("bos_token", True), ("eos_token", False))
-    )
+    before = []
+    if config.get("add_bos_token", True) and made.bos_token:
+        before.append(made.bos_token)
+    behind = []
+    if config.get("add_eos_token", False) and made.eos_token:
+        behind.append(made.eos_token)
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single=[*before, "$A", *behind],
         special_tokens=[(text, made.convert_tokens_to_ids(text)) for text in before + behind],

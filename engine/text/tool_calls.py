@@ -97,18 +97,23 @@ def read_tool_calls(
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
-    for each in FORMS if form is None else (form, *(other for other in FORMS if other is not form)):
-        pieces = each.parse(text)
-        calls, rest, problem = list[dict[str, str]](), list[str](), None
+    forms = list(FORMS)
+    if form is not None:
+        forms.sort(key=lambda other: other is not form)
+    for tried in forms:
+        pieces = tried.parse(text)
+        calls = list[dict[str, str]]()
+        outside = list[str]()
+        problem = None
         for piece in pieces:
             call = None if piece.name is None else _call_of(piece, functions, is_cut)
             if isinstance(call, dict):
                 calls.append(call)
             else:
-                rest.append(piece.text)
+                outside.append(piece.text)
                 problem = problem or (call if piece.is_clear else None)
         if calls:
-            return ToolCalls(calls, "".join(rest).strip(), problem)
+            return ToolCalls(calls, "".join(outside).strip(), problem)
         first_problem = first_problem or problem
     return ToolCalls([], text, first_problem)
 
@@ -174,9 +179,8 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
     """Return the JSON object or list that begins at this place of a text, and where it ends; None if there is none."""
     while at < len(text) and text[at].isspace():
         at += 1
-    if not text.startswith(
-        ("{", "["), at
-    ):  # a decoder's error would count the lines of the whole text
+    if not text.startswith(("{", "["), at):
+        # A decoder's error would count the lines of the whole text.
         return None
     try:
         return _DECODER.raw_decode(text, at)
@@ -185,8 +189,8 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _whole_json(text: str) -> Any:
-    found = _value_at(text, 0)
-    return None if found is None or text[found[1] :].strip() else found[0]
+    decoded = _value_at(text, 0)
+    return None if decoded is None or text[decoded[1] :].strip() else decoded[0]
 
 
 def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
@@ -211,7 +215,8 @@ def _spans(
     text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]
 ) -> list[Piece]:
     """Cut a text at the matches of a pattern, and read each match."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     for match in pattern.finditer(text):
         pieces += [Piece(text[at : match.start()]), *read(match)]
         at = match.end()
@@ -223,13 +228,15 @@ def _write_object(name: str, key: str = "arguments") -> tuple[str, str]:
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
 
 
-HERMES, HERMES_CLOSE = "<tool_call>", "</tool_call>"
+HERMES = "<tool_call>"
+HERMES_CLOSE = "</tool_call>"
 _HERMES_END = re.compile(r"\s*(</tool_call>|(?=<tool_call>)|\Z)")
 
 
 def _hermes(text: str) -> list[Piece]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. An end tag may be missing."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while (place := text.find(HERMES, at)) >= 0:
         pieces.append(Piece(text[at:place]))
         value, end = _value_at(text, place + len(HERMES)) or (None, place + len(HERMES))
@@ -278,19 +285,20 @@ def _tagged(
 ) -> list[Piece]:
     """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
     ends = [(end.start(), end.end()) for end in value_end.finditer(text)]
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while call := opening.search(text, at):
         pieces.append(Piece(text[at : call.start()]))
-        arguments, at = dict[str, str](), call.end()
+        arguments = dict[str, str]()
+        at = call.end()
         while pair := key.match(text, at):
             place = bisect_left(ends, (pair.end(), 0))
             if place == len(ends):
                 break
             start, end = ends[place]
             value = text[pair.end() : start]
-            if (
-                opening.search(value) and "</" not in text[start:end]
-            ):  # another call begins before this value ends
+            if opening.search(value) and "</" not in text[start:end]:
+                # Another call begins before this value ends.
                 break
             arguments[pair[1].strip()] = value
             at = end
@@ -304,7 +312,9 @@ def _tagged(
     return [*pieces, Piece(text[at:])]
 
 
-MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL = "[TOOL_CALLS]"
+MISTRAL_ARGUMENTS = "[ARGS]"
+MISTRAL_ID = "[CALL_ID]"
 _MISTRAL_NAME = re.compile(
     r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)"
 )
@@ -312,23 +322,23 @@ _MISTRAL_NAME = re.compile(
 
 def _mistral(text: str) -> list[Piece]:
     """[TOOL_CALLS] before a list of objects, or before each NAME[ARGS]{...}."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while (place := text.find(MISTRAL, at)) >= 0:
         pieces.append(Piece(text[at:place]))
         at = place + len(MISTRAL)
-        named = _MISTRAL_NAME.match(text, at)
-        value_at = named.end() if named else at
+        name_match = _MISTRAL_NAME.match(text, at)
+        value_at = name_match.end() if name_match else at
         value, end = _value_at(text, value_at) or (None, value_at)
         whole = text[place:end]
-        if named:
+        if name_match:
             is_read = value is not None or not text.startswith("{", value_at)
             pieces.append(
-                Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text))
+                Piece(whole, name_match[1] if is_read else "", value, is_closed=end < len(text))
             )
         elif value is not None:
-            pieces += [
-                _json_piece(whole, each) for each in (value if isinstance(value, list) else [value])
-            ]
+            items = value if isinstance(value, list) else [value]
+            pieces += [_json_piece(whole, item) for item in items]
         else:
             pieces.append(Piece(whole, ""))
         at = end
@@ -375,25 +385,28 @@ def _write_deepseek(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
     return f"{calls_begin}{call_begin}{name}{separator}", f"{call_end}{calls_end}"
 
 
-FUNCTOOLS, LISTED, LISTED_CLOSE = "functools[", "<|tool_call|>", "<|/tool_call|>"
+FUNCTOOLS = "functools["
+LISTED = "<|tool_call|>"
+LISTED_CLOSE = "<|/tool_call|>"
 _LISTED = re.compile(r"(?:functools|<\|tool_call\|>|<tool_call>)\s*(?=\[)")
 _LISTED_END = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
 def _listed(text: str) -> list[Piece]:
     """functools[{...}] of Phi-4, <|tool_call|>[{...}] of Phi-4-mini and Granite."""
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while opened := _LISTED.search(text, at):
         pieces.append(Piece(text[at : opened.start()]))
         value, at = _value_at(text, opened.end()) or (None, len(text))
-        if closed := _LISTED_END.match(text, at):
+        closed = _LISTED_END.match(text, at)
+        if closed:
             at = closed.end()
         whole = text[opened.start() : at]
-        pieces += (
-            [_json_piece(whole, each) for each in value]
-            if isinstance(value, list)
-            else [Piece(whole, "")]
-        )
+        if isinstance(value, list):
+            pieces += [_json_piece(whole, item) for item in value]
+        else:
+            pieces.append(Piece(whole, ""))
     return [*pieces, Piece(text[at:])]
 
 
@@ -410,12 +423,13 @@ PYTHON_TAG = "<|python_tag|>"
 def _llama_json(text: str) -> list[Piece]:
     """One or several objects and nothing else. If a tag comes before them, text may come before the tag."""
     before, tag, behind = text.rpartition(PYTHON_TAG)
-    pieces, at = list[Piece](), 0
+    pieces = list[Piece]()
+    at = 0
     while at < len(behind.rstrip()):
         start = at
         value, at = _value_at(behind, at) or (None, len(behind))
         listed = value if isinstance(value, list) and value else [value]
-        pieces += [_json_piece(behind[start:at], each, is_marked=bool(tag)) for each in listed]
+        pieces += [_json_piece(behind[start:at], item, is_marked=bool(tag)) for item in listed]
         while at < len(behind) and (behind[at].isspace() or behind[at] == ";"):
             at += 1
     if all(piece.name for piece in pieces):
@@ -451,8 +465,8 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
     for call in calls.elts:
         assert isinstance(call, ast.Call)
         assert not call.args
-        assert all(each.arg for each in call.keywords)
-        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        assert all(keyword.arg for keyword in call.keywords)
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         yield Piece(text, ast.unparse(call.func), arguments)
 
 

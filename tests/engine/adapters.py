@@ -1,8 +1,9 @@
-"""Random LoRA adapters as PEFT saves them, and the checkpoints that they make when they are merged."""
+"""Random LoRA adapters as PEFT saves them, the checkpoints they make when merged, and what an engine answers."""
 
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine import Completion, Engine, EngineConfig, SamplingParams
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.weights import open_tensors
+from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
+from tests.engine.reference import NUM_NEW_TOKENS, Reference, mixed_prompts
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STRENGTH = 0.3  # of random factors: an answer then differs within a few tokens
+
+SHAPE = Shape("for_adapters", num_heads=4, num_kv_heads=2, attention_bias=True, seed=7)
+GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+NAMES = (None, "all", "attention", "mlp")
+PROMPTS = mixed_prompts(seed=5)[:10]
 
 
 def make_adapter(
@@ -64,3 +73,54 @@ def merge(folder: Path, model: Path, adapter: Path) -> Path:
         tensors[place] = (tensors[place].float() + scale * product).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model, a folder of adapters, and what transformers says of the model with each of them merged."""
+
+    model: Path
+    adapters: Path
+    references: dict[str | None, Reference]
+
+    def config(self, **changes: Any) -> EngineConfig:
+        values: dict[str, Any] = {
+            "dtype": "float32", "max_model_len": 200, "max_num_seqs": 16, "max_num_batched_tokens": 64,
+            "kv_cache_bytes": pool_bytes(SHAPE, 200), "adapters": str(self.adapters),
+        }  # fmt: skip
+        return EngineConfig(str(self.model), **{**values, **changes})
+
+
+def make_stage(root: Path) -> Stage:
+    """Make a random model below `root` with an adapter for each of NAMES."""
+    model = make_checkpoint(root / "model", SHAPE)
+    folder = root / "folder"
+    make_adapter(folder / "all", model, seed=1)
+    make_adapter(folder / "attention", model, seed=2, rank=3, targets=ALL[:4:2] + ALL[3:4])
+    make_adapter(folder / "mlp", model, seed=3, rank=8, targets=("up_proj", "down_proj"))
+    references: dict[str | None, Reference] = {None: Reference(model, PROMPTS)}
+    for name in NAMES[1:]:
+        assert name is not None
+        references[name] = Reference(merge(root / f"{name}-merged", model, folder / name), PROMPTS)
+    return Stage(model, folder, references)
+
+
+def ask(engine: Engine, prompt: list[int], adapter: str | None, **changes: Any) -> Completion:
+    """Return the greedy completion of one prompt."""
+    (completion,) = engine.generate([prompt], replace(GREEDY, adapter=adapter, **changes))
+    return completion
+
+
+def check_answers(stage: Stage, engine: Engine) -> None:
+    """Check each prompt with each adapter, in an order in which neighbours have different ones."""
+    prompts = []
+    params = []
+    for prompt in PROMPTS:
+        for name in NAMES:
+            prompts.append(prompt)
+            params.append(replace(GREEDY, adapter=name))
+    completions = engine.generate(prompts, params)
+    for number, name in enumerate(NAMES):
+        assert stage.references[name].unexplained(completions[number :: len(NAMES)]) == []
+    texts = {tuple(completion.token_ids) for completion in completions[: len(NAMES)]}
+    assert len(texts) == len(NAMES), "the adapters must differ, or this test would see nothing"

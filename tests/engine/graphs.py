@@ -18,7 +18,7 @@ from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePart, StateParts
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels.upload import upload
-from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.gated_delta_net import mix
 from engine.models.decoder import DecoderForCausalLM
 from engine.run.forward.decode_graphs import Replay
 from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces, StateCall
@@ -194,20 +194,16 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     return capture
 
 
-def mix_by_table(
-    x: Tensor,
-    memory: Sequence[Tensor],
-    parts: StateParts,
-    weights: Sequence[Tensor],
-    heads: DeltaHeads,
-) -> Tensor:
-    """Compute delta nets in plain torch by what the table says, as kernels do. Padding gets NaN."""
-    others = [StatePart(*row) for row in parts.table.tolist()]
-    others = [part for part in others if part.target >= 0]
-    decodes = parts.decodes[:0]
-    mixed = mix(x, memory, replace(parts, decodes=decodes, others=others), weights, heads)
+def mix_by_table(x: Tensor, memory: Sequence[Tensor], parts: StateParts, *weights: Any) -> Tensor:
+    """Compute delta nets in plain torch by what the table says, as kernels do. Padding gets NaN.
+
+    weights: what else `mix` of engine.layers.gated_delta_net takes.
+    """
+    listed = [StatePart(*row) for row in parts.table.tolist()]
+    used = [part for part in listed if part.target >= 0]
+    mixed = mix(x, memory, replace(parts, decodes=parts.decodes[:0], others=used), *weights)
     is_padding = torch.ones(len(x), dtype=torch.bool)
-    for part in others:
+    for part in used:
         is_padding[part.start : part.end] = False
     return mixed.masked_fill(is_padding[:, None], torch.nan)
 

@@ -197,44 +197,38 @@ class _WorkerCollector(Collector):
 
     def _batch_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of the engine's batch and its KV cache."""
-        of_model = self._of_model
         point = self._counts.shown.point
-        running = point.num_requests_running
-        waiting = point.num_requests_waiting
-        yield of_model(_GAUGE, "num_requests_running", "Sequences in the batch.", running)
-        yield of_model(
-            _GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", waiting
+        gauges = (
+            ("num_requests_running", "Sequences in the batch.", point.num_requests_running),
+            (
+                "num_requests_waiting",
+                "Sequences that wait in the engine.",
+                point.num_requests_waiting,
+            ),
+            ("max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs),
+            ("kv_cache_usage_perc", "KV cache in use; 1 means all of it.", point.kv_cache_usage),
         )
-        yield of_model(
-            _GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs
-        )
-        yield of_model(
-            _GAUGE,
-            "kv_cache_usage_perc",
-            "KV cache in use; 1 means all of it.",
-            point.kv_cache_usage,
-        )
-        yield of_model(
+        for name, help_text, value in gauges:
+            yield self._of_model(_GAUGE, name, help_text, value)
+        yield self._of_model(
             _COUNTER, "num_preemptions", "Sequences that had to give way.", point.num_preemptions
         )
 
     def _token_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
-        of_model = self._of_model
         point = self._counts.shown.point
-        yield of_model(
-            _COUNTER, "prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens
+        counters = (
+            ("prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", point.generation_tokens),
+            (
+                "prefix_cache_queries",
+                "Tokens of prompts looked up in the prefix cache.",
+                point.prompt_tokens,
+            ),
+            ("prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
         )
-        yield of_model(_COUNTER, "generation_tokens", "Tokens generated.", point.generation_tokens)
-        yield of_model(
-            _COUNTER,
-            "prefix_cache_queries",
-            "Tokens of prompts looked up in the prefix cache.",
-            point.prompt_tokens,
-        )
-        yield of_model(
-            _COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens
-        )
+        for name, help_text, value in counters:
+            yield self._of_model(_COUNTER, name, help_text, value)
 
     def _step_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of the engine's steps."""

@@ -40,7 +40,8 @@ class AdapterLoader:
     """Reads adapters into the layout and the dtype of a model's layers."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._layers = adapted_layers(model)
 
     def load(self, adapter: Adapter) -> dict[nn.Module, LowRank]:
@@ -132,7 +133,9 @@ class _Pair:
         self, module: str, a: CheckpointTensor, b: CheckpointTensor, values: Mapping[str, object]
     ) -> None:
         """values: adapter_config.json."""
-        self.module, self.a, self.b = module, a, b
+        self.module = module
+        self.a = a
+        self.b = b
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise _Misfit(
                 f"{module!r}: lora_A has the shape {list(a.shape)} and lora_B {list(b.shape)}, "
@@ -143,10 +146,10 @@ class _Pair:
 
     def check(self, num_in: int, num_out: int) -> None:
         """Raise _Misfit unless the pair is for a matrix [num_out, num_in]."""
-        found = [self.b.shape[0], self.a.shape[1]]
-        if found != [num_out, num_in]:
+        shape = [self.b.shape[0], self.a.shape[1]]
+        if shape != [num_out, num_in]:
             raise _Misfit(
-                f"{self.module!r}: it is for a weight of shape {found}, and this model's has "
+                f"{self.module!r}: it is for a weight of shape {shape}, and this model's has "
                 f"{[num_out, num_in]}; was it trained on another model?"
             )
 
@@ -164,10 +167,10 @@ def _pairs(
         halves_of_module[half] = tensor
     if not halves:
         raise _Misfit(f"{WEIGHTS} holds no tensors")
-    for module, found in halves.items():
-        if found.keys() != {"lora_A", "lora_B"}:
-            raise _Misfit(f"{module!r} has {' and '.join(found)}, and needs lora_A and lora_B")
-        yield _Pair(module, found["lora_A"], found["lora_B"], values)
+    for module, by_half in halves.items():
+        if by_half.keys() != {"lora_A", "lora_B"}:
+            raise _Misfit(f"{module!r} has {' and '.join(by_half)}, and needs lora_A and lora_B")
+        yield _Pair(module, by_half["lora_A"], by_half["lora_B"], values)
 
 
 def _rows_of(layer: ColumnParallelLinear, shard: str | None) -> Iterator[tuple[slice, Share]]:

@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 # glibc's mallopt parameters (malloc.h) and the values they get.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
 KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
 SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
@@ -43,7 +45,8 @@ def keep_freed_memory() -> None:
 
 def give_back_memory() -> None:
     """Give the kernel the freed memory that this process keeps, as after an engine has closed."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)
 
 
@@ -69,8 +72,8 @@ def _mem_available(meminfo: Path) -> int | None:
         lines = meminfo.read_text().splitlines()
     except OSError:
         return None
-    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, None)
+    available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(available, None)
 
 
 def _headroom(group: Cgroup) -> int | None:
@@ -128,16 +131,14 @@ def divide_pool(
 def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
     """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
 
-    row_bytes: of one state; 0 if the model keeps none.  most, default: of `divide_pool`.
+    row_bytes: of one state; 0 if the model keeps none. most, default: of `divide_pool`.
     """
     if not row_bytes:
         return None
     wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
-    room = (
-        default // 2
-        if config.kv_cache_bytes is None
-        else min(default, most - config.kv_cache_bytes)
-    )
+    room = default // 2
+    if config.kv_cache_bytes is not None:
+        room = min(default, most - config.kv_cache_bytes)
     num_rows = min(wanted, room // row_bytes)
     if num_rows < 1:
         raise ConfigError(

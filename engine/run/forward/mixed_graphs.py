@@ -128,7 +128,8 @@ class MixedGraphs:
         device: torch.device,
     ) -> None:
         """Capture all sizes. forward: ForwardBatch -> hidden states [tokens, hidden_size]."""
-        self._forward, self._backend = forward, backend
+        self._forward = forward
+        self._backend = backend
         self._sizes = sizes
         largest = sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -203,7 +204,8 @@ class _PieceEnd(AttentionBreak):
     """Ends a piece at each attention call."""
 
     def __init__(self, graphs: MixedGraphs, attend: Attend) -> None:
-        self._graphs, self._attend = graphs, attend
+        self._graphs = graphs
+        self._attend = attend
 
     def attend(
         self,
@@ -223,10 +225,11 @@ class _StatePieceEnd(StateBreak):
     """Ends a piece where a layer's states are advanced."""
 
     def __init__(self, graphs: MixedGraphs, attend: Attend) -> None:
-        self._graphs, self._attend = graphs, attend
+        self._graphs = graphs
+        self._attend = attend
 
     def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
-        kept, out = self._graphs.buffers(x, width)
-        kept.copy_(x)
-        self._attend(StateCall(kept, out, compute))
+        x_buffer, out = self._graphs.buffers(x, width)
+        x_buffer.copy_(x)
+        self._attend(StateCall(x_buffer, out, compute))
         return out

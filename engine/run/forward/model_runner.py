@@ -115,7 +115,8 @@ class ModelRunner:
                         self.model.attention_layers, self._kv_dtype, config.block_size
                     )
                 self._allocate()
-            self.backend_name, self.has_graphs = self.backend.name, self._graphs is not None
+            self.backend_name = self.backend.name
+            self.has_graphs = self._graphs is not None
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
@@ -188,7 +189,8 @@ class ModelRunner:
             return batch, rows
         assert self._tower is not None, "without one there are no pictures"
         pictures = self._tower.rows(step.pictures, batch.token_ids)
-        if len(blocks := step.pictures.blocks):
+        blocks = step.pictures.blocks
+        if len(blocks):
             pictures = replace(pictures, attention=with_blocks(step, blocks, self.backend))
         return replace(batch, pictures=pictures), rows
 
@@ -201,7 +203,8 @@ class ModelRunner:
             raise UnsupportedModel("its text part alone is computed")
         with on_device(self.device):
             self._tower = Tower(self.model, reader.placeholder_id, self.device, self.dtype)
-            reader.names, reader.positions = self._tower.names, self._tower.positions
+            reader.names = self._tower.names
+            reader.positions = self._tower.positions
             probe_pictures(
                 reader,
                 self._tower,
@@ -253,7 +256,8 @@ class ModelRunner:
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch
     ) -> Sampled:
         assert rows is not None, "they come with the step"
-        edits, last = sampling.ready_edits(), self._sampled
+        edits = sampling.ready_edits()
+        last = self._sampled
         if edits is not None and last is not None:
             edits = edits.placed(edits.rows, last.places[edits.pending[:, 1]])
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -268,7 +272,7 @@ class ModelRunner:
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self._states_of(torch.cat(rows), batch)
-        ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
+        ends = np.cumsum([len(row_ids) for row_ids in rows])[:-1].tolist()
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
         wanted.keep(logits, np.arange(len(logits)))
@@ -374,7 +378,8 @@ class ModelRunner:
 
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
-        config, num_ranks = self._config, self._tp.size
+        config = self._config
+        num_ranks = self._tp.size
         for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
             most = default = max(0, self._measure_room(self._memory) - for_adapters)
@@ -416,9 +421,8 @@ class ModelRunner:
         before = memory.used_bytes()
         graphs = self._capture_graphs(self._longest), self._capture_mixed_graphs()
         graph_bytes = memory.used_bytes() - before
-        del (
-            graphs
-        )  # their memory counts as taken all the same: graphs over the real pool take as much
+        # Their memory counts as taken all the same: graphs over the real pool take as much.
+        del graphs
         taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES - scratch_bytes
         del self.cache
         return int(memory.total_bytes * self._config.memory_utilization) - taken
@@ -442,7 +446,10 @@ class ModelRunner:
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
         # no closure over self, which the graphs would keep alive
-        model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
+        model = self.model
+        cache = self.cache
+        backend = self.backend
+        tp = self._tp
         tables = self._adapters.tables
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed or model.index_keys:
@@ -495,7 +502,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_mixed_graphs(self) -> MixedGraphs | None:
         """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
-        model, cache, backend = self.model, self.cache, self.backend
+        model = self.model
+        cache = self.cache
+        backend = self.backend
         capture = choose_piece_capture(self._config, backend, self.device)
         if capture is None or model.may_wait or model.index_keys:
             return None
@@ -547,7 +556,7 @@ def choose(
 ) -> None:
     """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
 
-    Only rank 0 has the logits of the whole vocabulary; there the edits change them.  sampled: [any] int64, holds the
+    Only rank 0 has the logits of the whole vocabulary; there the edits change them. sampled: [any] int64, holds the
     edits' pending tokens; it may be `chosen`.
     """
     if tp.rank == 0:

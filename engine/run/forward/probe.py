@@ -24,9 +24,8 @@ NUM_PLACES = 5  # for blocks and states, one for each sequence of each run: none
 #: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
-NUM_ROWS = (
-    8  # successive rows that are compared together: of all rows, a late difference changes few
-)
+# Successive rows that are compared together: of all rows, a late difference changes few.
+NUM_ROWS = 8
 
 Run = Callable[[StepBatch], Tensor]
 
@@ -36,7 +35,8 @@ class Probe:
 
     def __init__(self, vocab_size: int, block_size: int, lengths: Sequence[int]) -> None:
         token_ids = np.arange(1, sum(lengths) + 1, dtype=np.int64) * 7919 % vocab_size
-        self._first, self._second = token_ids[: lengths[0]], token_ids[lengths[0] :]
+        self._first = token_ids[: lengths[0]]
+        self._second = token_ids[lengths[0] :]
         self._block_size = block_size
         self._place_blocks = -(-max(lengths) // block_size)
         self.num_blocks = NUM_PLACES * self._place_blocks
@@ -49,7 +49,8 @@ class Probe:
         run: computes a step; logits [samples, vocabulary].  dtype: of the cache's numbers.
         reference: token ids [tokens] -> logits of all rows by other code, or None.
         """
-        first, second = self._first, self._second
+        first = self._first
+        second = self._second
         half = len(first) // 2
         alone = run(self.step([(first, 0, 0)]))
         other = run(self.step([(second, 0, 1)]))
@@ -91,14 +92,14 @@ class Probe:
         )
 
 
-def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
+def differ(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> bool:
     """Return whether in any group of successive rows most differ; single ones may, by a router's near tie."""
-    expected, found = expected.float(), found.float()
+    expected = expected.float()
+    actual = actual.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    error = (found - expected).square().mean(-1).sqrt() / spread
-    error = error.nan_to_num(torch.inf)[
-        expected.isfinite().all(-1)
-    ]  # rows that overflow even there say nothing
+    error = (actual - expected).square().mean(-1).sqrt() / spread
+    # Rows that overflow even there say nothing.
+    error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]
     if not len(error):
         return False
     return any(

@@ -53,15 +53,17 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     the row of each token; each row has at least one.
     """
     logits = logits.float()
-    totals, own = logits.logsumexp(-1), logits[rows, token_ids]
-    others, ranks = torch.arange(logits.shape[1], device=logits.device), []
-    for part in torch.split(
-        torch.arange(len(rows), device=logits.device), len(logits)
-    ):  # not larger than logits
+    totals = logits.logsumexp(-1)
+    token_logits = logits[rows, token_ids]
+    vocab_ids = torch.arange(logits.shape[1], device=logits.device)
+    ranks = []
+    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):
+        # The numbers of a part are not larger than logits.
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        highest, before = own[part, None], others < token_ids[part, None]
+        highest = token_logits[part, None]
+        before = vocab_ids < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
-    return own - totals[rows], torch.cat(ranks), totals
+    return token_logits - totals[rows], torch.cat(ranks), totals
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -107,15 +109,17 @@ class StepLogprobs:
         self, step: StepBatch, model: CausalModel, tp: TensorParallel, backend: KernelBackend, device: torch.device,
         *, by_row: bool = False,
     ) -> None:  # fmt: skip
-        self._model, self._tp, self._by_row = model, tp, by_row
+        self._model = model
+        self._tp = tp
+        self._by_row = by_row
         self._scores = scores_of(backend)
         self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._device = device
         self._most_rows = piece_rows(model.vocab_size, device)
-        self._sample_tops, self._scored_tops = step.sample_tops[self._wanted], step.scored_tops
-        is_new = (
-            np.diff(step.scored_rows, prepend=-1) != 0
-        )  # several tokens may be scored by one row
+        self._sample_tops = step.sample_tops[self._wanted]
+        self._scored_tops = step.scored_tops
+        # Several tokens may be scored by one row.
+        is_new = np.diff(step.scored_rows, prepend=-1) != 0
         self._places = np.cumsum(is_new) - 1
         self.scored_rows, self._scored_token_ids, self._place_of = upload(
             [step.scored_rows[is_new], step.scored_token_ids, self._places], device
@@ -149,7 +153,8 @@ class StepLogprobs:
                     )
                 )
         for piece, width in cut(self._scored_tops, self._places, self._most_rows):
-            first, last = self._places[piece.start], self._places[piece.stop - 1]
+            first = self._places[piece.start]
+            last = self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
                 rows = self._place_of[piece] - int(first)
@@ -158,7 +163,7 @@ class StepLogprobs:
             return None
         widths, *tensors = zip(*parts, strict=True)
         starts = np.concatenate(([0], np.cumsum(np.concatenate(widths))))
-        return DeviceLogprobs([torch.cat(each) for each in tensors], starts)
+        return DeviceLogprobs([torch.cat(pieces) for pieces in tensors], starts)
 
     def _of_piece(
         self, logits: Tensor, token_ids: Tensor, rows: Tensor, width: int
@@ -169,7 +174,8 @@ class StepLogprobs:
         """
         logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
-        highest, ids = logits[:, :0].float(), token_ids.new_empty((len(logits), 0))
+        highest = logits[:, :0].float()
+        ids = token_ids.new_empty((len(logits), 0))
         if width:
             numbers = logits.float()
             highest, ids = (

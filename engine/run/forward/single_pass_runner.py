@@ -46,7 +46,8 @@ class SinglePassRunner:
     Raises ConfigError and its subclasses for whatever cannot be loaded.
     """
 
-    backend_name, has_graphs = "torch", False
+    backend_name = "torch"
+    has_graphs = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
         refuse_options(config, model_config.architecture)
@@ -136,18 +137,18 @@ class SinglePassRunner:
 
     def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
         together = torch.tensor_split(
-            self.model(texts), np.cumsum([len(each) for each in alone])[:-1].tolist()
+            self.model(texts), np.cumsum([len(states) for states in alone])[:-1].tolist()
         )
         return any(
-            self._differ(one.float(), found.float())
-            for one, found in zip(alone, together, strict=True)
+            self._differ(one.float(), other.float())
+            for one, other in zip(alone, together, strict=True)
         )
 
-    def _differ(self, expected: Tensor, found: Tensor) -> bool:
+    def _differ(self, expected: Tensor, actual: Tensor) -> bool:
         if not bool(expected.isfinite().all()):
             return False
         size = expected.square().mean().sqrt().clamp_min(1e-3)
-        return not bool((found - expected).square().mean().sqrt() <= TOLERANCE[self.dtype] * size)
+        return not bool((actual - expected).square().mean().sqrt() <= TOLERANCE[self.dtype] * size)
 
 
 def refuse_options(config: EngineConfig, name: str) -> None:
@@ -159,7 +160,7 @@ def refuse_options(config: EngineConfig, name: str) -> None:
         ("deterministic", False),
     ):
         if getattr(config, option) != default:
-            found = f"{option}={getattr(config, option)!r}"
+            setting = f"{option}={getattr(config, option)!r}"
             raise ConfigError(
-                f"{found} is not built for {name}, which reads texts in one pass; leave it out"
+                f"{setting} is not built for {name}, which reads texts in one pass; leave it out"
             )

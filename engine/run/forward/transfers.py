@@ -25,7 +25,8 @@ def to_device(
 
     sampled: the tokens of the step launched before, for the pending rows.
     """
-    pending, places = step.pending_rows, step.pending_samples
+    pending = step.pending_rows
+    places = step.pending_samples
     if len(pending):
         assert sampled is not None, "only a step that follows another has pending rows"
         places = sampled.places[places]
@@ -88,9 +89,11 @@ def pool(
         elif mode == "max":
             pooled.append(torch.stack([part.amax(0) for part in parts]).float())
         elif mode == "weightedmean":
-            own = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
+            part_weights = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
             pooled.append(
-                torch.stack([(part * w).sum(0) for part, w in zip(parts, own, strict=True)])
+                torch.stack(
+                    [(part * w).sum(0) for part, w in zip(parts, part_weights, strict=True)]
+                )
             )
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
@@ -103,8 +106,10 @@ class DeviceTokens(PendingTokens):
     def __init__(
         self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
     ) -> None:
-        token_ids, self._places = sampled.token_ids, sampled.places
-        self._logprobs, self._has_pooled = logprobs, pooled is not None
+        token_ids = sampled.token_ids
+        self._places = sampled.places
+        self._logprobs = logprobs
+        self._has_pooled = pooled is not None
         said = [] if logprobs is None else logprobs.tensors
         tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
         self._event: torch.cuda.Event | None = None

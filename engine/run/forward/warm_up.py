@@ -23,25 +23,27 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     same; single decodes at halving contexts, which a backend may cut into more pieces; and short prompts, whose
     products may have tiles of their own.
     """
-    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    share, rest = divmod(num_tokens, num_seqs)
-    prompts = [min(share + (i < rest), max_model_len) for i in range(num_seqs)]
+    num_tokens = config.max_num_batched_tokens
+    num_seqs = config.max_num_seqs
+    share, remainder = divmod(num_tokens, num_seqs)
+    prompts = [min(share + (i < remainder), max_model_len) for i in range(num_seqs)]
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)
+    longest_chunk = min(num_tokens, max_model_len)
+    lens = [
+        (prompts, prompts),
+        ([longest_chunk], [max_model_len]),
+        ([1] * num_seqs, [max_model_len] * num_seqs),
+    ]
+    for context in contexts:
+        lens.append(([1], [context]))
+    for length in SHORT_PROMPTS:
+        if length <= longest_chunk:
+            lens.append(([length], [length]))
     steps = [
         make_step(query_lens, context_lens, config.block_size, num_blocks)
-        for query_lens, context_lens in (
-            (prompts, prompts),
-            ([min(num_tokens, max_model_len)], [max_model_len]),
-            ([1] * num_seqs, [max_model_len] * num_seqs),
-            *(([1], [context]) for context in contexts),
-            *(
-                ([length], [length])
-                for length in SHORT_PROMPTS
-                if length <= min(num_tokens, max_model_len)
-            ),
-        )
+        for query_lens, context_lens in lens
     ]
     longest_decodes = steps[2]
     same_blocks = np.repeat(longest_decodes.block_tables[:1], num_seqs, axis=0)
@@ -62,8 +64,10 @@ def make_step(
     query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int
 ) -> StepBatch:
     """Make a step of the last query_lens[i] of context_lens[i] tokens; all sample, and share blocks and a state."""
-    lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
-    ends, tokens = np.cumsum(lens), np.arange(lens.sum())
+    lens = np.array(query_lens, np.int64)
+    contexts = np.array(context_lens, np.int64)
+    ends = np.cumsum(lens)
+    tokens = np.arange(lens.sum())
     shape = len(lens), -(-int(contexts.max()) // block_size)
     return StepBatch(
         token_ids=np.zeros_like(tokens),
@@ -88,9 +92,11 @@ def whole_parts(
 
 def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
     """Return the batch twice: with one ban, which changes logits in place, and with all kinds of edits in each row."""
-    parts, num_rows = EditParts(), len(sampling.values)
+    parts = EditParts()
+    num_rows = len(sampling.values)
     ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
-    mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)
+    mask = token_mask([0], vocab_size)
+    token = np.zeros(1, np.int64)
     for row in range(num_rows):
         parts.allow(row, mask)
         parts.penalize(row, (1.0, 1.0, 2.0), np.ones((1, 2), np.int32))

@@ -127,7 +127,8 @@ class Completions:
     """Makes completions of finished sequences: their texts, reasoning and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
-        self._tokenizer, self._reasoner = tokenizer, reasoner
+        self._tokenizer = tokenizer
+        self._reasoner = reasoner
         self._tool_calls = ToolCallReader(tokenizer)
 
     def of(self, seq: Sequence) -> Completion:

@@ -23,7 +23,7 @@ Params = TypeVar("Params")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What an engine has loaded. Kinds of requests take from it what they need.
+    """A model and its parts as an engine has loaded them. Kinds of requests take from it what they need.
 
     generates: the model has an LM head. classes, pooling: None if the checkpoint has none.
     keys_of: returns the keys of the full blocks of token ids.

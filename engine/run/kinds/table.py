@@ -22,5 +22,5 @@ class RequestKinds(dict[type[Any], RequestKind[Any]]):
         super().__init__({kind.params: kind(loaded) for kind in ALL_KINDS})
 
     def __missing__(self, params_class: type[Any]) -> NoReturn:
-        names = ", ".join(each.__name__ for each in self)
+        names = ", ".join(kind.__name__ for kind in self)
         raise InvalidSampling(f"params must be one of {names}, got {params_class.__name__}")

@@ -24,7 +24,7 @@ from engine.attention.base import AttentionMetadata, Lens
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
-from engine.attention.state_pool import StateParts, StatePool
+from engine.attention.state_pool import StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend, TritonMetadata
 from engine.checkpoint.model_config import ModelConfig, read_model_config
@@ -32,7 +32,7 @@ from engine.checkpoint.packed_form import PackedForm
 from engine.checkpoint.quantization import Scheme
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
-from engine.layers.gated_delta_net import DeltaHeads, mix
+from engine.layers.gated_delta_net import mix
 from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.lora import Block, LowRank
@@ -109,7 +109,7 @@ class CheckedBackend(TritonBackend):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        def reference(query: Tensor, *rest: Any) -> Tensor:
+        def reference(query: Tensor, *arguments: Any) -> Tensor:
             return self._plain.forward(query, cache, self._plain_metadata, features, sinks, slopes)
 
         assert isinstance(metadata, TritonMetadata)
@@ -169,7 +169,8 @@ class CheckedBackend(TritonBackend):
         assert self.layer_kernels is not None
         assert self.layer_kernels.packed is not None
         kernels = self.layer_kernels.packed
-        in_features, out_features = layer.in_features, layer.out_features
+        in_features = layer.in_features
+        out_features = layer.out_features
         group = in_features if form.group is None else form.group
         block = kernels.block(form.kind, group)
         if block is None or in_features % group:
@@ -191,7 +192,8 @@ class CheckedBackend(TritonBackend):
         assert self.layer_kernels.packed is not None
         kernels = self.layer_kernels.packed
         num_experts = experts.experts.num_experts
-        hidden, columns = experts.hidden_size, experts.columns.length
+        hidden = experts.hidden_size
+        columns = experts.columns.length
         generator = torch.Generator().manual_seed(0)
         for in_features, out_features in ((hidden, 2 * columns), (columns, hidden)):
             group = in_features if form.group is None else form.group
@@ -233,7 +235,8 @@ class CheckedBackend(TritonBackend):
                 ]
                 x = torch.randn(num_rows, layer.in_features, generator=generator)
                 y = torch.randn(num_rows, layer.out_features, generator=generator)
-                x, y = x.to(self._device, dtype), y.to(self._device, dtype)
+                x = x.to(self._device, dtype)
+                y = y.to(self._device, dtype)
                 self._comparison.run(
                     "products of adapters",
                     tables.sort(numbers.to(self._device)).add_to,
@@ -275,7 +278,8 @@ def _fill_randomly(
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
     """Return the kernels with each launch compared."""
-    experts, packed = kernels.experts, kernels.packed
+    experts = kernels.experts
+    packed = kernels.packed
     assert experts is not None
     assert packed is not None
     assert packed.grouped_product is not None
@@ -297,20 +301,11 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
         )
         return queries
 
-    def delta_net(
-        x: Tensor,
-        memory: Sequence[Tensor],
-        parts: StateParts,
-        weights: Sequence[Tensor],
-        heads: DeltaHeads,
-    ) -> Tensor:
+    def delta_net(*arguments: Any) -> Tensor:
         assert kernels.delta_net is not None
+        memory: Sequence[Tensor] = arguments[1]
         mixed: Tensor = comparison.run(
-            "delta net",
-            kernels.delta_net,
-            mix,
-            (x, memory, parts, weights, heads),
-            changed=list(memory),
+            "delta net", kernels.delta_net, mix, arguments, changed=list(memory)
         )
         return mixed
 
@@ -362,7 +357,8 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
 
     announce: is told each kernel's name before a launch. Raises KernelDiffers, or what a launch raises.
     """
-    device, dtype = torch.device(model.device), getattr(torch, model.dtype)
+    device = torch.device(model.device)
+    dtype = getattr(torch, model.dtype)
     config = read_model_config(Path(model.folder))
     decoder = choose_path(config, "native").decoder
     assert decoder is not None, "a native model has one"
@@ -421,7 +417,7 @@ def _packed_experts(
     config: ModelConfig, model: nn.Module
 ) -> Iterator[tuple[PackedForm, ExpertMLPs]]:
     """Yield the forms in which experts' weights stay packed, with a layer's experts."""
-    experts = next((each for each in model.modules() if isinstance(each, ExpertMLPs)), None)
+    experts = next((module for module in model.modules() if isinstance(module, ExpertMLPs)), None)
     if config.quantization is None or experts is None:
         return
     for scheme in config.quantization.schemes:

@@ -49,9 +49,9 @@ class KernelComparison:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-        found = [*_tensors(result)[: len(expected) - len(changed)], *changed]
+        computed = [*_tensors(result)[: len(expected) - len(changed)], *changed]
         limit = self._tolerance if tolerance is None else tolerance
-        for place, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+        for place, (value, wanted) in enumerate(zip(computed, expected, strict=True)):
             difference = _difference(value, wanted)
             if not difference <= limit:
                 raise KernelDiffers(
@@ -68,17 +68,17 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(computed: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two rows over the row's length; infinity for another shape or a NaN."""
-    if found.shape != expected.shape:
+    if computed.shape != expected.shape:
         return float("inf")
-    if not found.is_floating_point():
-        return 0.0 if torch.equal(found, expected) else float("inf")
+    if not computed.is_floating_point():
+        return 0.0 if torch.equal(computed, expected) else float("inf")
 
-    found = found.float().flatten(0, -2) if found.dim() > 1 else found.float()
-    expected = expected.float().view(found.shape)
-    same_infinity = (found == expected) & expected.isinf()
-    difference = (found - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
+    computed = computed.float().flatten(0, -2) if computed.dim() > 1 else computed.float()
+    expected = expected.float().view(computed.shape)
+    same_infinity = (computed == expected) & expected.isinf()
+    difference = (computed - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
     length = expected.masked_fill(expected.isinf(), 0.0).norm(dim=-1)
     shortest = 1e-3 * float(length.max()) if length.numel() else 0.0
     ratio = difference / length.clamp_min(max(shortest, 1e-30))

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """What decides which kernels a model launches, and on which shapes.
+    """The values that decide which kernels a model launches, and on which shapes.
 
     folder: the checkpoint's. tensor_parallel_size: the ranks that share the model; the shapes are those of the first.
     has_adapters: whether requests may name adapters.
@@ -57,7 +57,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """What is wrong with a kernel. kernel: None if the check ended before the first one was launched."""
+    """A fault of a kernel. kernel: None if the check ended before the first one was launched."""
 
     kernel: str | None
     problem: str

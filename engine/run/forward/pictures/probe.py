@@ -37,12 +37,12 @@ def probe_pictures(
     text = reader.text_of(["a ", pictures[0], " b c ", pictures[1], " d"])
     try:
         inputs = reader.joint_inputs(text, pictures)
-        found = inputs.pop("input_ids")[0]
-        token_ids, prompt = reader.read(text, pictures, lambda _: found.tolist())
+        prompt_ids = inputs.pop("input_ids")[0]
+        token_ids, prompt = reader.read(text, pictures, lambda _: prompt_ids.tolist())
         for picture in prompt.seen:
             tower.look(picture)
-        told = {name: tower.to_device(each) for name, each in inputs.items()}
-        expected = tower.model.reference_logits(found.to(tower.device), **told)
+        options = {name: tower.to_device(tensor) for name, tensor in inputs.items()}
+        expected = tower.model.reference_logits(prompt_ids.to(tower.device), **options)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -69,7 +69,7 @@ def probe_pictures(
         (limits, True),
     ):
         try:
-            _, prompt = reader.read(text, pictures, lambda _: found.tolist())
+            _, prompt = reader.read(text, pictures, lambda _: prompt_ids.tolist())
         except InvalidPrompt as error:
             raise UnsupportedModel(f"pictures cannot be tried: {error}") from error
         middle = prompt.whole_until(int(prompt.rows[len(prompt.rows) // 2 + 1]))

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_KNOWN = 1 << 16  # pictures whose id in block keys is remembered
 MAX_ERROR_CHARS = 300
-LEFT, RIGHT = "before", "behind"  # texts around a picture, to see what a chat template puts between
+# Texts around a picture, to see what a chat template puts between.
+LEFT = "before"
+RIGHT = "behind"
 
 Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64] | None]
 
@@ -104,24 +106,22 @@ class PictureReader:
             raise InvalidPrompt(
                 f"{self.mark!r} stands for a picture: {len(texts) - 1} in the text, {len(seen)} came"
             )
-        expanded = [
-            each
-            for picture, behind in zip(seen, texts[1:], strict=True)
-            for each in (picture.text, behind)
-        ]
-        token_ids = encode("".join([texts[0], *expanded]))
+        expanded = [texts[0]]
+        for picture, behind in zip(seen, texts[1:], strict=True):
+            expanded.append(picture.text)
+            expanded.append(behind)
+        token_ids = encode("".join(expanded))
         rows = np.flatnonzero(np.array(token_ids) == self.placeholder_id)
         if len(rows) != sum(picture.num_rows for picture in seen):
             raise InvalidPrompt(
                 f"{self._placeholder!r} is in the text, or the text changes a picture's own tokens"
             )
         key_ids = list(token_ids)
-        for row, key_id in zip(
-            rows.tolist(), (each.key_id for each in seen for _ in range(each.num_rows)), strict=True
-        ):
+        row_key_ids = [picture.key_id for picture in seen for _ in range(picture.num_rows)]
+        for row, key_id in zip(rows.tolist(), row_key_ids, strict=True):
             key_ids[row] = key_id
         sizes = {
-            name: torch.cat([each.sizes[name] for each in seen])
+            name: torch.cat([picture.sizes[name] for picture in seen])
             for name in (seen[0].sizes if seen else ())
         }
         try:
@@ -142,7 +142,8 @@ class PictureReader:
         ends = np.append(firsts[1:], len(rows))
         blocks = np.stack((rows[firsts], rows[ends - 1] + 1), axis=1)
         most, last = self.block_limits
-        if len(np.setdiff1d(np.cumsum([0, *(each.num_rows for each in seen)])[:-1], firsts)):
+        picture_bounds = np.cumsum([0, *(picture.num_rows for picture in seen)])
+        if len(np.setdiff1d(picture_bounds[:-1], firsts)):
             raise InvalidPrompt(
                 "this model sees pictures without a text between them as one: put a text there"
             )
@@ -167,9 +168,9 @@ class PictureReader:
     def _see(self, picture: Picture) -> SeenPicture:
         name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
         with self._lock:
-            found = self._known.get(name)
-        if found is not None:
-            return found
+            known = self._known.get(name)
+        if known is not None:
+            return known
         made = self._process(picture, name)
         with self._lock:
             return self._known.setdefault(name, made)
@@ -209,10 +210,10 @@ def _placeholder_id(folder: Path) -> int:
     config: Any = AutoConfig.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False
     )
-    found: int = (
+    token_id: int = (
         config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
     )
-    return found
+    return token_id
 
 
 def _images(pictures: list[Picture]) -> list[Any]:
@@ -238,9 +239,13 @@ def open_processor(folder: Path) -> Any:
         for name in (*FILES, "tokenizer_config.json")
         if (folder / name).is_file()
     }
-    named = [values["processor_class"] for values in said.values() if values.get("processor_class")]
-    named.append(auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"]))
-    kind: Any = getattr(transformers, named[0])
+    class_names = [
+        values["processor_class"] for values in said.values() if values.get("processor_class")
+    ]
+    class_names.append(
+        auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"])
+    )
+    kind: Any = getattr(transformers, class_names[0])
     values = said.get(FILES[1], {})
     values.pop("audio_tokenizer", None)  # it names a model that would be loaded from anywhere
     parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
@@ -261,7 +266,9 @@ def find_reader(
     try:
         classes = vars(sys.modules[class_of(model.whole or model.architecture).__module__]).values()
         if not any(
-            hasattr(each, "get_image_features") for each in classes if isinstance(each, type)
+            hasattr(model_class, "get_image_features")
+            for model_class in classes
+            if isinstance(model_class, type)
         ):
             return model, path, None
         reader = PictureReader(folder)

@@ -19,7 +19,8 @@ from engine.schedule.pictures import SeenPicture, StepPictures
 
 MAX_KEPT_BYTES = 1 << 29  # features of pictures that no request needs any more
 GIVEN = "mm_encoder_outputs"  # the argument by which a body takes a tower's output
-ROWS, BY_LAYER = "pooler_output", "deepstack_features"
+ROWS = "pooler_output"
+BY_LAYER = "deepstack_features"
 
 
 class _Form(NamedTuple):
@@ -32,11 +33,13 @@ class _Form(NamedTuple):
     def output(self, features: list[Tensor]) -> Any:
         """Write features, [rows, hidden] each, as the tower would."""
         rows, *layers = features
-        written: dict[str, Any] = {
-            ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]
-        }
+        written: dict[str, Any] = {ROWS: [rows]}
+        if self.num_dims == 2:
+            written[ROWS] = rows
+        elif self.num_dims:
+            written[ROWS] = rows[None]
         if self.has_layers:
-            written[BY_LAYER] = [[each] for each in layers]
+            written[BY_LAYER] = [[layer] for layer in layers]
         return self.kind(**written)
 
 
@@ -51,7 +54,8 @@ class Tower:
         dtype: torch.dtype,
     ) -> None:
         """Raise UnsupportedModel if the model takes features in another way."""
-        self.model, self._body = model, cast(Any, model.body)
+        self.model = model
+        self._body = cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if (
             self._compute is None
@@ -60,7 +64,9 @@ class Tower:
             raise UnsupportedModel(
                 f"{type(self._body).__name__} of transformers {version('transformers')} takes no features of pictures"
             )
-        self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
+        self._placeholder_id = placeholder_id
+        self.device = device
+        self._dtype = dtype
         self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
         self._kept_bytes = 0
         self._form: _Form | None = None
@@ -71,8 +77,8 @@ class Tower:
         """The tokens of the model's shortest window, or None."""
         windows = [
             size
-            for each in self.model.attention_layers
-            for size in (each.window, each.chunk)
+            for layer in self.model.attention_layers
+            for size in (layer.window, layer.chunk)
             if size is not None
         ]
         return min(windows, default=None)
@@ -92,16 +98,18 @@ class Tower:
         """Return the tokens' positions, [3, tokens]; None for a model whose tokens have one position each."""
         if not self.has_positions:
             return None
-        told = {
+        values_by_name = {
             "input_ids": token_ids,
             "mm_token_type_ids": kinds,
             "attention_mask": [1] * len(token_ids),
         }
         known = inspect.signature(self._body.get_rope_index).parameters
-        rows = {name: torch.tensor([values]) for name, values in told.items() if name in known}
+        rows = {
+            name: torch.tensor([values]) for name, values in values_by_name.items() if name in known
+        }
         positions, _ = self._body.get_rope_index(**rows, **sizes)
-        found: NDArray[np.int64] = positions[:, 0].numpy()
-        return found
+        columns: NDArray[np.int64] = positions[:, 0].numpy()
+        return columns
 
     @torch.inference_mode()
     def look(self, picture: SeenPicture) -> None:
@@ -112,13 +120,14 @@ class Tower:
             output = self._compute(**inputs, return_dict=True)
             layers = getattr(output, BY_LAYER, None)
             features = [_flat(values) for values in (output[ROWS], *(layers or ()))]
-            if any(len(each) != picture.num_rows for each in features):
+            if any(len(part) != picture.num_rows for part in features):
                 raise UnsupportedModel(
                     f"{len(features[0])} features came for {picture.num_rows} places"
                 )
             num_dims = 0 if isinstance(output[ROWS], (list, tuple)) else output[ROWS].ndim
             self._form = _Form(type(output), num_dims, layers is not None)
-            picture.features, picture.inputs = features, None
+            picture.features = features
+            picture.inputs = None
         self._keep(picture)
 
     def rows(self, step: StepPictures, token_ids: Tensor) -> PictureRows:
@@ -136,12 +145,15 @@ class Tower:
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
         if len(places) > len(step.rows):  # the model has generated some, which stand for no picture
             (rows,) = upload([step.rows], self.device)
-            own = self._body.get_input_embeddings()(token_ids[places])
-            wholes = [own, *(each.new_zeros(len(places), each.shape[1]) for each in features[1:])]
+            embedded = self._body.get_input_embeddings()(token_ids[places])
+            wholes = [
+                embedded,
+                *(part.new_zeros(len(places), part.shape[1]) for part in features[1:]),
+            ]
             at = torch.searchsorted(places, rows)
             features = [
-                whole.index_copy(0, at, each.to(whole.dtype))
-                for whole, each in zip(wholes, features, strict=True)
+                whole.index_copy(0, at, part.to(whole.dtype))
+                for whole, part in zip(wholes, features, strict=True)
             ]
         assert self._form is not None, "there are features"
         return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
@@ -171,4 +183,4 @@ def _flat(values: Any) -> Tensor:
 
 def _num_bytes(picture: SeenPicture) -> int:
     assert picture.features is not None
-    return sum(each.nbytes for each in picture.features)
+    return sum(part.nbytes for part in picture.features)

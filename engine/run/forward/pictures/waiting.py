@@ -24,19 +24,21 @@ class PictureQueue:
     def add(self, seq: Sequence) -> None:
         """Have a sequence wait for its pictures' features."""
         seq.status = SequenceStatus.HELD
-        insort(self._waiting, seq, key=lambda each: each.lane)
+        insort(self._waiting, seq, key=lambda waiting: waiting.lane)
 
     def look(self) -> list[Sequence]:
         """Compute pictures for about MAX_SECONDS, one at least; return sequences that are ready, or have failed."""
         self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
-        began, last = time.perf_counter(), 0.0
-        found: list[Sequence] = []
+        began = time.perf_counter()
+        last = 0.0
+        looked_at: list[Sequence] = []
         while self._waiting:
             seq = self._waiting[0]
-            if sum(each.lane <= seq.lane for each in (*self._ready, *found)) >= MAX_READY:
+            if sum(other.lane <= seq.lane for other in (*self._ready, *looked_at)) >= MAX_READY:
                 break
             assert seq.pictures is not None
-            missing = next((each for each in seq.pictures.seen if each.features is None), None)
+            pictures = seq.pictures.seen
+            missing = next((picture for picture in pictures if picture.features is None), None)
             if missing is not None and seq.status is SequenceStatus.HELD:
                 elapsed = time.perf_counter() - began
                 if last and elapsed + last > MAX_SECONDS:
@@ -50,8 +52,8 @@ class PictureQueue:
                     continue
             del self._waiting[0]
             if seq.status is SequenceStatus.HELD:
-                found.append(seq)
+                looked_at.append(seq)
                 for picture in seq.pictures.seen if seq.error is None else ():
                     self._tower.look(picture)  # marks it as used last
-        self._ready += [seq for seq in found if seq.error is None]
-        return found
+        self._ready += [seq for seq in looked_at if seq.error is None]
+        return looked_at
