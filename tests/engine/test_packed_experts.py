@@ -1,5 +1,7 @@
 """Experts whose weights stay in 4 or 8 bits: their products, their share on each rank, and the memory they take."""
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from engine.layers.moe import ExpertMLPs
 from engine.layers.packed import PackedLayout
 from engine.models.load import read_supported
 from engine.run.check_up import loaded_bytes
+from engine.run.forward.warm_up import warm_up_steps
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.paged import DEVICE
 from tests.engine.quantizers import (
@@ -104,6 +107,43 @@ def test_each_row_meets_the_weight_of_its_expert(
                 total += added.double()[experts].abs()
             allowed = CLOSE[dtype] * expected.abs() + 1e-5 * total
             assert ((found.double() - expected).abs() <= allowed).all(), counts
+
+
+def test_experts_are_laid_out_one_at_a_time() -> None:
+    """The copies of all experts together would double, at the start, what a layer takes."""
+    kernels = packed_kernels()
+    layout = PackedLayout(PackedForm("int4", 32, torch.float16), 32)
+    copies: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def lay_out(*parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        alive.append(sum(copy() is not None for copy in copies))
+        laid_out = kernels.lay_out(*parts)
+        copies.append(weakref.ref(laid_out[0]))
+        return laid_out
+
+    layer = PackedGroupedLinear(layout, EXPERTS, 64, 64, replace(kernels, lay_out=lay_out))
+    layer.finish_loading()
+    assert len(alive) == EXPERTS
+    assert max(alive) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_chosen", "num_experts"), [(2, 8), (4, 32), (4, 128), (8, 128), (10, 512)]
+)
+def test_a_start_compiles_every_tile_of_packed_experts(num_chosen: int, num_experts: int) -> None:
+    """Otherwise the first step of such a size waits for the compiler while the engine serves."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.kernels.products.packed_product import choose_tile
+
+    asked = EngineConfig("any", max_num_seqs=256, max_num_batched_tokens=8192)
+    steps = warm_up_steps(asked, max_model_len=4096, num_blocks=512)
+
+    def tiles(numbers_of_tokens: Iterable[int]) -> set[tuple[int, ...]]:
+        rows = (-(-number * num_chosen // num_experts) for number in numbers_of_tokens)
+        return {choose_tile(each, block=32, itemsize=2) for each in rows}
+
+    assert tiles(len(step.token_ids) for step in steps) == tiles(range(1, 8193))
 
 
 def test_experts_in_mxfp4_take_a_third_of_the_memory_of_bfloat16() -> None:
