@@ -154,7 +154,7 @@ def test_fewer_places_than_adapters_are_used_in_turn(
 
         monkeypatch.setattr(runner, "load_adapter", note)
         check_answers(stage, built)
-        assert len(runner._adapters) == 2
+        assert len(runner._adapters._products) == 2
         assert len(loads) < len(PROMPTS) / 2, "rows of loaded adapters go before the one that waits"
         ask(built, [5, 6], "all")
         ask(built, [5, 6], "mlp")
