@@ -81,11 +81,10 @@ class LowRankTables:
         self._numbers.add(number)
 
     def drop(self, number: int) -> None:
-        """Forget an adapter: its numbers are 0 in every table."""
-        if number in self._numbers:
-            self._numbers.remove(number)
-            for table in self._tables.values():
-                table.addresses[number] = 0
+        """Forget an adapter, even one that was entered in part: its numbers are 0 in every table."""
+        self._numbers.discard(number)
+        for table in self._tables.values():
+            table.addresses[number] = 0
 
     def hold(self, numbers: NDArray[np.int64]) -> bool:
         """Return whether all these adapters are in the tables. Negative numbers stand for none."""
