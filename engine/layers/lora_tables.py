@@ -71,7 +71,7 @@ class LowRankTables:
         return self._num_adapters
 
     def put(self, number: int, products: Mapping[nn.Module, LowRank]) -> None:
-        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds."""
+        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds; see `hold`."""
         for layer, product in products.items():
             num_blocks = self._tables[layer].scales.shape[1]
             if len(product.a) > MOST_RANKS or len(product.blocks) > num_blocks:
