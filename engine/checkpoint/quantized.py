@@ -16,11 +16,8 @@ from engine.checkpoint.quantization import Quantization, Scheme
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import MissingWeights, WeightMismatch
 
-AT_ONCE = (
-    1 << 20
-)  # weights that are unpacked together: their temporaries stay in the processor's cache
-
-
+#: Weights that are unpacked together: their temporaries stay in the processor's cache.
+AT_ONCE = 1 << 20
 #: By safetensors' dtype: the dtype in which scales stay. Others become float32.
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 NAN_MAGNITUDE = 0x7F  # of e4m3

@@ -15,7 +15,9 @@ BLOCK_FIELDS = 5
 class LayerTable(NamedTuple):
     """The matrices of all loaded adapters for one linear layer.
 
-    Blocks are the matrices that are stacked in the layer. Where an adapter changes nothing, its numbers are 0.
+    A block is an adapter's product for one of the matrices that are stacked in the layer. Each adapter has its blocks
+    in an order of its own. Fields of blocks that an adapter lacks are 0, and so are all fields of one that is not
+    loaded; their scales may be stale.
 
     addresses: [adapters, HEAD_FIELDS + BLOCK_FIELDS * blocks] int64.  scales: [adapters, blocks] float32.
     most_rows: the rows of the largest block.

@@ -123,9 +123,13 @@ class PackedGroupedLinear(nn.Module):
 
     def finish_loading(self) -> None:
         """Lay each expert's weight out as the kernel reads it."""
-        laid_out = [
-            self.kernels.lay_out(*expert)
-            for expert in zip(self.words.data, self.scales.data, self.zeros.data, strict=True)
-        ]
-        words, scales, zeros = (torch.stack(parts) for parts in zip(*laid_out, strict=True))
-        self.words, self.scales, self.zeros = map(frozen, (words, scales, zeros))
+        # one at a time: a copy of each in a list would take all their memory once more
+        laid_out: list[Tensor] = []
+        stored = zip(self.words.data, self.scales.data, self.zeros.data, strict=True)
+        for i, expert in enumerate(stored):
+            parts = self.kernels.lay_out(*expert)
+            if not laid_out:
+                laid_out = [part.new_empty(len(self.words), *part.shape) for part in parts]
+            for of_all, part in zip(laid_out, parts, strict=True):
+                of_all[i] = part
+        self.words, self.scales, self.zeros = map(frozen, laid_out)

@@ -71,7 +71,7 @@ class LowRankTables:
         return self._num_adapters
 
     def put(self, number: int, products: Mapping[nn.Module, LowRank]) -> None:
-        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds."""
+        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds; see `hold`."""
         for layer, product in products.items():
             num_blocks = self._tables[layer].scales.shape[1]
             if len(product.a) > MOST_RANKS or len(product.blocks) > num_blocks:
@@ -81,11 +81,10 @@ class LowRankTables:
         self._numbers.add(number)
 
     def drop(self, number: int) -> None:
-        """Forget an adapter: its numbers are 0 in every table."""
-        if number in self._numbers:
-            self._numbers.remove(number)
-            for table in self._tables.values():
-                table.addresses[number] = 0
+        """Forget an adapter, even one that was entered in part: its numbers are 0 in every table."""
+        self._numbers.discard(number)
+        for table in self._tables.values():
+            table.addresses[number] = 0
 
     def hold(self, numbers: NDArray[np.int64]) -> bool:
         """Return whether all these adapters are in the tables. Negative numbers stand for none."""

@@ -1,7 +1,9 @@
 """Adapters on GPUs: two launches a layer for the rows of all adapters, within CUDA graphs."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,39 @@ def test_an_adapter_of_more_ranks_than_a_table_holds_multiplies_by_itself() -> N
     assert not tables.hold(np.array([0, 1]))
     tables.drop(0)
     assert not tables.hold(np.array([0]))
+
+
+def test_nothing_stays_of_an_adapter_that_is_entered_only_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its matrices are freed, so the next adapter of that number must not find their addresses."""
+    generator = torch.Generator().manual_seed(0)
+    layers = layers_of(torch.float32)
+    tables = make_tables(layers, 2)
+    products = {layer: low_rank_of(layer, [4], torch.float32, generator) for layer in layers}
+    enter = lora_tables._enter
+    monkeypatch.setattr(lora_tables, "_enter", raise_behind(enter, num_calls=1))
+    with pytest.raises(RuntimeError):
+        tables.put(0, products)
+    monkeypatch.setattr(lora_tables, "_enter", enter)
+    tables.drop(0)
+    tables.put(0, {layers[1]: products[layers[1]]})
+    x = torch.randn(3, layers[0].in_features, device=DEVICE)
+    y = torch.zeros(3, layers[0].out_features, device=DEVICE)
+    tables.sort(torch.zeros(3, dtype=torch.int64, device=DEVICE)).add_to(y, layers[0], x)
+    assert not y.any()
+
+
+def raise_behind(function: Callable[..., None], num_calls: int) -> Callable[..., None]:
+    """The function, whose calls raise after the first num_calls."""
+    calls = count()
+
+    def call(*arguments: Any) -> None:
+        if next(calls) >= num_calls:
+            raise RuntimeError("the device is gone")
+        function(*arguments)
+
+    return call
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_products_with_packed_weights_are_checked(
 def test_products_of_experts_with_packed_weights_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A right one passes, and one that takes another expert's scales is named."""
+    """A right one passes, and one that takes another expert's scales is named. Scales are MXFP4's: powers of two."""
     model = write_model(tmp_path, "GptOssForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -143,6 +143,7 @@ def test_products_of_experts_with_packed_weights_are_checked(
     named: list[str] = []
 
     def product(x: Any, words: Any, scales: Any, *rest: Any) -> Any:
+        assert (scales.float().frexp().mantissa == 0.5).all()
         is_last = named.count(name) == 6
         return multiply(x, words, scales.roll(int(is_last), 0), *rest)
 
@@ -319,7 +320,9 @@ def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
     checked = checked_layer_kernels(kernels, comparison)
     assert checked.experts is not None
     assert kernels.experts is not None
-    for name in LayerKernels.__dataclass_fields__:
+    # it reads matrices by their addresses: `check_adapters` compares whole layers in its place
+    by_layer = {"add_low_rank"}
+    for name in LayerKernels.__dataclass_fields__.keys() - by_layer:
         kernel = getattr(kernels, name)
         assert kernel is None or getattr(checked, name) is not kernel, name
     for name in ExpertKernels.__dataclass_fields__:

@@ -1,25 +1,31 @@
 """Experts whose weights stay in 4 or 8 bits: their products, their share on each rank, and the memory they take."""
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.mxfp4 import NUMBERS
 from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
-from engine.layers.grouped_linear import ExpertGroups, PackedGroupedLinear
+from engine.layers.grouped_linear import ExpertGroups, GroupedLinear, PackedGroupedLinear
 from engine.layers.moe import ExpertMLPs
 from engine.layers.packed import PackedLayout
 from engine.models.load import read_supported
 from engine.run.check_up import loaded_bytes
+from engine.run.forward.warm_up import warm_up_steps
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.paged import DEVICE
 from tests.engine.quantizers import (
     FORMATS,
+    FP8_BLOCKS,
+    Format,
     QuantizedCheckpoint,
+    fp8,
     quantize_checkpoint,
     quantize_experts,
 )
@@ -28,11 +34,23 @@ from tests.engine.test_packed_weights import CLOSE, CPU, packed_kernels
 EXPERTS = 5
 PROMPTS = [[5, 9, 300, 41, 8], [7], list(range(20, 50))]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+}
+LINEAR = ("_proj", ".w1", ".w2", ".w3")
+#: As Qwen3-30B-A3B-FP8 is quantized. A rank's rows begin within a block, its columns with one.
+BLOCKS = Format(
+    FP8_BLOCKS | {"weight_block_size": [24, 32]},
+    lambda weight: fp8(weight, (24, 32), "weight_scale_inv", "matrix"),
+)
 #: A family, how its experts are quantized, and the kind in which they stay.
 CHECKPOINTS = [
     ("mixtral", "awq", "int4"),
     ("mixtral", "ct_fp8_channel", "fp8"),
+    ("qwen3_moe", "fp8_blocks_of_24x32", "fp8"),
     ("gpt_oss", "mxfp4", "fp4"),
 ]
 
@@ -106,6 +124,43 @@ def test_each_row_meets_the_weight_of_its_expert(
             assert ((found.double() - expected).abs() <= allowed).all(), counts
 
 
+def test_experts_are_laid_out_one_at_a_time() -> None:
+    """The copies of all experts together would double, at the start, what a layer takes."""
+    kernels = packed_kernels()
+    layout = PackedLayout(PackedForm("int4", 32, torch.float16), 32)
+    copies: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def lay_out(*parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        alive.append(sum(copy() is not None for copy in copies))
+        laid_out = kernels.lay_out(*parts)
+        copies.append(weakref.ref(laid_out[0]))
+        return laid_out
+
+    layer = PackedGroupedLinear(layout, EXPERTS, 64, 64, replace(kernels, lay_out=lay_out))
+    layer.finish_loading()
+    assert len(alive) == EXPERTS
+    assert max(alive) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_chosen", "num_experts"), [(2, 8), (4, 32), (4, 128), (8, 128), (10, 512)]
+)
+def test_a_start_compiles_every_tile_of_packed_experts(num_chosen: int, num_experts: int) -> None:
+    """Otherwise the first step of such a size waits for the compiler while the engine serves."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.kernels.products.packed_product import choose_tile
+
+    asked = EngineConfig("any", max_num_seqs=256, max_num_batched_tokens=8192)
+    steps = warm_up_steps(asked, max_model_len=4096, num_blocks=512)
+
+    def tiles(numbers_of_tokens: Iterable[int]) -> set[tuple[int, ...]]:
+        rows = (-(-number * num_chosen // num_experts) for number in numbers_of_tokens)
+        return {choose_tile(each, block=32, itemsize=2) for each in rows}
+
+    assert tiles(len(step.token_ids) for step in steps) == tiles(range(1, 8193))
+
+
 def test_experts_in_mxfp4_take_a_third_of_the_memory_of_bfloat16() -> None:
     layer, weights = make_layer("fp4", 256, 512, 32, "cpu")
     taken = sum(each.nbytes for each in layer.parameters())
@@ -123,8 +178,14 @@ def quantized(
     original = make_family(target / "original", replace(family, values=family.values | SIZES))
     if form == "mxfp4":
         return quantize_experts(original, target), kind
-    linear = ("_proj", ".w1", ".w2", ".w3")
-    return quantize_checkpoint(original, target, FORMATS[form], linear), kind
+    return quantize_checkpoint(original, target, FORMATS.get(form, BLOCKS), LINEAR), kind
+
+
+def experts_of(engine: Engine) -> list[nn.Module]:
+    """The products of all layers' experts, gates and ups before downs."""
+    modules = engine._open_runner().model.modules()
+    layers = [each for each in modules if isinstance(each, ExpertMLPs)]
+    return [product for layer in layers for product in (layer.gate_up, layer.down)]
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:
@@ -146,12 +207,26 @@ def test_experts_stay_packed_and_answer_as_their_unpacked_weights(
     if backend == "triton" and kind == "int4":
         pytest.skip("groups of 16 columns are unpacked on a GPU")
     with Engine(config(made.folder, attention_backend=backend)) as engine:
-        modules = engine._open_runner().model.modules()
-        layers = [each for each in modules if isinstance(each, ExpertMLPs)]
-        products = [product for layer in layers for product in (layer.gate_up, layer.down)]
+        products = experts_of(engine)
         forms = [each.layout.form for each in products if isinstance(each, PackedGroupedLinear)]
         assert [form.kind for form in forms] == [kind] * 4
         found = [each.token_ids for each in engine.generate(PROMPTS, GREEDY)]
+    assert found == answers(made.unpacked)
+
+
+def test_experts_of_which_one_is_plain_are_unpacked_and_the_others_stay_packed(
+    tmp_path: Path,
+) -> None:
+    """A grouped product has one form for all experts: the first expert's `down` is left plain."""
+    packed_kernels()
+    family = BY_NAME["mixtral"]
+    original = make_family(tmp_path / "original", replace(family, values=family.values | SIZES))
+    quantized_ones = (".w1", ".w3", *(f".{expert}.w2" for expert in range(1, EXPERTS)))
+    made = quantize_checkpoint(original, tmp_path, FORMATS["awq"], quantized_ones)
+    with Engine(config(made.folder)) as engine:
+        kinds = [type(each) for each in experts_of(engine)]
+        found = [each.token_ids for each in engine.generate(PROMPTS, GREEDY)]
+    assert kinds == [PackedGroupedLinear, GroupedLinear] * 2
     assert found == answers(made.unpacked)
 
 

@@ -42,9 +42,8 @@ def grouped_product_kernel(
         inside_rows, inside_columns = row < end, column < OUT
         depth = tl.arange(0, DEPTH)
         x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
-        weight_ptr += (
-            expert.to(tl.int64) * OUT * IN
-        )  # a layer's experts may have more than 2^31 weights
+        # a layer's experts may have more than 2^31 weights
+        weight_ptr += expert.to(tl.int64) * OUT * IN
         weight_places = weight_ptr + column[None, :].to(tl.int64) * IN + depth[:, None]
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for done in tl.range(0, IN, DEPTH):

@@ -36,7 +36,8 @@ def narrow_kernel(
 ):  # fmt: skip
     """Program (tile of one adapter's rows, tile of ranks, split of x's columns): narrow = x A^T, a sum for each split.
 
-    narrow: [splits, rows, MOST_RANKS] float32, its rows in the sorted order.
+    narrow: [splits, rows, MOST_RANKS] float32, its rows in the sorted order. Ranks that an adapter lacks are neither
+    written here nor read by `widen_kernel`.
     """
     adapter, place, end = find_tile(ends_ptr, tl.program_id(0), ADAPTERS, ADAPTERS_PAD, ROWS)
     first_rank = tl.program_id(1) * RANKS

@@ -119,13 +119,13 @@ class DecodeGraphs:
             for size in reversed(self._sizes)
         ]
         self._replays = largest_first[::-1]
-        self._sharing: dict[
-            int, Replay
-        ] = {}  # by size, the first graph where prefixes are read once
+        # by size, the first graph where prefixes are read once
+        self._sharing: dict[int, Replay] = {}
         for size in reversed(self._sizes):
             if static.limits is not None and static.limits.can_pay(size, max_model_len):
                 self._sharing[size] = capture(self._bind_sharing(size, max_model_len))
-        self._adapted: dict[int, Replay] = {}  # by size, the first graph of steps with adapters
+        # by size, the first graph of steps with adapters
+        self._adapted: dict[int, Replay] = {}
         if tables is not None:
             for size in reversed(self._sizes):
                 self._adapted[size] = capture(self._bind_adapted(size, max_model_len, tables))

@@ -12,7 +12,9 @@ from engine.sampling.sampling_params import MAX_LOGPROBS
 from engine.schedule.step_batch import StepBatch
 
 FIRST_CONTEXT = 64  # backends plan shorter contexts in the same way as this one
-SHORT_PROMPTS = (64, 256)  # backends tile shorter ones, down to 16 tokens, in the same way
+#: Backends tile shorter ones, down to 16 tokens, in the same way. An expert has only a part of a prompt's rows. Packed
+#: experts have a tile for 17 to 64 rows, which one of these prompts brings even if a token takes 4 of 128 experts.
+SHORT_PROMPTS = (64, 256, 1024)
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:

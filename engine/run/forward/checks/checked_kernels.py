@@ -273,7 +273,10 @@ def _fill_randomly(
     if kind == "fp8":
         product.words.bitwise_and_(NO_NAN)
     product.zeros.random_(0, 16 if kind == "int4" else 256, generator=generator)
-    product.scales.uniform_(0.01, 0.02, generator=generator)
+    if kind == "fp4":  # the kernel relies on MXFP4's scales, which are powers of two
+        product.scales.uniform_(-7, -5, generator=generator).floor_().exp2_()
+    else:
+        product.scales.uniform_(0.01, 0.02, generator=generator)
 
 
 def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -> LayerKernels:
