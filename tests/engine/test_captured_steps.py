@@ -35,6 +35,7 @@ from engine.run.forward.decode_graphs import Capture, DecodeGraphs, batch_sizes
 from engine.run.forward.model_runner import ModelRunner, choose
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import make_step, nucleus_sampling
+from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
@@ -112,6 +113,39 @@ def test_start_compiles_every_kernel_that_steps_use(
     for i in range(60):
         runner.forward(runner._to_device(mixed_step(rng, 5))[0])
         runner.launch(decode_step(rng, 5, i), nucleus_sampling(1 + i % 9))
+    assert seen == at_start
+
+
+def test_start_compiles_every_kernel_that_adapters_use(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before any adapter is loaded, for steps of few rows and of many, through graphs and without."""
+    simulate_graphs(monkeypatch)
+    seen = record_launches(monkeypatch)
+    folder = checkpoints["gqa4_tied"]
+    limits = EngineConfig(
+        str(folder), attention_backend="triton", max_num_seqs=9, max_num_batched_tokens=2000,
+        kv_cache_bytes=1 << 21, adapters=str(tmp_path), max_adapters=2,
+    )  # fmt: skip
+    monkeypatch.setattr(ModelRunner, "_longest", 6000)
+    monkeypatch.setattr(ModelRunner, "_probe", lambda self: None)
+    runner = ModelRunner(limits, read_model_config(folder), folder, TensorParallel())
+    runner._graphs = None
+    seen.clear()
+    runner.warm_up(num_blocks=5)
+    runner._graphs = runner._capture_graphs(6000)
+    at_start = set(seen)
+    assert {"narrow_kernel", "widen_kernel"} <= {name for name, _ in at_start}
+    assert runner._adapters.tables is not None
+    runner._adapters.tables.put(1, {})
+    rng = random.Random(0)
+    for i in range(9):
+        for step in (mixed_step(rng, 5), make_step([1500 + i], [1500 + i], 16, 5)):
+            of_seq = np.array([rng.choice((NO_ADAPTER, 1)) for _ in step.query_lens])
+            runner.forward(runner._to_device(replace(step, adapters=of_seq))[0])
+        decodes = decode_step(rng, 5, i)
+        of_seq = np.full(len(decodes.query_lens), 1)
+        runner.launch(replace(decodes, adapters=of_seq), nucleus_sampling(len(of_seq)))
     assert seen == at_start
 
 
