@@ -158,7 +158,7 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         begun = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
-        lines.append(f"shards   {begun}, {_not_begun_text(snapshot)}")
+        lines.append(f"shards   {begun}, {_other_shards_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
         left = left_text(snapshot)
         if left:
@@ -188,8 +188,8 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     return [f"but      {num_gone_parts} {parts} gone: {remedy}"]
 
 
-def _not_begun_text(snapshot: RunSnapshot) -> str:
-    """Say how many shards are neither done nor begun, and why."""
+def _other_shards_text(snapshot: RunSnapshot) -> str:
+    """Say how many shards are queued, failed or without a job, or how many are left if the run goes no further."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
         # No worker will run any of these shards.

@@ -235,7 +235,8 @@ class ItemRunner(Generic[T]):
             self._open[entry.first_place] = entry
         entry.item.begin(list(entry.resumed.replies))
         if len(entry.item.replies) != len(entry.resumed.replies):
-            # The replay has ended at another step, so the other progress is not about this step.
+            # The replay did not end at the step at which the other execution stopped. So the completions and tokens
+            # in `entry.resumed`, which belong to that step, do not count.
             entry.resumed = NOTHING
         self._go_on(entry)
 

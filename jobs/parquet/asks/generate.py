@@ -248,8 +248,9 @@ def _calls_text(sample: Completion) -> str | None:
 
 @cache
 def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
-    """Return the type of log probabilities: for each token a list, which has the token itself, then the likeliest ones.
+    """Return the type of log probabilities: for each token, a list of entries.
 
+    The first entry is the token itself. The others are the likeliest tokens at its place.
     number_type: the type of each log probability. is_list: whether a row has several completions.
     """
     entry = pa.struct(
@@ -261,8 +262,8 @@ def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
         ]
     )
     entries_of_token = pa.list_(entry)
-    completion = pa.list_(entries_of_token)
-    return pa.list_(completion) if is_list else completion
+    completion_type = pa.list_(entries_of_token)
+    return pa.list_(completion_type) if is_list else completion_type
 
 
 def _logprob_array(logprobs: Any, number_type: str, is_list: bool = False) -> pa.Array:

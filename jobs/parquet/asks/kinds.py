@@ -15,7 +15,7 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def kind_of(spec: RunSpec) -> type[RowAsk]:
-    """Return the class that asks a run's rows."""
+    """Return the subclass of RowAsk that makes the requests for a run's rows."""
     if spec.input_format == OPENAI_BATCH:
         return BatchLines
     if spec.steps:

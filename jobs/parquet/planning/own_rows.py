@@ -458,12 +458,13 @@ def take_answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
 
-    If a row's old answer cannot be read or taken, another old row is looked up, once for each old run. In the end, each
-    row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still known.
+    If a row's old answer cannot be read or taken, another old row is looked up among all old runs. In the end, each row
+    without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still known.
     """
     is_taken = np.zeros(len(matches.places), bool)
-    # Each round takes from all old runs. There are as many rounds as old runs, so that a row can try each run once.
-    for run in old.reused:
+    # There are as many rounds as old runs, so that each run can give a row an answer.
+    num_rounds = len(old.reused)
+    for round_number in range(1, num_rounds + 1):
         # rows: the new rows whose old row was found and whose answer is not taken yet, in the order of the old rows
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
@@ -481,8 +482,7 @@ def take_answers(
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
         matches.places[lost] = -1
-        is_last_round = run is old.reused[-1]
-        if not len(lost) or is_last_round:
+        if not len(lost) or round_number == num_rounds:
             return
         matches.match_again(lost, look_up())
 

@@ -163,15 +163,18 @@ def _new_plan(
     plan = with_named_adapters(context, plan)
     has_adapters = bool(context.adapters.names) and rows_name_adapters(spec)
     chooses_rows = spec.order is not None or bool(submission.reuse)
-    must_read_rows = chooses_rows or has_adapters
-    if must_read_rows and begin_folder(storage, spec.output):
-        files = {shard.file for shard in plan.shards if shard.rows}
-        convert_inputs(storage, plan, files, context.execution_id)
-        if has_adapters:
-            plan = with_adapters_of_rows(context, storage, plan)
-        plan = in_order(context, storage, plan)
-        plan = with_reused(context, storage, plan, submission)
-    return plan
+    if not chooses_rows and not has_adapters:
+        return plan
+
+    is_first = begin_folder(storage, spec.output)
+    if not is_first:
+        return plan  # another planner's plan is there already, so the caller discards this one
+    files = {shard.file for shard in plan.shards if shard.rows}
+    convert_inputs(storage, plan, files, context.execution_id)
+    if has_adapters:
+        plan = with_adapters_of_rows(context, storage, plan)
+    plan = in_order(context, storage, plan)
+    return with_reused(context, storage, plan, submission)
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:

@@ -198,9 +198,9 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or has another prompt than the record's."""
         rows = rows_in(path, batch, len(self.keys))
-        marks = keys_in(batch.column(MODEL))
+        marks = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], marks)
-        is_other = (keys_in(batch.column(KEY)) != expected_keys).any(axis=1)
+        is_other = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if is_other.any():
             first_row = rows[is_other][0]
             raise AnswersDamaged(
@@ -217,7 +217,7 @@ def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.i
     return rows
 
 
-def keys_in(column: pa.Array) -> Keys:
+def hashes_in(column: pa.Array) -> Keys:
     """Return the keys or marks in a log's column. Raises TypeError for a null."""
     return as_keys(b"".join(column.to_pylist()))
 

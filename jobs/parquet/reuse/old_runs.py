@@ -35,7 +35,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.reuse.answer_log import UNREADABLE, keys_in, open_log, rows_in
+from jobs.parquet.reuse.answer_log import UNREADABLE, hashes_in, open_log, rows_in
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import (
@@ -322,7 +322,7 @@ class OldRuns:
                         is_good = np.asarray(batch.column("error").is_null())
                         good_rows = rows[is_good]
                         keys[good_rows] = answer_keys[is_good]
-                        marks_of_batch = keys_in(batch.column(MODEL))
+                        marks_of_batch = hashes_in(batch.column(MODEL))
                         marks.append(np.unique(marks_of_batch, axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
@@ -419,7 +419,7 @@ def _answers_in_log(
     """Yield the rows, whole keys and answers of a log, batch by batch. num_rows: how many rows the shard has."""
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
-        yield rows_in(path, answers, num_rows), keys_in(answers.column(KEY)), answers
+        yield rows_in(path, answers, num_rows), hashes_in(answers.column(KEY)), answers
 
 
 def _numbered(file: TableReading) -> Batches:

@@ -123,7 +123,7 @@ def _response(
 
 
 def _encoded(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
-    """Return an embedding as its response shows it."""
+    """Return an embedding in the form for a response: base64 of float32 values, or a list of numbers."""
     if is_base64:
         return b64encode(array("f", numbers)).decode()
     # Nine digits are enough for a float32. All digits of Python's float would take twice the space.

@@ -173,7 +173,7 @@ _ANSWER_OPTIONS = (
 PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
 
 
-def check_read(
+def refuse_generation_values(
     values: Mapping[str, Any], ask: str, read: Collection[str], owner: str = "sampling"
 ) -> None:
     """Raise InvalidValue if a value shapes a generated answer. Call this where nothing is generated.
@@ -206,7 +206,7 @@ def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None
             f"task {task!r} is for texts: give prompt_column or a template that is a text"
         )
     ask = f"task {task!r}"
-    check_read(options["sampling"], ask, RUN_SCORINGS[task].sampling)
+    refuse_generation_values(options["sampling"], ask=ask, read=RUN_SCORINGS[task].sampling)
     _refuse(("sampling_columns", "prompts", *_ANSWER_OPTIONS), options, ask)
 
 
@@ -214,7 +214,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for options that cannot be combined with labels."""
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
     if not options["prompts"]:  # with several prompts, answers to all but the last are generated
-        check_read(options["sampling"], "labels", PROMPT_VALUES)
+        refuse_generation_values(options["sampling"], ask="labels", read=PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
             "calibrate and prompts do not go together: calibrate asks a prompt without content, and earlier prompts "

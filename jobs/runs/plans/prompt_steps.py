@@ -14,7 +14,7 @@ from jobs.prompts.responses import LOGPROBS, run_values
 from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import LOG_COLUMNS
-from jobs.runs.plans.option_checks import PROMPT_VALUES, check_read
+from jobs.runs.plans.option_checks import PROMPT_VALUES, refuse_generation_values
 
 #: The most literals and values that a shard's prompts are made of. A thread joins this many in some seconds.
 MAX_SHARD_PIECES = 20_000_000
@@ -288,7 +288,12 @@ def make_steps(
         is_scored = has_labels and number == len(prompts)
         values_of_run = dict(sampling)
         if is_scored:
-            check_read(prompt_sampling, "labels", PROMPT_VALUES, f"the sampling of prompt {name!r}")
+            refuse_generation_values(
+                prompt_sampling,
+                ask="labels",
+                read=PROMPT_VALUES,
+                owner=f"the sampling of prompt {name!r}",
+            )
             values_of_run = _values_for_scoring(sampling)
 
         merged = run_sampling({**values_of_run, **prompt_sampling}, rows_per_shard, is_chat=is_chat)

@@ -364,7 +364,10 @@ class _ShardQueue:
 
     @cached_property
     def _ids_on_queue(self) -> set[str]:
-        """Return the ids of the run's jobs that were on the queue, or that RQ's own workers were taking from it."""
+        """Return the ids of the run's jobs that were on the queue when it was first read.
+
+        Includes jobs that RQ's own workers were taking from the queue then.
+        """
         ids_on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0
