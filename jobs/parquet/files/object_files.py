@@ -31,7 +31,7 @@ from jobs.parquet.files.object_requests import (
 )
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
-from sandbox import ChildFailed, ChildOutOfMemory, Limits, Pool
+from sandbox import ChildFailed, Limits, Pool
 
 T = TypeVar("T")
 _TASK = "jobs.parquet.files.object_requests:list_prefix"
@@ -62,10 +62,9 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     }
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, limits))
-    except ChildOutOfMemory as error:
+    except ChildFailed as error:
+        # A listing without an end takes a child's whole time or memory, so it is not tried again.
         raise StoreRefused(folder, f"its listing {error}") from None
-    except ChildFailed as error:  # a store or a child that is slow or died may answer the next time
-        raise exceptions.GenericError(f"its listing {error}") from None
     if "raised" in reply:
         name = reply["raised"]
         builtin = FileNotFoundError if name == "FileNotFoundError" else ValueError

@@ -18,7 +18,8 @@ from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, run_key
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.progress_bar import speed_text
-from jobs.runs.watching.reading import BETWEEN_SHARDS_S, MAX_ENTRIES, read_snapshot
+from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
+from jobs.runs.watching.run_reader import BETWEEN_SHARDS_S
 from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke

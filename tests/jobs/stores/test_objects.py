@@ -124,8 +124,8 @@ class Children:
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
-        (ChildTooSlow("took more than 30 s"), StoreUnreachable),
-        (ChildDied("ended its process"), StoreUnreachable),
+        (ChildTooSlow("took more than 30 s"), StoreRefused),
+        (ChildDied("ended its process"), StoreRefused),
         (ChildOutOfMemory("needed more than 512 MiB"), StoreRefused),
         ({"raised": "GenericError", "text": "connection reset"}, StoreUnreachable),
         ({"raised": "PermissionDeniedError", "text": "no"}, StoreRefused),
