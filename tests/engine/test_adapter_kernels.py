@@ -17,6 +17,8 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.adapter_rows import AdapterGroup, GroupedRows
 from engine.attention.triton_backend import TritonBackend
+from engine.checkpoint.adapter_folder import AdapterFolder
+from engine.checkpoint.model_config import read_model_config
 from engine.kernels.adapter_tables import MOST_RANKS
 from engine.kernels.products import low_rank
 from engine.layers import lora_tables
@@ -24,6 +26,9 @@ from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.lora import Block, LowRank
 from engine.layers.lora_tables import Linear, LowRankTables
 from engine.layers.parallel import Share, TensorParallel
+from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.load import choose_path
+from engine.run.forward.loaded_adapters import LoadedAdapters
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.adapters import make_adapter
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
@@ -114,6 +119,23 @@ def test_an_adapter_of_more_ranks_than_a_table_holds_multiplies_by_itself() -> N
     assert not tables.hold(np.array([0, 1]))
     tables.drop(0)
     assert not tables.hold(np.array([0]))
+
+
+def test_an_adapter_of_too_many_ranks_is_logged_by_name(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are not."""
+    monkeypatch.setattr(lora_tables, "MOST_RANKS", 8)  # `all` has three times 4 in a layer
+    kernels = TritonBackend(DEVICE).layer_kernels
+    model_config = read_model_config(folders[0])
+    path = choose_path(model_config, "native")
+    assert path.decoder is not None
+    parts = DecoderParts(path.decoder, TensorParallel(), TritonBackend(DEVICE), torch.float32)
+    adapters = LoadedAdapters(DecoderForCausalLM(parts, []), 2, kernels, DEVICE, torch.float32)
+    folder = AdapterFolder(str(folders[1]))
+    for number, name in enumerate(("mlp", "all")):
+        adapters.load(number, folder.find(name))
+    assert [record.args[0] for record in caplog.records if record.args] == ["all"]
 
 
 def test_nothing_stays_of_an_adapter_that_is_entered_only_in_part(

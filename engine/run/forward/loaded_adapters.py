@@ -1,5 +1,6 @@
 """LoadedAdapters: the adapters on the device, and which rows of a step have which."""
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,12 +11,15 @@ from torch import nn
 from engine.attention.adapter_rows import AdapterGroup, AdapterRows, GroupedRows, Product
 from engine.attention.layer_kernels import LayerKernels
 from engine.checkpoint.adapter_folder import Adapter
+from engine.kernels.adapter_tables import MOST_RANKS
 from engine.kernels.upload import upload
 from engine.layers.lora import LowRank
 from engine.layers.lora_tables import LowRankTables
 from engine.run.forward.adapter_loader import AdapterLoader, adapted_layers
 from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedAdapters:
@@ -46,8 +50,16 @@ class LoadedAdapters:
         self._products.pop(number, None)  # the memory is free before the next one takes it
         products = AdapterLoader(self._model, self._device, self._dtype).load(adapter)
         self._products[number] = products
-        if self.tables is not None:
-            self.tables.put(number, products)
+        if self.tables is None:
+            return
+        self.tables.put(number, products)
+        if not self.tables.hold(np.array([number])):
+            logger.warning(
+                "adapter %r has more than %d ranks in a layer: steps with it run without CUDA graphs, and its rows "
+                "are multiplied by themselves",
+                adapter.name,
+                MOST_RANKS,
+            )
 
     def rows(self, step: StepBatch) -> AdapterRows:
         """Sort a step's rows by adapter."""
