@@ -90,7 +90,8 @@ class PackedGroupedLinear(nn.Module):
         kernels: PackedKernels,
     ) -> None:
         super().__init__()
-        self.layout, self.kernels = layout, kernels
+        self.layout = layout
+        self.kernels = kernels
         self.out_features = out_features
         parts = empty_parts(layout.form, in_features, out_features)
         of_all = (part.new_empty(num_experts, *part.shape) for part in parts)

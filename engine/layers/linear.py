@@ -15,7 +15,7 @@ from engine.layers.onednn import linear, pack_weight
 from engine.layers.packed import PackedProduct, Place, pack_product
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.row_tiles import TiledProduct
-from engine.layers.weighted_module import WeightedModule, fill
+from engine.layers.weighted_module import LoadPacked, WeightedModule, fill
 
 
 class ReplicatedLinear(WeightedModule):
@@ -65,26 +65,26 @@ class ReplicatedLinear(WeightedModule):
 
     def keep_packed(
         self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
-    ) -> bool:
+    ) -> LoadPacked | None:
         """Keep the weight packed if all its shards are quantized alike, and the kernels multiply with such."""
         if set(tensors) not in ({None}, set(self.shards)):
-            return False
+            return None
         places = []
         for shard, tensor in tensors.items():
             of_shard = self.places_of(tensor.shape, shard)
             if not of_shard:
-                return False
+                return None
             places += of_shard
         product = pack_product(
             tensors.values(), places, self.in_features, self.out_features, kernels
         )
         if product is None:
-            return False
+            return None
         self.instead = product
         del self.weight
-        return True
+        return self._load_packed
 
-    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
+    def _load_packed(self, tensor: PackableTensor, shard: str | None) -> None:
         """Copy this rank's rows and columns of `tensor` to their places, as they are packed."""
         assert isinstance(self.instead, PackedProduct)
         assert isinstance(tensor, QuantizedTensor)

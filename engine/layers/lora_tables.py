@@ -40,7 +40,10 @@ class TabledRows:
 
 
 class LowRankTables:
-    """Owns a table for each linear layer, whose address stays: CUDA graphs read whatever is loaded at a replay."""
+    """Owns a table for each linear layer.
+
+    A table never moves, so a CUDA graph that reads it sees the adapters that are loaded at each replay.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class LowRankTables:
         assert kernels.experts is not None
         assert kernels.add_low_rank is not None
         self._num_adapters = num_adapters
-        self._add, self._group = kernels.add_low_rank, kernels.experts.group
+        self._add = kernels.add_low_rank
+        self._group = kernels.experts.group
         self._numbers: set[int] = set()  # of the adapters that are in the tables
         self._tables: dict[nn.Module, LayerTable] = {}
         for layer in layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import Place, shared_layout
 from engine.layers.parallel import TensorParallel
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
-from engine.layers.weighted_module import WeightedModule, fill
+from engine.layers.weighted_module import LoadPacked, WeightedModule, fill
 
 #: An expert's matrices in a checkpoint that has each by itself: Qwen's names and Mixtral's.
 MATRICES = {
@@ -161,35 +162,34 @@ class ExpertMLPs(WeightedModule):
         ):
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
         is_turned = self.experts.interleaved or tensor.shape != shape
-        for i in range(
-            self.experts.num_experts
-        ):  # one at a time: all of them together may be gigabytes
+        # one at a time: all of them together may be gigabytes
+        for i in range(self.experts.num_experts):
             whole = tensor.part(slice(i, i + 1))[0]
             place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
     def keep_packed(
         self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
-    ) -> bool:
+    ) -> LoadPacked | None:
         """Keep the matrices of all experts packed if they are quantized alike, and the kernels multiply with such."""
         if set(tensors) not in ({None}, set(self.shards_of(name))):
-            return False
+            return None
         experts, rows, columns = self._stored_shape(name)
         for shard, tensor in tensors.items():
             part_rows = rows // len(PARTS[name])
             expected = (experts, columns, rows) if shard is None else (part_rows, columns)
             if tensor.shape != expected:
-                return False
+                return None
         places = [self._packed_place(part) for part in PARTS[name]]
         _, own_rows, own_columns = self.get_parameter(name).shape
         layout = shared_layout(tensors.values(), places, own_columns, kernels)
         if layout is None:
-            return False
+            return None
         with torch.device("meta"):
             self.packed[name] = PackedGroupedLinear(layout, experts, own_columns, own_rows, kernels)
         delattr(self, name)
-        return True
+        return partial(self._load_packed, name)
 
-    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
+    def _load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
         """Copy this rank's rows and columns of an expert's matrix, or of all experts', as they are packed."""
         packed = self.packed[name]
         assert isinstance(packed, PackedGroupedLinear)

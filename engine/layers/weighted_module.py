@@ -1,6 +1,6 @@
 """WeightedModule: a module whose parameters are filled from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -8,6 +8,9 @@ from engine.attention.layer_kernels import PackedKernels
 from engine.checkpoint.quantized import PackableTensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
+
+#: Copies this rank's share of a shard's tensor into a parameter that is packed.
+LoadPacked = Callable[[PackableTensor, str | None], None]
 
 
 class WeightedModule(nn.Module):
@@ -32,16 +35,12 @@ class WeightedModule(nn.Module):
 
     def keep_packed(
         self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
-    ) -> bool:
-        """Replace parameter `name` by one that holds its weights packed. Return whether it was replaced.
+    ) -> LoadPacked | None:
+        """Replace parameter `name` by one that holds its weights packed. Return what loads it; None if it stays plain.
 
         tensors: the checkpoint's, by shard. Called before anything is loaded, on the meta device.
         """
-        return False
-
-    def load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
-        """Copy this rank's share of `tensor` into parameter `name`, which `keep_packed` has replaced."""
-        raise NotImplementedError
+        return None
 
     def finish_loading(self) -> None:
         """Change the layout of parameters if need be; called once when all are filled."""

@@ -1,7 +1,7 @@
 """Loads weights: puts every tensor of the checkpoint in its place, and sees that every place is filled."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.int8 import QuantizeRows
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.onednn import packs
-from engine.layers.weighted_module import WeightedModule
+from engine.layers.weighted_module import LoadPacked, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
 #: The names here of modules that checkpoints may name otherwise.
@@ -143,11 +143,11 @@ def keep_packed(
     modules: Mapping[str, WeightedModule],
     tensors: Mapping[str, CheckpointTensor],
     kernels: PackedKernels | None,
-) -> tuple[set[tuple[str, str]], list[str]]:
+) -> tuple[dict[tuple[str, str], LoadPacked], list[str]]:
     """Let layers keep quantized weights as the files pack them, where the kernels multiply with such.
 
     modules: not filled yet, they may be on the meta device. tensors: by their names here.
-    Returns the module and parameter of each weight that stays packed, and the modules that unpack one.
+    Returns what loads each weight that stays packed, by module and parameter, and the modules that unpack one.
     """
     by_place: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
     for name, tensor in tensors.items():
@@ -155,20 +155,22 @@ def keep_packed(
         if place is not None and isinstance(tensor, PackableTensor):
             module_name, parameter, shard = place
             by_place.setdefault((module_name, parameter), {})[shard] = tensor
-    packed: set[tuple[str, str]] = set()
+    packed: dict[tuple[str, str], LoadPacked] = {}
     plain: list[str] = []
     for (module_name, parameter), by_shard in by_place.items():
-        module = modules[module_name]
-        if kernels is not None and module.keep_packed(parameter, by_shard, kernels):
-            packed.add((module_name, parameter))
-        else:
+        load_packed = None
+        if kernels is not None:
+            load_packed = modules[module_name].keep_packed(parameter, by_shard, kernels)
+        if load_packed is None:
             plain.append(module_name)
+        else:
+            packed[module_name, parameter] = load_packed
     return packed, plain
 
 
-def _log_packed(packed: Collection[tuple[str, str]], plain: Sequence[str]) -> None:
+def _log_packed(packed: Sized, plain: Sequence[str]) -> None:
     if packed:
-        logger.info("the quantized weights of %d linear layers stay packed in memory", len(packed))
+        logger.info("the quantized weights of %d layers stay packed in memory", len(packed))
     if plain:
         logger.info(
             "the quantized weights of %d layers are unpacked when they are read, and take the memory of plain "
@@ -180,7 +182,7 @@ def _log_packed(packed: Collection[tuple[str, str]], plain: Sequence[str]) -> No
 
 def _load_tensor(
     modules: dict[str, WeightedModule],
-    packed: Collection[tuple[str, str]],
+    packed: Mapping[tuple[str, str], LoadPacked],
     name: str,
     tensor: CheckpointTensor,
 ) -> list[Place]:
@@ -194,8 +196,9 @@ def _load_tensor(
     module_name, parameter, shard = place
     module = modules[module_name]
     try:
-        if (module_name, parameter) in packed and isinstance(tensor, PackableTensor):
-            module.load_packed(parameter, tensor, shard)
+        load_packed = packed.get((module_name, parameter))
+        if load_packed is not None and isinstance(tensor, PackableTensor):
+            load_packed(tensor, shard)
         else:
             module.load(parameter, tensor, shard)
     except WeightMismatch as error:

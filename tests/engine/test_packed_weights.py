@@ -181,7 +181,7 @@ def test_a_layer_of_which_a_part_is_quantized_is_unpacked(
             (completion,) = engine.generate([[5, 9, 300]], greedy)
             tokens.append(completion.token_ids)
     assert tokens[0] == tokens[1]
-    assert "2 linear layers stay packed" in caplog.text
+    assert "2 layers stay packed" in caplog.text
     assert "model.layers.0.self_attn.qkv_proj" in caplog.text
 
 

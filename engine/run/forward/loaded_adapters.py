@@ -37,7 +37,9 @@ class LoadedAdapters:
         dtype: torch.dtype,
     ) -> None:
         """most: adapters that are loaded at a time; 0 if there are none."""
-        self._model, self._device, self._dtype = model, device, dtype
+        self._model = model
+        self._device = device
+        self._dtype = dtype
         self._products: dict[int, dict[nn.Module, LowRank]] = {}
         self.tables: LowRankTables | None = None
         if most and kernels is not None and kernels.add_low_rank is not None:
@@ -55,8 +57,8 @@ class LoadedAdapters:
         self.tables.put(number, products)
         if not self.tables.hold(np.array([number])):
             logger.warning(
-                "adapter %r has more than %d ranks in a layer: steps with it run without CUDA graphs, and its rows "
-                "are multiplied by themselves",
+                "adapter %r has more than %d ranks in a layer, or changes a part of a layer twice: steps with it run "
+                "without CUDA graphs, one adapter after another",
                 adapter.name,
                 MOST_RANKS,
             )
