@@ -51,7 +51,7 @@ def speed_text(snapshot: RunSnapshot) -> str:
     if snapshot.tokens_per_s is not None:
         texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
     left = left_text(snapshot)
-    if left and snapshot.left_s is not None and not snapshot.is_quiet:
+    if left and snapshot.left_s is not None and not snapshot.is_stalled:
         left = f"{left} left"
     if left:
         texts.append(left)

@@ -180,7 +180,7 @@ class RunReader:
         return None if last_news_at is None else max(0.0, time.time() - last_news_at)
 
     @property
-    def is_stalled(self) -> bool:
+    def lacks_workers(self) -> bool:
         """Whether shards wait, nobody works on a shard, and no shard has failed."""
         if self.is_finished or "cancelled" in self.facts or self.failed:
             return False
@@ -336,7 +336,7 @@ class RunReader:
         measured_until = ended_at
         if self.is_worked_on and not self.is_finished:
             measured_until = time.time() - (self.quiet_s or 0.0)  # of the last report
-        if self.is_stalled or began_at is None or measured_until is None:
+        if self.lacks_workers or began_at is None or measured_until is None:
             return None
         if measured_until <= began_at:
             return None
@@ -348,7 +348,7 @@ class RunReader:
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
-        if self.is_stalled:
+        if self.lacks_workers:
             return None
         # A worker that loads its model may have the name of a killed worker, whose shards it does not compute.
         computing = _alive(worker for worker in workers if not _is_loading(worker))

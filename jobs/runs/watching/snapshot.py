@@ -177,7 +177,7 @@ class RunSnapshot:
         return self.left_s <= until_deadline_s
 
     @property
-    def is_quiet(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether shards run, and none of them has reported progress for STALLED_S."""
         return self.state == "running" and self.quiet_s is not None and self.quiet_s >= STALLED_S
 
@@ -250,7 +250,7 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
 
 def left_text(snapshot: RunSnapshot) -> str:
     """Say how long a run goes on; "" if it does not run, or nobody works on it."""
-    if snapshot.is_quiet:
+    if snapshot.is_stalled:
         return f"stalled for {duration_text(snapshot.quiet_s or 0.0)}"
     if snapshot.left_s is not None:
         return duration_text(snapshot.left_s)

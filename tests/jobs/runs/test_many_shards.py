@@ -64,7 +64,7 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
         runs.run(job)
     monkeypatch.setattr(run_reader, "MAX_LATEST_PARTS", 4)
     # As if a worker were busy: the time left is estimated then.
-    monkeypatch.setattr(run_reader.RunReader, "is_stalled", False)
+    monkeypatch.setattr(run_reader.RunReader, "lacks_workers", False)
     read, parts_of = list[list[int]](), RunState.parts_of
     monkeypatch.setattr(
         RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards)
