@@ -43,7 +43,8 @@ LOOK_UP = "llvm.x86.avx512.permvar.hi.512"
 
 #: Bits of a code, by kind; see engine.checkpoint.packed_form.
 BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
-#: A half has the bits of these floats with another bias of its exponent: their mantissa's bits, and the factor.
+#: A half that has a code's bits is smaller than the code by a factor, as its exponent has another bias.
+#: By kind: the bits of the code's mantissa, and that factor.
 AS_HALVES = {"fp4": (1, 2.0**14), "fp8": (3, 2.0**8)}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

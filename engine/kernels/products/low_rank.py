@@ -19,12 +19,13 @@ from engine.kernels.adapter_tables import (
 from engine.kernels.attention.kv_tile import DOT_MIN, WIDEN
 from engine.kernels.products.grouped_product import find_tile, most_tiles
 
-RANKS = DOT_MIN  # that a program computes: ranks are mostly 8 to 64
+#: Ranks that a program computes. Adapters mostly have 8 to 64.
+RANKS = DOT_MIN
 COLUMNS = 64
 DEPTH = 64
-#: Few rows have few tiles, which do not fill a GPU: the columns of x are split too.
+#: A step of up to this many rows has too few tiles of rows to fill a GPU, so the columns of x are split too.
+FEW_ROWS = 1024
 MOST_SPLITS = 8
-MOST_DECODES = 1024  # rows of a step that is taken for one of decodes
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -152,6 +153,6 @@ def add_low_rank(y: Tensor, x: Tensor, sorted_rows: SortedRows, table: LayerTabl
 
 def choose_tile(num_rows: int, in_features: int) -> tuple[int, int]:
     """Return the rows of a tile, and into how many parts x's columns are cut."""
-    if num_rows > MOST_DECODES:
+    if num_rows > FEW_ROWS:
         return 64, 1
     return DOT_MIN, min(MOST_SPLITS, triton.cdiv(in_features, DEPTH))
