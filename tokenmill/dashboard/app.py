@@ -38,6 +38,7 @@ from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.actions.runner import Action, ActionRunner
 from tokenmill.dashboard.actions.table import ACTIONS
 from tokenmill.dashboard.failures.index import FailureIndex
+from tokenmill.dashboard.failures.rows import FailedRows
 from tokenmill.dashboard.guard import (
     METRICS_PATH,
     NO_LOGIN,
@@ -95,7 +96,13 @@ class Dashboard:
         self._options = options
         self._sessions = Sessions(options.tokens) if options.tokens else None
         failures = FailureIndex(connection)
-        self._site = Site(self.watcher, failures, RunsSeen(connection), options.show_prompts)
+        self._site = Site(
+            self.watcher,
+            failures,
+            FailedRows(connection),
+            RunsSeen(connection),
+            options.show_prompts,
+        )
         self._actions = ActionRunner(connection, failures)
         self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)

@@ -59,12 +59,15 @@ _FACTS = (
 _COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 
 
-def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
+def read_run_list(
+    connection: Redis, runs: Iterable[str], workers: Iterable[Worker] | None = None
+) -> list[RunSnapshot]:
     """Return the progress of the runs that Redis knows, for a list of them. Raises RedisError.
 
-    Of a queue's registries, at most MAX_ENTRIES entries are read.
+    Of a queue's registries, at most MAX_ENTRIES entries are read. workers: the workers if the caller has just read
+    them; they are read by default.
     """
-    workers = _workers(connection)
+    workers = _listening(read_workers(connection) if workers is None else workers)
     snapshots = []
     for reader in _read(connection, runs, workers, MAX_ENTRIES):
         if reader.seems_idle and reader.may_lack_jobs:
@@ -78,7 +81,7 @@ def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
 
     All entries of the registries are read, and the jobs of a run that seems idle are looked up one by one.
     """
-    workers = _workers(connection)
+    workers = _listening(read_workers(connection))
     snapshots = []
     for reader in _read(connection, runs, workers, max_entries=None):
         if reader.seems_idle:
@@ -117,13 +120,17 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
 
 
 def list_runs(
-    connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()
+    connection: Redis,
+    limit: int = MAX_RUNS,
+    states: Collection[str] = (),
+    workers: Iterable[Worker] | None = None,
 ) -> list[RunSnapshot]:
     """Return those of the last `limit` submitted runs that are in one of the states, the newest first.
 
-    states: words of STATES; by default, runs in any state are returned. Raises RedisError.
+    states: words of STATES; by default, runs in any state are returned. workers: the workers if the caller has just
+    read them; they are read by default. Raises RedisError.
     """
-    snapshots = read_run_list(connection, _last_submitted(connection, limit))
+    snapshots = read_run_list(connection, _last_submitted(connection, limit), workers)
     if not states:
         return snapshots
     return [snapshot for snapshot in snapshots if snapshot.state in states]
@@ -197,9 +204,9 @@ def _progress(
     )
 
 
-def _workers(connection: Redis) -> list[Worker]:
+def _listening(workers: Iterable[Worker]) -> list[Worker]:
     """Return the workers that listen on a queue."""
-    return [worker for worker in read_workers(connection) if worker.queues]
+    return [worker for worker in workers if worker.queues]
 
 
 def _read(

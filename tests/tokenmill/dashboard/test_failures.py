@@ -11,6 +11,7 @@ from tests.tokenmill.dashboard.pages.test_pages import act, text_of
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
 from tokenmill.dashboard.failures.groups import Group, Remedy, cause_of, fold
 from tokenmill.dashboard.failures.index import CHUNK, FailureIndex
+from tokenmill.dashboard.failures.rows import FailedRows
 
 CLIENT = "jobs.errors.PromptTooLong: {} tokens\ntokenmill: client\n"
 SERVER = "jobs.errors.DiskFull: no space on /data/{}\ntokenmill: server\n"
@@ -196,3 +197,21 @@ def test_an_index_reads_each_job_once_and_forgets_those_that_are_gone(redis: Red
     redis.delete("rq:failed:bulk")
     index.finish([], lambda number: None)
     assert (index.num_jobs, index.groups()) == (0, [])
+
+
+def test_a_row_is_read_once_until_its_job_has_failed_again(redis: Redis) -> None:
+    fail(redis, "one")
+    end(redis, "one", CLIENT.format(9))
+    rows = FailedRows(redis)
+    ended = [(1.0, ("bulk", "one"))]
+    [row] = rows.read(ended)
+    assert row.error == "jobs.errors.PromptTooLong: 9 tokens"
+
+    before = redis.info("commandstats")
+    assert rows.read(ended) == [row]
+    after = redis.info("commandstats")
+    assert after["cmdstat_hmget"] == before["cmdstat_hmget"]
+
+    end(redis, "one", CLIENT.format(10))
+    [row_of_second_failure] = rows.read([(2.0, ("bulk", "one"))])
+    assert row_of_second_failure.error == "jobs.errors.PromptTooLong: 10 tokens"

@@ -247,9 +247,12 @@ class FailureIndex:
         shown.sort(key=lambda seen: (-seen.num_jobs, -(seen.last_at or 0.0)))
         return shown
 
-    def newest(self, first: int, most: int, queue: str, keys: Collection[str] | None) -> list[Job]:
-        """Return jobs, those that ended last first, without the first ones.
+    def newest(
+        self, first: int, most: int, queue: str, keys: Collection[str] | None
+    ) -> list[tuple[float, Job]]:
+        """Return at most `most` jobs behind the first ones, those that ended last first.
 
+        Each job stands behind the time at which it ended, in Unix seconds. The time is 0 if it is unknown.
         queue: only jobs of this queue, unless it is "". keys: only jobs of these groups; of all if it is None.
         """
         with self._lock:
@@ -259,7 +262,7 @@ class FailureIndex:
                 if queue in ("", name) and (keys is None or key in keys)
             ]
         merged = heapq.merge(*chosen, key=lambda entry: -entry[0])
-        return [job for _, job in islice(merged, first, first + most)]
+        return list(islice(merged, first, first + most))
 
     def jobs_of(self, queue: str = "", group: str = "") -> list[Job]:
         """Return all jobs of a group, or of all groups, as pairs of queue and id, the oldest first."""

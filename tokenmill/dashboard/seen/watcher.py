@@ -124,7 +124,7 @@ class Watcher:
             num_queues=len(all_queues),
             workers=self._rows(workers),
             num_workers=len(all_workers),
-            runs=tuple(list_runs(self.connection, MAX_RUNS)),
+            runs=tuple(list_runs(self.connection, MAX_RUNS, workers=workers)),
         )
 
     def _remember(self, samples: Sequence[WorkerSample]) -> None:

@@ -6,7 +6,6 @@ from starlette.requests import Request
 
 from jobs.queues import count_queues, queue_names
 from tokenmill.dashboard.failures.groups import Remedy
-from tokenmill.dashboard.seen.jobs_seen import read_failed
 from tokenmill.dashboard.seen.watcher import MAX_QUEUES
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, with_failed
 
@@ -45,7 +44,7 @@ def failed(site: Site, request: Request) -> dict[str, Any]:
         "text": text,
         "groups": groups[:MAX_GROUPS],
         "num_groups": len(groups),
-        "jobs": read_failed(site.connection, [(job_id, name) for name, job_id in chosen]),
+        "jobs": site.failed_rows.read(chosen),
         "num_jobs": num_jobs,
         "total": total,
         "num_wrong": sum(each.num_jobs for each in shown if each.cause.remedy is Remedy.CLIENT),

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from jobs.queues import QueueCounts
 from tokenmill.dashboard.failures.index import FailureIndex
+from tokenmill.dashboard.failures.rows import FailedRows
 from tokenmill.dashboard.seen.runs_seen import RunsSeen
 from tokenmill.dashboard.seen.watcher import Watcher
 
@@ -42,6 +43,7 @@ class Site:
 
     watcher: Watcher
     failures: FailureIndex
+    failed_rows: FailedRows
     runs: RunsSeen
     show_prompts: bool = False
 
