@@ -45,11 +45,13 @@ class Chain(RowAsk):
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of each prompt, then the columns of the row."""
-        scored = {field.name: field for field in label_fields(spec)}
+        fields_of_labels = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:
             for column, name in step.columns.items():
-                field = scored[name] if name in scored else answer_field(name, spec)
+                field = fields_of_labels.get(name)
+                if field is None:
+                    field = answer_field(name, spec)
                 fields.append(field.with_name(column))
         return [*fields, *ROW_FIELDS]
 
@@ -93,8 +95,10 @@ class Chain(RowAsk):
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self._steps):
-            was_asked = number < len(answers)
-            answer = answers[number] if was_asked else failed_answer("")  # "" is no error
+            if number < len(answers):
+                answer = answers[number]
+            else:  # the prompt was not asked
+                answer = failed_answer("")
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
             for column, name in step.columns.items():

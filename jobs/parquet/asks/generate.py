@@ -86,7 +86,7 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
         self._control_tokens = () if allows_control_tokens else control_tokens
-        #: How an answer is found by more than one prompt, such as calls of tools; None if one prompt is enough.
+        #: Finds an answer by several prompts, as with calls of tools; None if each answer takes one prompt.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_has_checks
@@ -250,7 +250,7 @@ def _calls_text(sample: Completion) -> str | None:
 def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
     """Return the type of log probabilities: for each token, a list of entries.
 
-    The first entry is the token itself. The others are the likeliest tokens at its place.
+    The first entry is the token itself. The other entries are the likeliest tokens at the token's position.
     number_type: the type of each log probability. is_list: whether a row has several completions.
     """
     entry = pa.struct(

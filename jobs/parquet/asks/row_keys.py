@@ -1,7 +1,7 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names all that the row is asked, and the files of the adapters that may answer it. A model's mark
-is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same answer,
+A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
+mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same answer,
 in any run. Files and the memory of answers hold only whole keys.
 """
 
@@ -25,7 +25,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
 Keys = npt.NDArray[np.uint64]
-"""Keys or marks of models, [rows, 2]. Zeros are the key of a row that asks nothing."""
+"""Keys of rows or marks of models, [number of keys, 2]. A key of zeros belongs to a row that asks nothing."""
 
 #: The bytes of a key, and of a model's mark.
 SIZE = 16
@@ -102,7 +102,7 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # Keys are texts that name an adapter of the run. Values name the adapter with its files.
+        # The pinned text of each of the run's adapters, by each text that may name the adapter.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._names_for_all = names_in_arguments(spec)
         self._has_lines = spec.input_format == OPENAI_BATCH

@@ -1,4 +1,4 @@
-"""What local files and object stores have in common: a file's state, an entry of a folder, errors, a fetched file."""
+"""What local files and object stores have in common: a file's state, a folder's entry, errors, and FetchedFile."""
 
 import io
 import os
@@ -27,8 +27,8 @@ class Entry(NamedTuple):
 
 
 class NotExclusive(OutputError, fault="server"):
-    """{name} cannot be put in its place ({reason}): its filesystem has neither hard links nor a rename that replaces
-    nothing, so that two workers could overwrite each other's parts; choose an output elsewhere"""
+    """{name} cannot be put in its place ({reason}): its filesystem has neither hard links nor a rename that keeps an
+    existing file, so that two workers could overwrite each other's parts; choose an output elsewhere"""
 
 
 class StoreError(RunError, fault="server"):

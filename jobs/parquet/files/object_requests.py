@@ -23,7 +23,7 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-#: A new try may begin within this share of a store's time limit.
+#: No try of a request begins after this share of a store's time limit.
 _SHARE_FOR_TRIES = 0.5
 #: The seconds for obstore's own tries, if we can repeat the request ourselves.
 TRIES_S = 5.0

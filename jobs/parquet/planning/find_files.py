@@ -176,7 +176,7 @@ class Search:
     def expand(self, input_path: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched, and its files. input_path: a file, a folder or a glob of the input."""
         # A file may have a name that looks like a pattern. Then the file is meant.
-        if has_magic(input_path) and self.storage.look(input_path) is None:
+        if has_magic(input_path) and self.storage.entry(input_path) is None:
             folder, _ = _split_pattern(input_path)
             return folder, list(self._matched_files(input_path))
         path = self.storage.resolve(input_path)
@@ -304,7 +304,7 @@ class Search:
         self.storage.check_interrupted()
         entries = []
         for segment in segments:
-            entry = self.storage.look(os.path.join(folder.path, segment))
+            entry = self.storage.entry(os.path.join(folder.path, segment))
             if entry is not None:
                 entries.append(entry)
         return entries
