@@ -326,7 +326,8 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            make().close()  # a call of `make` stops the counting of a row's memory, see row_runner
+            # The item is not needed, but the call of `make` ends the counting of a row's memory, see row_runner.
+            make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:
         """Answer an item without beginning it, if that is possible; return whether it was."""

@@ -94,11 +94,10 @@ class Chain(RowAsk):
         """Return a row's answer, made of the answers to its prompts. problem: why the next prompt cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
+        answer_if_unasked = failed_answer("")  # without values, and "" is no error
         for number, step in enumerate(self._steps):
-            if number < len(answers):
-                answer = answers[number]
-            else:  # the prompt was not asked
-                answer = failed_answer("")
+            was_asked = number < len(answers)
+            answer = answers[number] if was_asked else answer_if_unasked
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
             for column, name in step.columns.items():

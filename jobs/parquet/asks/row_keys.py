@@ -1,8 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
 A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
-mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same answer,
-in any run. Files and the memory of answers hold only whole keys.
+mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
+answer, in any run. Files and the memory of answers hold only whole keys.
 """
 
 import json

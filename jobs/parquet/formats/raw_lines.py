@@ -17,8 +17,8 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # Keys are the line numbers at which rows begin. Values are the numbers of wanted rows. An unwanted row after a wanted
-    # row has the value None, because the wanted row ends there.
+    # Keys are the line numbers at which rows begin. Values are the numbers of wanted rows. An unwanted row after a
+    # wanted row has the value None, because the wanted row ends there.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
     # Records say on which line a row begins, but do not hold the line. So the file is read once more for the lines.

@@ -91,7 +91,9 @@ def _batch_lines(
 def write_lines_of_parts(
     storage: Storage, plan: Plan, shards: Iterable[int], name: str, sink: Any
 ) -> int:
-    """Write the lines of an OpenAI batch's parts in the form of its output; return the bytes. Raises PartDamaged.
+    """Write the lines of an OpenAI batch's parts as they will be in its output; return how many bytes they have.
+
+    Raises PartDamaged.
 
     shards: the shards that have a part. name: the file's name, see `write_output`.
     """
@@ -151,9 +153,9 @@ def part_rows(
     """
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
-        absent = set(columns) - set(file.schema.names)
-        if absent:
-            raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
+        missing_columns = set(columns) - set(file.schema.names)
+        if missing_columns:
+            raise PartDamaged(plan.part_path(shard), f"it has no column {min(missing_columns)!r}")
         for batch in file.batches:
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
@@ -262,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def _field(value: Any, needs_quotes: re.Pattern[str], decimal: str) -> str:
-    """Return a value as a field of CSV. needs_quotes: found in each text that must be quoted."""
+    """Return a value as a field of CSV. needs_quotes: a pattern found in each text that must be quoted."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -3,7 +3,7 @@
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
 name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
 and nothing is written into the folder after it. Two executions may end a run at the same time, or one after the other
-was killed. They make equal files, because they make them of the same parts.
+was killed. Both write equal files, because both make the files from the same parts.
 """
 
 import json
@@ -173,9 +173,9 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the text for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
+    """Return the field for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
 
-    Planning notes differences only if it could take few answers of an earlier run.
+    Planning notes differences only if it could take few answers of earlier runs.
     """
     if plan.reused is None:
         return {}
@@ -228,7 +228,8 @@ class RunFolder:
         """Whether a shard is still to be computed. Raises PartDamaged if the run has ended without its part."""
         if self.has_part(shard):
             return False
-        # The part, and then the run's end, may have come since. So the part is looked for again after `has_success`.
+        # Since `has_part` was called, another execution may have put the part there and ended the run. So the part is
+        # looked for again after `has_success`.
         if self.has_success() and not self.has_part(shard):
             raise PartDamaged(self.plan.part_path(shard), _GONE)
         return True
@@ -254,8 +255,8 @@ class RunFolder:
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # Files of the end are written once all parts are there. They are looked for before the parts, so a part that is
-        # missing while such a file is there was removed.
+        # The files of a run's end are written once all parts are there. They are looked for before the parts are. So if
+        # such a file is there and a part is not, the part was removed.
         end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
@@ -280,7 +281,9 @@ class RunFolder:
         """Count a published part, and end the run if it was the last part. Return whether the run has ended."""
         self._record_reasons(stats)
         count = self.state.record_part(stats)
-        if count.total is None:  # Redis has lost our keys, so the files of the parts are counted
+        if (
+            count.total is None
+        ):  # Redis has lost the run's keys, so the parts in the folder are counted
             return self.recount(queue)
         if self._stop_if_over_limit(queue, is_whole=count.is_whole):
             return False
@@ -293,7 +296,7 @@ class RunFolder:
         """Read from a part why its rows have errors, and keep the reasons in Redis."""
         reasons = Reasons()
         if stats.errors:
-            # The end of the run reads each part, and raises the error again.
+            # The error of a damaged part is ignored here. It is raised again at the run's end, which reads each part.
             with suppress(RunError):
                 for row, reason in failed_rows(self.storage, self.plan, stats.shard):
                     reasons.add(reason, [row])
@@ -314,7 +317,7 @@ class RunFolder:
         all_shards = set(range(len(self.plan.shards)))
         waiting_shards = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
-            # The new submission may have another limit, which counts from the next part on.
+            # A new submission may have another limit, which is judged when the next part is recorded.
             for name, is_second in self.plan.queues(queue):
                 job_ids = []
                 for shard in waiting_shards:
@@ -410,9 +413,9 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if no file has this name, although one was just written.
+        """Raise OutputNotWritable if no file has this name, although a file was just written under it.
 
-        Then something else has the name, such as a folder.
+        In this case, something else has the name, such as a folder.
         """
         if not self._is_there(name):
             raise OutputNotWritable(
