@@ -44,7 +44,7 @@ from sandbox.exhausted import is_exhausted
 
 #: Errors of a file that cannot be read.
 UNREADABLE = (CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
-#: Errors of our code if a file has other contents than we write.
+#: Python's errors when our code reads a file with other contents than it writes.
 _UNFIT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 
 #: The key of the header in the footer's metadata.
@@ -200,9 +200,9 @@ class AnswerLog:
         rows = rows_in(path, batch, len(self.keys))
         marks = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], marks)
-        is_other = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
-        if is_other.any():
-            first_row = rows[is_other][0]
+        has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
+        if has_other_key.any():
+            first_row = rows[has_other_key][0]
             raise AnswersDamaged(
                 path,
                 f"its record of row {first_row} belongs to another row, or to another prompt of it",

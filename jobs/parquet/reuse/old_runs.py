@@ -99,7 +99,7 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     # After the count come marks and keys, of SIZE bytes each.
     has_whole_keys = len(body) % SIZE == _COUNT_BYTES
     if not is_as_written or not has_whole_keys:
-        raise PartDamaged(path, "it holds no keys, or others than were written for it")
+        raise PartDamaged(path, "its digest does not fit its contents")
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
     if len(marks_and_keys) != num_marks + num_rows:
@@ -115,7 +115,7 @@ def _digest(run: str, shard: int, body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: The most equal known keys that `find` returns in turn. It never returns further equal keys.
+#: The most equal known keys that `find` returns in turn. `find` never returns further keys that are equal to these.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ class ReusedRun:
             self.passed_over.append(f"{path}: {reason}")
 
     def pass_over_unreadable(self, error: RunError) -> None:
-        """Note a file that could not be read. error: names its path, and also the reason unless the file is gone."""
+        """Note a file that could not be read. error: has a `path`, and a `reason` unless the file is gone."""
         self.pass_over(error.argument("path"), error.argument("reason", default="it is gone"))
 
 
@@ -211,8 +211,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of its first row among all old rows. reused: what is known about its run. journal: the paths of the
-    shard's logs of answers, if the shard has no part; empty if there is a part.
+    first: the place of the shard's first row among all old rows. reused: what the new run has taken from the shard's
+    run. journal: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
     plan: Plan
@@ -256,7 +256,7 @@ class OldRuns:
         marks = [NO_KEYS]  # arrays of marks; NO_KEYS, because there may be no other array
         for part in self.parts:
             storage.check_interrupted()
-            # A view: to write into `part_keys` changes `keys`.
+            # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
@@ -390,9 +390,9 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers in a log that `keys` has. Raises AnswersDamaged.
+        """Lend the answers of a log whose keys are in `self.keys`. Raises AnswersDamaged.
 
-        A row may have answers of both models of a cascade, in two logs. `keys` has only one of these answers.
+        A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
@@ -497,7 +497,7 @@ def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     return tuple(name for name in possible_names if name in names)
 
 
-#: A finish reason in a response's JSON. Texts in it cannot match, because their quotation marks have a backslash.
+#: A finish reason in a response's JSON. No text in the JSON can match, because quotation marks in texts are escaped.
 _CUT_CHOICE = '"finish_reason": "length"'
 
 

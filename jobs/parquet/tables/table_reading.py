@@ -125,7 +125,7 @@ def _read(
     """Yield a file's schema, then its batches. If a child fails, a new child goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)  # the first number counts
+    batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
     was_replaced = False
     share: float = CHILD_SHARE
     while True:  # for each child, until one comes to the file's end
@@ -215,8 +215,8 @@ def open_table(
         stack.close()  # stop the child's task after any error, so that the child can serve the next task
 
 
-#: The rows of a shard may together have this many times TOKENMILL_MAX_SHARD_BYTES, because few of them are in memory at
-#: a time.
+#: The decoded rows of a shard may have this many times TOKENMILL_MAX_SHARD_BYTES, because few of the rows are in memory
+#: at a time.
 SHARD_TIMES = 16
 
 
