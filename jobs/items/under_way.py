@@ -1,4 +1,7 @@
-"""One item of a runner: its place, the step that it waits for, and its answer."""
+"""One item of a runner: the prompts or rows that it answers, the step that it waits for, and its answer.
+
+A place is the number of a prompt or row within the job.
+"""
 
 import threading
 from collections.abc import Callable, Mapping

@@ -104,12 +104,12 @@ class RowAsk(Ask[Answer]):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether preview and dry run may try some rows of such a run."""
+        """Whether a preview or dry run of the run may have some rows answered."""
         return False
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Whether `verify` may compare the answers of such a run."""
+        """Whether `verify` may compare the run's answers."""
         return True
 
     @abc.abstractmethod
@@ -152,7 +152,7 @@ class RowAsk(Ask[Answer]):
         return True
 
     def is_remembered(self, answer: Answer) -> bool:
-        """Whether equal rows of other shards get this answer. They do not get the answer of a failed row."""
+        """Whether equal rows of other shards get this answer. An answer with an error is given to no other row."""
         return answer.error is None
 
 

@@ -60,7 +60,7 @@ class Chain(RowAsk):
         return all(ask.is_greedy(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, until one has an error. Each prompt gets the answers of earlier prompts."""
+        """Ask one prompt after the other, up to an answer with an error. Prompts may hold the earlier answers."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
@@ -78,7 +78,7 @@ class Chain(RowAsk):
         return self._answer(answers)
 
     def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
-        """Return a row whose prompt is the next one, with the earlier answers filled in. Raises RowProblem."""
+        """Return the row with its next prompt, into which the earlier answers are filled. Raises RowProblem."""
         values = json.loads(row.values or "{}")
         for step, answer in zip(self._steps, answers, strict=False):
             values[step.name] = answer.completion

@@ -106,7 +106,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of a completion, and the columns that repairs or the run's way add."""
+        """Return the columns of a completion, and the columns that `spec.repairs` and `spec.way` add."""
         fields = list(OUTPUT_FIELDS)
         common_names = {field.name for field in fields}
         for name in answer_columns(spec.chat.sampling, has_tools=spec.has_tools):
@@ -230,7 +230,7 @@ def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
 
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a way adds to an answer. Lists and objects are written as JSON."""
+    """Return the columns that `spec.way` adds to an answer. Lists and objects are written as JSON."""
     columns = {}
     for name, value in extras.items():
         is_json = isinstance(value, list | dict)

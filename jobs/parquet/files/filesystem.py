@@ -46,12 +46,12 @@ class BucketNotFound(StoreRefused):
 
 
 class StoreUnfit(StoreRefused):
-    """the store of {path} {lack}, so that two workers could overwrite each other's parts: use one that does (Amazon S3,
-    Google Cloud Storage and Azure do), or an output folder on a disk"""
+    """the store of {path} {lack}, so that two workers could overwrite each other's parts: use a store that keeps
+    existing objects (Amazon S3, Google Cloud Storage and Azure do), or an output folder on a disk"""
 
 
 class StoreUnreachable(StoreError):
-    """the store of {path} has not served it for {seconds:.1f} s ({reason}): look at the store and the network, or raise
+    """the store of {path} has not answered for {seconds:.1f} s ({reason}): look at the store and the network, or raise
     TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"""
 
 

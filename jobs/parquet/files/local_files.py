@@ -225,7 +225,7 @@ class LocalFiles:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
-        """Raise PathSwapped if the open folder is no longer the one above `path`."""
+        """Raise PathSwapped if the open folder is no longer the folder above `path`."""
         # An OSError says that no folder is there now.
         with suppress(OSError), self._parent(path) as (folder_now, _):
             if os.path.sameopenfile(folder_now, folder):

@@ -66,9 +66,11 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
         # A listing without an end takes a child's whole time or memory, so it is not tried again.
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
+        # The error is obstore's own, or a FileNotFoundError or a ValueError.
         name = reply["raised"]
-        builtin = FileNotFoundError if name == "FileNotFoundError" else ValueError
-        error_class = getattr(exceptions, name, builtin)
+        if name == "FileNotFoundError":
+            raise FileNotFoundError(reply["text"])
+        error_class = getattr(exceptions, name, ValueError)
         raise error_class(reply["text"])
     return reply["answer"]
 

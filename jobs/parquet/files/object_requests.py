@@ -111,7 +111,7 @@ def make_request(
             if seconds > TRIES_S and not has_warned:
                 has_warned = True
                 _log.warning(
-                    "the store of %s has not served it for %.0f s (%s): trying again",
+                    "the store of %s has not answered for %.0f s (%s): trying again",
                     path,
                     seconds,
                     reason,
@@ -119,7 +119,7 @@ def make_request(
         else:
             seconds = time.monotonic() - began_at
             if seconds > TRIES_S:
-                _log.warning("the store of %s has served it after %.0f s", path, seconds)
+                _log.warning("the store of %s has answered after %.0f s", path, seconds)
             return answer
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, MAX_WAIT_S)

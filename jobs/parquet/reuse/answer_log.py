@@ -4,9 +4,9 @@ One format serves the journal of an open shard, the answers that a cascade's fir
 one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
 them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
 
-A log is a Parquet file. Each record has a row, its whole key (jobs.parquet.asks.row_keys), the mark of its model, and
-either the columns of an answer or the progress of a row under way. The footer says FORMAT, the shard that the
-log belongs to, and how many records it has. Pages have checksums.
+A log is a Parquet file. Each record has the number of a row, the row's whole key and the mark of its model (both as
+jobs.parquet.asks.row_keys makes them), and either the columns of an answer or the progress of a row under way. The
+footer has FORMAT, the shard that the log belongs to, and the number of records. Pages have checksums.
 """
 
 import json
