@@ -187,7 +187,7 @@ class ItemRunner(Generic[T]):
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
         """Return the progress of the items under way, by their first places.
 
-        tokens_of: see PromptTokens. Each list begins with the tokens of `Request.continued`.
+        tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
         # new_tokens_of[first_place][number]: the new tokens of request `number` of the item's present step.
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)

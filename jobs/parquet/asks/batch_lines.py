@@ -102,7 +102,7 @@ class BatchLines(RowAsk):
         return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
+        """Ask the prompts of a line. If the line cannot be asked or checked, the error of its answer says why."""
         # A line's task is made in the same way as the task of a job, so it needs a job id.
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)

@@ -173,7 +173,7 @@ class Generate(RowAsk):
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
     def answer(self, prompt_answer: PromptAnswer) -> Answer:
-        """Return a row's answer. If the row has several samples, a field about a sample is a tuple with all values."""
+        """Return a row's answer. If the row has several samples, a field with a value for each sample is a tuple."""
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
             failed = no_answer(failed_sample, self._n)

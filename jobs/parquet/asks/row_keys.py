@@ -104,10 +104,10 @@ class RowKeys:
         self._spec = spec
         # The pinned text of each of the run's adapters, by each text that may name the adapter.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
-        self._names_for_all = names_in_arguments(spec)
-        self._has_lines = spec.input_format == OPENAI_BATCH
+        self._adapters_of_run = names_in_arguments(spec)
+        self._is_batch_file = spec.input_format == OPENAI_BATCH
         deciding = _deciding_arguments(spec)
-        deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
+        deciding |= {"chat": spec.is_chat, "lines": self._is_batch_file, "function": check}
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
 
@@ -134,7 +134,7 @@ class RowKeys:
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
-        if self._has_lines and _TRUNCATION in row.prompt:
+        if self._is_batch_file and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
             texts.append(self._length_text)
@@ -153,7 +153,7 @@ class RowKeys:
         """
         names = set(names_in_row(row, self._spec))
         if not names or self._spec.steps:
-            names |= self._names_for_all
+            names |= self._adapters_of_run
         return sorted(self._pinned[name] for name in names if name in self._pinned)
 
 

@@ -44,7 +44,7 @@ _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 _pool = Pool()
 
 
-def listed(kind: str, folder: str, timeout_s: float) -> Any:
+def list_in_child(kind: str, folder: str, timeout_s: float) -> Any:
     """Have a child list a prefix. Raises as obstore does, or StoreRefused.
 
     kind: HAS_ANY to return what has_any returns, LEVEL to return what level_of returns.
@@ -253,13 +253,15 @@ class ObjectFiles:
     def _has_any(self, folder: str) -> bool:
         """Whether there is any object below a prefix."""
         root_of(folder, self._roots)
-        return bool(self._make_request(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
+        return bool(
+            self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
+        )
 
     def _level(self, folder: str) -> dict[str, Any]:
         """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
         root_of(folder, self._roots)
         level: dict[str, Any] = self._make_request(
-            folder, lambda: listed(LEVEL, folder, self._timeout_s)
+            folder, lambda: list_in_child(LEVEL, folder, self._timeout_s)
         )
         return level
 

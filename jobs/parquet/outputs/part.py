@@ -108,7 +108,7 @@ def _output_field(field: pa.Field) -> pa.Field:
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return the Arrow fields of a run's answers. They have the names of the fields of Answer."""
+    """Return the Arrow fields of a run's answers, with the names of Answer's fields."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
     fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
@@ -119,7 +119,7 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the names that the output gives to answer_fields, in their order."""
+    """Return the output's name for each of the `answer_fields`, in the same order."""
     names = []
     for field in answer_fields(spec):
         name = spec.output_prefix + field.name
@@ -215,7 +215,7 @@ def _completion_lengths(answers: Iterable[Answer]) -> Iterator[int]:
 
 
 def _left_out(answers: Iterable[Answer]) -> Counter[str]:
-    """Return how many lines each argument was left out of, by the argument's name."""
+    """Return the number of lines that each argument was left out of, by the argument's name."""
     counts: Counter[str] = Counter()
     for answer in answers:
         names = answer.column(LEFT_OUT)

@@ -43,7 +43,7 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in a folder. Raises PlanDamaged, StoreError, or ImportError without obstore.
 
-        folder: its real path.
+        folder: the folder's real path.
         """
         if is_stored(folder):
             # Without obstore, this import raises an ImportError that says what to install. Storage ignores that error.

@@ -69,7 +69,7 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
-    """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if there is no plan or it is not one of ours."""
+    """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if the file is missing or does not hold a plan."""
     try:
         with reading(path), storage.open_input(path) as source:
             content = source.read(min(source.size(), MAX_PLAN_BYTES))
@@ -281,9 +281,7 @@ class RunFolder:
         """Count a published part, and end the run if it was the last part. Return whether the run has ended."""
         self._record_reasons(stats)
         count = self.state.record_part(stats)
-        if (
-            count.total is None
-        ):  # Redis has lost the run's keys, so the parts in the folder are counted
+        if count.total is None:  # Redis has lost the run's keys
             return self.recount(queue)
         if self._stop_if_over_limit(queue, is_whole=count.is_whole):
             return False
@@ -317,7 +315,8 @@ class RunFolder:
         all_shards = set(range(len(self.plan.shards)))
         waiting_shards = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
-            # A new submission may have another limit, which is judged when the next part is recorded.
+            # If the run is submitted again meanwhile, its jobs stay. The new submission may have another limit, which
+            # is judged when the next part is recorded.
             for name, is_second in self.plan.queues(queue):
                 job_ids = []
                 for shard in waiting_shards:

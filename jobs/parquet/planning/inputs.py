@@ -86,8 +86,8 @@ def read_inputs(
 def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    These are the columns whose values other rows would change, and that templates, messages or an output of JSON lines
-    show. A column of whole prompts, queries, documents or pictures is never among them.
+    A column is among these if other rows would change how its values look, and if templates, messages or an output of
+    JSON lines show its values. A column of whole prompts, queries, documents or pictures is never among these.
     """
     if scanned.format != JSONL:
         return ()
@@ -300,7 +300,7 @@ def _column_text(field: pa.Field) -> str:
 
 
 def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[FoundFile]) -> None:
-    """Raise InputChanged for the first file that is not the planned one.
+    """Raise InputChanged if a file is new, changed or gone since planning.
 
     present_files: the files that the input names now.
     """

@@ -440,7 +440,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` asks the second model about all rows that `old` asks it."""
+    """Whether both plans have the same models, and `plan` escalates to the second model all rows that `old` does."""
     if _identities(plan) != _identities(old):
         return False
     old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
@@ -490,7 +490,7 @@ def take_answers(
 
 
 def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each new row whether its old answer would be the same with the new max_tokens. batch: the answers."""
+    """Return for each new row whether its old answer, in `batch`, would be the same with the new max_tokens."""
     is_shorter = matches.is_shorter[rows]
     if not is_shorter.any():
         return np.ones(len(rows), np.bool_)

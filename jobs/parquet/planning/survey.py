@@ -259,7 +259,7 @@ class SurveyWork(RowsTask):
 
 
 def _check(spec: RunSpec, context: JobContext, *, is_dry: bool) -> None:
-    """Raise InvalidJob for a run that cannot be surveyed. is_dry: whether for a dry run, not for a preview."""
+    """Raise InvalidJob for a run that cannot be surveyed. is_dry: True for a dry run, False for a preview."""
     if not is_dry and not kind_of(spec).is_tried(spec):
         raise InvalidJob(
             "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "

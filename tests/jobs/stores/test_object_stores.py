@@ -300,7 +300,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
     monkeypatch.setattr(
         object_files,
-        "listed",
+        "list_in_child",
         lambda kind, folder, _: answer_about(store, kind, folder.split("/", 3)[3]),
     )
     return store
