@@ -356,9 +356,9 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """The source of one of a row's prompts. Its problems name the prompt.
+    """The source of one prompt of rows that have several prompts. Its problems name the prompt.
 
-    defaults: the defaults of all the row's prompts. reserved_names: names that no column of the input may have.
+    defaults: the defaults of all prompts of a row. reserved_names: names that no column of the input may have.
     """
 
     def __init__(

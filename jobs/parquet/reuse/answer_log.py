@@ -64,7 +64,7 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or the progress of a row that has no answer yet.
 
-    row: its number in the shard, from 0. mark: the mark of the model that answers it.
+    row: the row's number in the shard, from 0. mark: the mark of the model that answers the row.
     num_tokens: how many tokens were generated for the answer. If equal rows share an answer, only the first row has its
     tokens, and the other rows have 0.
     """
@@ -196,7 +196,7 @@ class AnswerLog:
             return []
 
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
-        """Raise AnswersDamaged if a record's row is not in the shard, or has another prompt than the record's."""
+        """Raise AnswersDamaged if a record's row is not in the shard, or if the record's key is not that row's key."""
         rows = rows_in(path, batch, len(self.keys))
         marks = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], marks)

@@ -80,7 +80,7 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and the marks of the models that answered the rows. Raises PartDamaged.
 
     run: the run that wrote the keys.
     """
@@ -331,7 +331,7 @@ class OldRuns:
     def answers(
         self, places: Places, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers of these old rows, part by part: the part, indices into `places`, and the answers.
+        """Yield the answers of some old rows, part by part: the part, indices into `places`, and the answers.
 
         places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
         left out. Files that are damaged or lack a column are passed over.
@@ -397,7 +397,7 @@ class OldRuns:
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def known_answers(file: TableReading) -> Batches:
-            """Yield the answers that have the keys of their rows."""
+            """Yield the answers whose keys are those that `self.keys` has for their rows."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_known = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_known], batch.filter(pa.array(is_known))
