@@ -133,14 +133,14 @@ def make_upload_request(
     If the store refuses the last piece, obstore's writer raises OSError with the whole text of the reply.
     """
 
-    def named_request() -> T:
+    def translated_request() -> T:
         """Make the request. Turn the writer's OSError into an error that `make_request` understands."""
         try:
             return request()
         except OSError as error:
             raise exceptions.GenericError(str(error)) from None
 
-    return make_request(path, named_request, check_interrupted, timeout_s=0)  # no second try
+    return make_request(path, translated_request, check_interrupted, timeout_s=0)  # no second try
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:

@@ -426,10 +426,10 @@ class RunFolder:
 
         An execution that still runs finds its part in place, so it no longer needs its temporary file.
         """
-        planning = "" if self.plan.reused is None else self.plan.reused.name
-        chosen_rows = os.path.basename(run_names.row_numbers_name(planning))
+        planning_id = "" if self.plan.reused is None else self.plan.reused.name
+        numbers_name = os.path.basename(run_names.row_numbers_name(planning_id))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))
-                if is_leftover and name != chosen_rows:
+                if is_leftover and name != numbers_name:
                     self.storage.remove(os.path.join(folder, name))

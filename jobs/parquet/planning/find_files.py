@@ -196,10 +196,10 @@ class Search:
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
         _, segments = _split_pattern(pattern)
-        names_hidden = any(map(_is_hidden, segments))
+        with_hidden = any(map(_is_hidden, segments))
         # A pattern with `**` also matches the files in a folder that it matches. So such a folder gives no files here.
         matches_files_below = "**" in segments
-        for match in self.matches(pattern, names_hidden):
+        for match in self.matches(pattern, with_hidden):
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.found_path)
@@ -267,11 +267,11 @@ class Search:
                 entries.append(entry)
         return entries
 
-    def matches(self, pattern: str, names_hidden: bool) -> list[FoundEntry]:
+    def matches(self, pattern: str, with_hidden: bool) -> list[FoundEntry]:
         """Return the files and folders that a glob matches, sorted by name.
 
         This works like `glob`, but each folder is listed once, even if links lead back to it. A folder that cannot be
-        read counts as empty. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
+        read counts as empty. with_hidden: whether to match hidden names, because the pattern spells out a hidden name.
         Raises SearchTooLong. Raises PathOutsideRoots if the pattern, or a link on the way, leads outside the roots.
         """
         top, segments = _split_pattern(pattern)
@@ -286,7 +286,7 @@ class Search:
                 matched_indices = {
                     index for index in indices if _matches(segments[index], entry.name)
                 }
-                is_skipped = _is_hidden(entry.name) and not names_hidden
+                is_skipped = _is_hidden(entry.name) and not with_hidden
                 if not matched_indices or is_skipped:
                     continue
                 if last_index in matched_indices:

@@ -164,7 +164,7 @@ class SurveyWork(RowsTask):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request. Of an answer in the timed batch, only its tokens and its time are counted."""
+        """Take the answer of a request. In the timed batch, only the tokens and the time of an answer are counted."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return

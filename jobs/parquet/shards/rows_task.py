@@ -41,6 +41,7 @@ def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> Non
     adapter's files may change after the claim.
     """
     model = plan.model_of(is_second)
+    # Here the plan's adapters count as served. Missing adapters are looked for below.
     if not is_served(model.pin, {context.model.pin, *model.adapters}):
         raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
     present = set(context.adapters.pinned)
