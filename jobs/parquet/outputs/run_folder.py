@@ -98,7 +98,8 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    with suppress(PathOutsideRoots):  # raised at the first folder above a root: the search ends
+    # The search for a run above ends at the first folder above a root, which raises PathOutsideRoots.
+    with suppress(PathOutsideRoots):
         for num_segments in range(len(segments) - 1, 0, -1):
             above = "/".join(segments[:num_segments])
             if storage.stat(os.path.join(above, PLAN)) is not None:

@@ -497,15 +497,16 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
     Large requests are more likely to be chosen.
     """
-    order = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
-    if len(order) <= count:
-        return order
-    features = [(1, request.tokens, request.limit, request.rows) for request in order]
+    ordered = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
+    if len(ordered) <= count:
+        return ordered
+    # The 1 gives even the smallest request some size.
+    features = [(1, request.tokens, request.limit, request.rows) for request in ordered]
     columns = np.array(features, np.float64)
     averages = np.maximum(columns.mean(axis=0), 1e-9)
     # sizes[i]: the size of request i, the sum of its features as multiples of their averages
     sizes = (columns / averages).sum(axis=1)
-    # A request of average size is expected to be chosen count / len(order) times.
+    # A request of average size is expected to be chosen count / len(ordered) times.
     expected_times = sizes * count / sizes.sum()
     # times[i]: how often request i is chosen. Running sums of the expected times are rounded, not the times themselves,
     # so that the chosen times add up to `count`.
@@ -513,7 +514,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
     times = np.diff(rounded_sums, prepend=0)
     picked = []
     for index in np.flatnonzero(times):
-        request = order[index]
+        request = ordered[index]
         request.weight = float(times[index] / expected_times[index])
         picked.append(request)
     return picked

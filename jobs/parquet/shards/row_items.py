@@ -64,7 +64,7 @@ def _entries(
     begin: Callable[[Row, int], Item[Answer]],
     memo_keys: Keys | None,
 ) -> list[Entry[Answer]]:
-    """Return one entry for each item, in the order of the rows. An entry has the places of all rows that it answers.
+    """Return one entry for each item, sorted by the items' rows. An entry has the places of all rows that it answers.
 
     begin: returns the item of a row at an index of `rows`. memo_keys: see row_runner.
     """

@@ -128,7 +128,7 @@ def _read(
     batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
     was_replaced = False
     share: float = CHILD_SHARE
-    while True:  # for each child, until one comes to the file's end
+    while True:  # for each child, until a child comes to the file's end
         question = {
             "columns": columns,
             "first_group": first_group,
@@ -274,8 +274,8 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                size = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
+                problem = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 factor = f"{SHARD_TIMES} times "
-                raise ShardTooLarge(self._path, size, self._limit, factor, remedy)
+                raise ShardTooLarge(self._path, problem, self._limit, factor, remedy)
             yield batch
