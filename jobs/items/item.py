@@ -1,4 +1,7 @@
-"""Defines items, generators that yield requests and checks and return an answer; and Ask, what a job asks of each."""
+"""Defines items and Ask. An item is a generator that yields requests and checks, and returns an answer.
+
+Ask tells the runner how to run a job's items.
+"""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -14,8 +17,8 @@ T = TypeVar("T")
 class Check:
     """Asks a child process whether an answer's text is valid.
 
-    The item gets None, or the reason why the text is not valid; for our own kinds of checks see Checks.outcome. The
-    item gets InvalidJob if the check can never work.
+    The item is sent what Checks.outcome returns. For most checks, this is None if the text is valid, and otherwise the
+    reason why it is not. If the check can never work, InvalidJob is raised in the item.
     row: what a check function gets in addition to the text.
     """
 
@@ -27,9 +30,9 @@ class Check:
 Step = list[Request] | Check
 """What an item yields.
 
-The requests of a list run side by side. The item then gets a list with the completions of each request, in the order
-of the requests. The completions of one request are ordered by their index. The runner takes the requests out of the
-list as it sends them, so that nothing holds their prompts meanwhile."""
+The requests of a list run side by side. The item is then sent a list with the completions of each request, in the order
+of the requests. The completions of one request are ordered by their index. The runner empties the list that the item
+has yielded, so that the item does not keep the prompts in memory while it waits."""
 
 Samples = Sequence[Completion]
 """The completions of one request, ordered by their index."""
@@ -37,15 +40,15 @@ Samples = Sequence[Completion]
 Item = Generator[Step, Any, T]
 """A generator of steps that returns a `T`.
 
-An item depends only on its prompt, its seed and the replies that it was given. So an interrupted item resumes by
-replay: a new generator is given the same replies again. If you change the steps of an item, raise FORMAT
+An item depends only on its prompt, its seed and the replies that it was sent. So an interrupted item resumes by
+replay: a new generator is sent the same replies again. If you change the steps of an item, raise FORMAT
 (jobs/common/keys.py), because journals hold replies to the old steps."""
 
 
 class Ask(Generic[T]):
-    """What the runner must know about what a job asks of each prompt or row.
+    """Tells the runner how to run the items of a job's prompts or rows.
 
-    has_checks: whether items yield checks. Then completions go through another thread before they are delivered.
+    has_checks: whether items yield checks. If so, completions go through another thread before they are delivered.
     is_single: whether each item begins with exactly one request.
     """
 
@@ -68,7 +71,7 @@ class Ask(Generic[T]):
 def asked_once(request: Request) -> Item[Samples]:
     """Send one request; return its completions."""
     requests = [request]
-    del request  # the runner takes it out of the list, so that nothing holds its prompt
+    del request  # the runner empties the list, so that nothing here holds the prompt
     [samples] = yield requests
     return samples  # type: ignore[no-any-return]
 

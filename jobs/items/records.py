@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self
 from jobs.items.item import Samples
 
 Reply = str | None | Sequence[Samples]
-"""What an item was given for a step: the completions of its requests, or a check's reason, which may be None."""
+"""What an item was sent after a step: the completions of the step's requests, or the outcome of the step's check."""
 
 Tokens = Mapping[int, Sequence[int]]
-"""The tokens that the samples of one request have so far, by their index."""
+"""The tokens so far of each sample of one request, by the sample's index."""
 
 
 class PlainLogprob(NamedTuple):
@@ -65,11 +65,11 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an item has come: the replies that it was given, and what its present step has received.
+    """How far an item has come: the replies that it was sent, and what its present step has received.
 
     replies: the replies to the earlier steps, in order.
-    received: completions of the present step, by the number of their request in the step.
-    tokens: the tokens so far of the step's other requests, by the number of the request.
+    received: the completions of the present step's completed requests, by the number of the request in the step.
+    tokens: the tokens so far of the present step's open requests, by the number of the request in the step.
     num_tokens: how many tokens were generated for all completions of the item.
     """
 
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record of this progress can hold all its values, and saves any work."""
+        """Whether a record can hold all values of this progress, and would save any work."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
@@ -142,7 +142,7 @@ def _reply(value: Any) -> Reply:
 
 
 def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
-    """Return the token ids of a request's samples as JSON. A pair keeps the index a number."""
+    """Return the token ids of a request's samples as JSON: pairs of a sample's index and its packed token ids."""
     return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
 
 
@@ -192,14 +192,12 @@ def _logprobs_json(rows: Any) -> list[Any]:
 
 
 def _row_json(row: Mapping[int, Any]) -> list[Any]:
-    """Return the log probabilities at one position as JSON."""
-    return [[token_id, *_logprob_json(logprob)] for token_id, logprob in row.items()]
-
-
-def _logprob_json(logprob: Any) -> list[Any]:
-    """Return the log probability of one token as the list of its fields."""
-    partial_hex = None if logprob.partial_bytes is None else logprob.partial_bytes.hex()
-    return [logprob.logprob, logprob.rank, logprob.decoded_token, partial_hex]
+    """Return the log probabilities at one position as JSON: a list of fields for each token."""
+    tokens = []
+    for token_id, entry in row.items():
+        partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
+        tokens.append([token_id, entry.logprob, entry.rank, entry.decoded_token, partial_hex])
+    return tokens
 
 
 def _logprobs(rows: Any) -> list[Any]:
@@ -209,15 +207,11 @@ def _logprobs(rows: Any) -> list[Any]:
 
 def _row(value: Any) -> dict[int, PlainLogprob]:
     """Read what `_row_json` returned."""
-    return {token_id: _logprob(*fields_of_token) for token_id, *fields_of_token in value}
-
-
-def _logprob(
-    logprob: float, rank: int, decoded_token: str, partial_hex: str | None
-) -> PlainLogprob:
-    """Read what `_logprob_json` returned."""
-    partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
-    return PlainLogprob(logprob, rank, decoded_token, partial_bytes)
+    row = {}
+    for token_id, logprob, rank, decoded_token, partial_hex in value:
+        partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
+        row[token_id] = PlainLogprob(logprob, rank, decoded_token, partial_bytes)
+    return row
 
 
 def _packed(token_ids: Sequence[int]) -> str:

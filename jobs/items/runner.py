@@ -43,10 +43,10 @@ class ItemRunner(Generic[T]):
     items that are not begun. An item that another job of the process is computing comes last. If that job has no answer
     by then, this runner computes the item as well, so that no job waits for another.
 
-    answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
-    keeps_replies: whether `answered` also holds the replies that each item was given. A journal that holds no answers
-    needs the replies. expired: returns None while items may be begun; after the deadline, the answer for items that
-    were not begun. answered: the answers that this runner has found, in the order in which it found them.
+    answers: for each place, the answer that is known already, or None. memo: holds the answers of other jobs.
+    keeps_replies: whether `answered` also holds the replies that each item was sent. A journal that holds no answers
+    needs the replies. expired: returns None before the deadline, and afterwards the answer of items that were not
+    begun. answered: the answers that this runner has found, in the order in which it found them.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ItemRunner(Generic[T]):
                 sent, request = self._to_send.popleft()
                 yield self._send(sent, request)
             elif self._opening is not None:
-                # The opening item ends before others begin. Then the worker asks for another stream.
+                # Other items begin once the opening item has ended. The worker then calls `requests` again.
                 return
             elif self._not_begun:
                 entry = self._not_begun.popleft()
@@ -163,9 +163,9 @@ class ItemRunner(Generic[T]):
             self._go_on(entry)
 
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
-        """Go on with items where another execution has left them. Must be called before `requests`. Raises JobsError.
+        """Go on with items that another execution has begun. Must be called before `requests`. Raises JobsError.
 
-        progress_of: the progress of these items, by each item's first place.
+        progress_of: how far the other execution has come with each of these items, by the item's first place.
         """
         already_begun = []
         not_begun: deque[Entry[T]] = deque()
@@ -187,9 +187,9 @@ class ItemRunner(Generic[T]):
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
         """Return the progress of the items under way, by their first places.
 
-        tokens_of: see PromptTokens. Each list begins with the tokens of `Request.continued`.
+        tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
-        # new_tokens_of[first_place][number]: the new tokens of a request, by its number in the item's present step.
+        # new_tokens_of[first_place][number]: the new tokens of request `number` of the item's present step.
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
         for index, tokens_by_sample in tokens_of.items():
             sent = self._sent[index]
@@ -326,7 +326,8 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            make().close()  # `make` holds the prompt until it was called
+            # The item is not needed, but the call of `make` ends the counting of a row's memory, see row_runner.
+            make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:
         """Answer an item without beginning it, if that is possible; return whether it was."""

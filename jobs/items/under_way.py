@@ -1,4 +1,7 @@
-"""One item of a runner: its place, the step that it waits for, and its answer."""
+"""One item of a runner: the prompts or rows that it answers, the step that it waits for, and its answer.
+
+A place is the number of a prompt or row within the job.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -18,7 +21,7 @@ class ItemUnderWay(Generic[T]):
     `receive` may be called in any thread, and runs the item's checks there. All other methods belong to the thread that
     sends requests and delivers completions.
 
-    replies: what the item was given so far. num_steps: how many lists of requests the item has yielded.
+    replies: what the item was sent so far. num_steps: how many lists of requests the item has yielded.
     is_done: whether the item has returned. answer: what it has returned.
     """
 
@@ -55,10 +58,11 @@ class ItemUnderWay(Generic[T]):
         return requests
 
     def receive(self, step: int, number: int, samples: Samples) -> None:
-        """Take the completions of a request. step: the number of its step. number: its number in the step, from 0.
+        """Take the completions of one request. Raises the errors of the item and of its checks.
 
         Once all completions of the step have come, the item goes on to its next requests or its answer. Completions
-        that come a second time change nothing. Raises the errors of the item and of its checks.
+        that come a second time change nothing.
+        step: the number of the request's step, see `num_steps`. number: the request's number in its step, from 0.
         """
         with self._lock:
             if step != self.num_steps or self.is_done or number in self._received:
@@ -84,7 +88,7 @@ class ItemUnderWay(Generic[T]):
                 step = self._next(outcome)
 
     def _next(self, reply: Any) -> Step | None:
-        """Give the item a reply, or raise an error in it. Return its next step, None once it has returned."""
+        """Send the item a reply, or raise a JobsError in it. Return the item's next step; None once it has returned."""
         self._received = {}
         try:
             is_error = isinstance(reply, JobsError)
@@ -106,7 +110,7 @@ class Entry(Generic[T]):
     """An item of a runner. It answers one place, or several places with equal prompts.
 
     places: the places of its prompts or rows. The first place names the item in a journal.
-    make: returns the item. Called once, when the item's turn comes; None afterwards.
+    make: returns the item. It is called once, to begin or to drop the item, and is None afterwards.
     memo_key: names the answer in the memo; None if no other job may use the answer.
     item: the item once it is begun, until it has returned.
     num_awaited: how many requests of the present step are not delivered yet.
@@ -157,7 +161,7 @@ class Answered(NamedTuple, Generic[T]):
     """The answer of one place.
 
     num_tokens: how many tokens were generated for the answer; 0 for each further place with the same answer.
-    replies: the replies that the item was given, if the runner keeps replies.
+    replies: the replies that the item was sent, if the runner keeps replies.
     """
 
     place: int

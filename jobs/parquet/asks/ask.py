@@ -1,4 +1,4 @@
-"""RowAsk, the base class of all that a run can ask of its rows, and what its subclasses share."""
+"""Defines RowAsk, the base class for each kind of ask, and functions that its subclasses share."""
 
 import abc
 import json
@@ -81,7 +81,7 @@ class RowAsk(Ask[Answer]):
 
     source: makes the rows.
     keys: makes the rows' keys.
-    before: the request that is asked before all rows, if any.
+    before: the request that is sent before all rows are asked, if any.
     adapters: the adapters that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
@@ -104,12 +104,12 @@ class RowAsk(Ask[Answer]):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether preview and dry run may try some rows of such a run."""
+        """Whether a preview or dry run of the run may have some rows answered."""
         return False
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Whether `verify` may compare the answers of such a run."""
+        """Whether `verify` may compare the run's answers."""
         return True
 
     @abc.abstractmethod
@@ -136,9 +136,9 @@ class RowAsk(Ask[Answer]):
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
-        """Return a request with the run's time, so that its prompt is the same whenever it is asked.
+        """Return a request with the run's time, so that its prompt is the same whenever it is sent.
 
-        If the request names an adapter, the adapter has the files that the run has pinned.
+        If the request names an adapter, the returned request pins the adapter's files as the run does.
         """
         if request.sampling.get(ADAPTER) is not None:
             pinned_values = self.adapters.pinned_values(request.sampling)
@@ -152,7 +152,7 @@ class RowAsk(Ask[Answer]):
         return True
 
     def is_remembered(self, answer: Answer) -> bool:
-        """Whether equal rows of other shards get this answer. They do not get the answer of a failed row."""
+        """Whether equal rows of other shards get this answer. An answer with an error is given to no other row."""
         return answer.error is None
 
 

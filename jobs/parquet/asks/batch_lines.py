@@ -71,10 +71,10 @@ class BatchLines(RowAsk):
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
-        """Return the versions of the functions that a line names; "" for a line that cannot be used."""
+        """Return the versions of the functions that a line names, joined; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
-        # A tool is written like a check, so that RepairOptions finds its function too.
+        # Each tool is put into the form of a check, so that RepairOptions finds its function.
         functions = [body.get("check")]
         tools = body.get(TOOL)
         if isinstance(tools, list):
@@ -102,8 +102,8 @@ class BatchLines(RowAsk):
         return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask the prompts of a line. If the line cannot be asked or checked, its error says why."""
-        # The task of a line takes the line for a job, so the line gets a job id.
+        """Ask the prompts of a line. If the line cannot be asked or checked, the error of its answer says why."""
+        # A line's task is made in the same way as the task of a job, so it needs a job id.
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)

@@ -45,11 +45,13 @@ class Chain(RowAsk):
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of each prompt, then the columns of the row."""
-        scored = {field.name: field for field in label_fields(spec)}
+        fields_of_labels = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:
             for column, name in step.columns.items():
-                field = scored[name] if name in scored else answer_field(name, spec)
+                field = fields_of_labels.get(name)
+                if field is None:
+                    field = answer_field(name, spec)
                 fields.append(field.with_name(column))
         return [*fields, *ROW_FIELDS]
 
@@ -58,7 +60,7 @@ class Chain(RowAsk):
         return all(ask.is_greedy(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, until one has an error. Each prompt gets the answers of earlier prompts."""
+        """Ask one prompt after the other, up to an answer with an error. Prompts may hold the earlier answers."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
@@ -76,7 +78,7 @@ class Chain(RowAsk):
         return self._answer(answers)
 
     def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
-        """Return a row whose prompt is the next one, with the earlier answers filled in. Raises RowProblem."""
+        """Return the row with its next prompt, into which the earlier answers are filled. Raises RowProblem."""
         values = json.loads(row.values or "{}")
         for step, answer in zip(self._steps, answers, strict=False):
             values[step.name] = answer.completion
@@ -92,9 +94,10 @@ class Chain(RowAsk):
         """Return a row's answer, made of the answers to its prompts. problem: why the next prompt cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
+        answer_if_unasked = failed_answer("")  # without values, and "" is no error
         for number, step in enumerate(self._steps):
             was_asked = number < len(answers)
-            answer = answers[number] if was_asked else failed_answer("")  # "" is no error
+            answer = answers[number] if was_asked else answer_if_unasked
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
             for column, name in step.columns.items():

@@ -86,7 +86,7 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
         self._control_tokens = () if allows_control_tokens else control_tokens
-        #: How an answer is found by more than one prompt, such as calls of tools; None if one prompt is enough.
+        #: Finds an answer by several prompts, as with calls of tools; None if each answer takes one prompt.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_has_checks
@@ -106,7 +106,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of a completion, and the columns that repairs or the run's way add."""
+        """Return the columns of a completion, and the columns that `spec.repairs` and `spec.way` add."""
         fields = list(OUTPUT_FIELDS)
         common_names = {field.name for field in fields}
         for name in answer_columns(spec.chat.sampling, has_tools=spec.has_tools):
@@ -173,7 +173,7 @@ class Generate(RowAsk):
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
     def answer(self, prompt_answer: PromptAnswer) -> Answer:
-        """Return a row's answer. If the row has several samples, a field about a sample is a tuple with all values."""
+        """Return a row's answer. If the row has several samples, a field with a value for each sample is a tuple."""
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
             failed = no_answer(failed_sample, self._n)
@@ -230,7 +230,7 @@ def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
 
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a way adds to an answer. Lists and objects are written as JSON."""
+    """Return the columns that `spec.way` adds to an answer. Lists and objects are written as JSON."""
     columns = {}
     for name, value in extras.items():
         is_json = isinstance(value, list | dict)
@@ -250,7 +250,7 @@ def _calls_text(sample: Completion) -> str | None:
 def logprobs_type(number_type: str, is_list: bool = False) -> pa.DataType:
     """Return the type of log probabilities: for each token, a list of entries.
 
-    The first entry is the token itself. The others are the likeliest tokens at its place.
+    The first entry is the token itself. The other entries are the likeliest tokens at the token's position.
     number_type: the type of each log probability. is_list: whether a row has several completions.
     """
     entry = pa.struct(

@@ -32,9 +32,9 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
     ask.adapters = PlannedAdapters(plan.model.adapters)
-    # () says that the model's template writes no time. None says that it may write one.
-    writes_time = context.model.clock_formats != ()
-    ask.now = plan.planned_at if writes_time else None
+    # An empty tuple says that the model's template writes no time. None says that its formats are unknown.
+    may_write_time = context.model.clock_formats != ()
+    ask.now = plan.planned_at if may_write_time else None
     ask.keys = RowKeys(
         spec,
         ask.before,

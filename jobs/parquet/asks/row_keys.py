@@ -1,8 +1,8 @@
 """Makes keys of 128 bits that name what a row asks, without or with the model that answers.
 
-A key without a model names all that the row is asked, and the files of the adapters that may answer it. A model's mark
-is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same answer,
-in any run. Files and the memory of answers hold only whole keys.
+A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
+mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
+answer, in any run. Files and the memory of answers hold only whole keys.
 """
 
 import json
@@ -25,7 +25,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
 Keys = npt.NDArray[np.uint64]
-"""Keys or marks of models, [rows, 2]. Zeros are the key of a row that asks nothing."""
+"""Keys of rows or marks of models, [number of keys, 2]. A key of zeros belongs to a row that asks nothing."""
 
 #: The bytes of a key, and of a model's mark.
 SIZE = 16
@@ -102,12 +102,12 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # Keys are texts that name an adapter of the run. Values name the adapter with its files.
+        # The pinned text of each of the run's adapters, by each text that may name the adapter.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
-        self._names_for_all = names_in_arguments(spec)
-        self._has_lines = spec.input_format == OPENAI_BATCH
+        self._adapters_of_run = names_in_arguments(spec)
+        self._is_batch_file = spec.input_format == OPENAI_BATCH
         deciding = _deciding_arguments(spec)
-        deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
+        deciding |= {"chat": spec.is_chat, "lines": self._is_batch_file, "function": check}
         if before is not None:
             deciding["before"] = [before.prompt, before.messages]
 
@@ -134,7 +134,7 @@ class RowKeys:
             texts.append("pictures")
         # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
-        if self._has_lines and _TRUNCATION in row.prompt:
+        if self._is_batch_file and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
             texts.append(self._length_text)
@@ -153,7 +153,7 @@ class RowKeys:
         """
         names = set(names_in_row(row, self._spec))
         if not names or self._spec.steps:
-            names |= self._names_for_all
+            names |= self._adapters_of_run
         return sorted(self._pinned[name] for name in names if name in self._pinned)
 
 

@@ -71,18 +71,18 @@ class Scores(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether preview and dry run may try the run's scoring."""
+        """Whether a preview or dry run may have some rows scored."""
         kind = scoring_of(spec)
         return kind is not None and kind.is_tried
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Whether `verify` may compare the values of the run's scoring."""
+        """Whether `verify` may compare the run's scores."""
         kind = scoring_of(spec)
         return kind is not None and kind.is_compared
 
     def opening(self) -> Item[None] | None:
-        """Return the item of the row without content, which is asked before the run's rows; None if there is none."""
+        """Return the item of the row without content, which is asked before the run's rows; None without such a row."""
         return None if self.before is None else self._calibrate(self.before)
 
     def _calibrate(self, before: Request) -> Item[None]:

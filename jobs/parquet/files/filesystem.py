@@ -1,4 +1,4 @@
-"""What local files and object stores have in common: a file's state, an entry of a folder, errors, a fetched file."""
+"""What local files and object stores have in common: a file's state, a folder's entry, errors, and FetchedFile."""
 
 import io
 import os
@@ -27,8 +27,8 @@ class Entry(NamedTuple):
 
 
 class NotExclusive(OutputError, fault="server"):
-    """{name} cannot be put in its place ({reason}): its filesystem has neither hard links nor a rename that replaces
-    nothing, so that two workers could overwrite each other's parts; choose an output elsewhere"""
+    """{name} cannot be put in its place ({reason}): its filesystem has neither hard links nor a rename that keeps an
+    existing file, so that two workers could overwrite each other's parts; choose an output elsewhere"""
 
 
 class StoreError(RunError, fault="server"):
@@ -46,12 +46,12 @@ class BucketNotFound(StoreRefused):
 
 
 class StoreUnfit(StoreRefused):
-    """the store of {path} {lack}, so that two workers could overwrite each other's parts: use one that does (Amazon S3,
-    Google Cloud Storage and Azure do), or an output folder on a disk"""
+    """the store of {path} {lack}, so that two workers could overwrite each other's parts: use a store that keeps
+    existing objects (Amazon S3, Google Cloud Storage and Azure do), or an output folder on a disk"""
 
 
 class StoreUnreachable(StoreError):
-    """the store of {path} has not served it for {seconds:.1f} s ({reason}): look at the store and the network, or raise
+    """the store of {path} has not answered for {seconds:.1f} s ({reason}): look at the store and the network, or raise
     TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"""
 
 

@@ -15,7 +15,7 @@ NUM_SAMPLES = 4
 
 GONE = "it is gone, or no regular file any more"
 _CHUNK_BYTES = 1 << 20
-#: A Parquet file ends with the footer's length, and Parquet's mark.
+#: The last 8 bytes of a Parquet file: the footer's length in 4 bytes, and the magic number PAR1.
 _LENGTH_BYTES = 4
 _TAIL_BYTES = 8
 
@@ -45,7 +45,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
         footer_bytes = int.from_bytes(packed_length, "little") + _TAIL_BYTES
         if footer_bytes > size:
             raise CorruptParquet(path, f"its footer would have {footer_bytes} bytes")
-        # The samples are evenly spaced. The first sample begins the file. The last one ends where the footer begins.
+        # The samples are evenly spaced, from the file's beginning to the footer's beginning.
         sample_bytes = WHOLE_BYTES // NUM_SAMPLES
         # If the footer is nearly the whole file, all samples begin at 0.
         last_start = max(0, size - footer_bytes - sample_bytes)
@@ -63,8 +63,8 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
     """Raise InputChanged if the file is not the planned one before or after the body.
 
-    If the run reads a converted file in the input's place, nothing is compared. Then ConvertedInputGone is raised if
-    the converted file is not there.
+    If the run reads a converted file in the input's place, nothing is compared. In this case, ConvertedInputGone is
+    raised if the converted file is missing.
     """
     rows_path = plan.rows_path(file)
     if rows_path != file.path:

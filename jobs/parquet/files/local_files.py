@@ -61,7 +61,10 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for errors."""
+    """Turn an OSError of the body into PathSwapped if `name` is a link in an entered folder.
+
+    folder: the folder's descriptor. path: for errors.
+    """
     try:
         yield
     except OSError:
@@ -77,7 +80,10 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, folder: int) -> None:
-    """Rename a file with renameat2, which replaces no file. Raises FileExistsError, or OSError without renameat2."""
+    """Rename a file, unless its new name is taken. Raises FileExistsError, or OSError if renameat2 is missing.
+
+    folder: the descriptor of the folder that both names are in.
+    """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -88,7 +94,7 @@ def rename_exclusively(source: str, target: str, folder: int) -> None:
         raise OSError(number, os.strerror(number), target)
 
 
-#: The errors by which filesystems say that they have no hard links, or no rename that replaces nothing.
+#: The errors of filesystems without hard links, or without a rename that fails if the new name is taken.
 _NOT_SUPPORTED = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -120,7 +126,7 @@ class LocalFiles:
             return None
         return FileStat(info.st_size, info.st_mtime_ns)
 
-    def look(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> Entry | None:
         """Return the entry with this path; None if there is none."""
         if not os.path.lexists(path):
             return None
@@ -132,7 +138,7 @@ class LocalFiles:
         self.check_interrupted()
         with (
             _entered(folder, self._roots) as descriptor,
-            # The first descriptor only enters the folder. To be listed, the folder is opened once more.
+            # `descriptor` can enter the folder, but not list it. So the folder is opened once more.
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
@@ -219,7 +225,7 @@ class LocalFiles:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
-        """Raise PathSwapped if the open folder is no longer the one above `path`."""
+        """Raise PathSwapped if the open folder is no longer the folder above `path`."""
         # An OSError says that no folder is there now.
         with suppress(OSError), self._parent(path) as (folder_now, _):
             if os.path.sameopenfile(folder_now, folder):

@@ -44,7 +44,7 @@ _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 _pool = Pool()
 
 
-def listed(kind: str, folder: str, timeout_s: float) -> Any:
+def list_in_child(kind: str, folder: str, timeout_s: float) -> Any:
     """Have a child list a prefix. Raises as obstore does, or StoreRefused.
 
     kind: HAS_ANY to return what has_any returns, LEVEL to return what level_of returns.
@@ -66,24 +66,26 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
         # A listing without an end takes a child's whole time or memory, so it is not tried again.
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
+        # The error is obstore's own, or a FileNotFoundError or a ValueError.
         name = reply["raised"]
-        builtin = FileNotFoundError if name == "FileNotFoundError" else ValueError
-        error_class = getattr(exceptions, name, builtin)
+        if name == "FileNotFoundError":
+            raise FileNotFoundError(reply["text"])
+        error_class = getattr(exceptions, name, ValueError)
         raise error_class(reply["text"])
     return reply["answer"]
 
 
-#: A store copies no larger object in one request.
+#: The largest object that a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
 #: Bytes that are fetched at once from an opened object.
 BLOCK_BYTES = 1 << 18
-#: Bytes that are uploaded in one request. A smaller object is one request. A store takes at most 10,000 requests for
-#: one object.
+#: Bytes that are uploaded in one request. A smaller object takes a single request. A store takes at most 10,000
+#: requests for one object.
 CHUNK_BYTES = 8 << 20
 
 #: The most requests of one upload that are sent at once.
 _CONCURRENCY = 2
-#: The schemes and buckets that were tested and do not overwrite objects. Shared by all threads.
+#: The scheme and name of each bucket that was found not to overwrite objects. Shared by all threads.
 _safe_buckets: set[tuple[str, str]] = set()
 
 
@@ -101,7 +103,7 @@ class ObjectFiles:
         self._check_interrupted = check_interrupted
 
     def resolve(self, path: str) -> str:
-        """Return the one form of a path. Raises PathOutsideRoots."""
+        """Return the canonical form of a path. Raises PathOutsideRoots."""
         path = run_path(path)
         root_of(path, self._roots)
         return path
@@ -114,8 +116,8 @@ class ObjectFiles:
         mtime_ns = int(head["last_modified"].timestamp() * 1e9)
         return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
 
-    def look(self, path: str) -> Entry | None:
-        """Return the object or the prefix of a path; None if there is neither."""
+    def entry(self, path: str) -> Entry | None:
+        """Return the object or the prefix with this path; None if there is neither."""
         _, key = self._store_and_key(path)
         name = os.path.basename(path)
         if key and self._head(path) is not None:
@@ -127,7 +129,7 @@ class ObjectFiles:
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
-        """Lend the entries of a prefix. An object that is also a prefix of others counts as a folder."""
+        """Lend the entries of a prefix. An object whose name is also a prefix of other objects counts as a folder."""
         _, key = self._store_and_key(folder)
         level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
@@ -141,13 +143,16 @@ class ObjectFiles:
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
-        """Check that two workers cannot overwrite each other's parts; raise StoreUnfit if they can. Makes nothing."""
+        """Make nothing, because a store has no folders. Raise StoreUnfit if the store overwrites objects.
+
+        Two workers could then overwrite each other's parts.
+        """
         store, key = self._store_and_key(path)
         scheme, bucket, _ = _split(path)
         if (scheme, bucket) in _safe_buckets:
             return
 
-        # An object is copied twice to one place. A safe store refuses the second copy.
+        # An object is copied twice to the same key. A safe store refuses the second copy.
         probe_name = temporary_name(secrets.token_hex(8), "_probe")
         probe = f"{key}/{probe_name}".lstrip("/")  # a bucket has an empty key
         target = f"{probe}.tmp"
@@ -188,7 +193,7 @@ class ObjectFiles:
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
         """Lend a file whose bytes become an object at the end of the body. An error leaves no object."""
-        # Written bytes are not kept, so only obstore can repeat the requests.
+        # We do not keep written bytes, so only obstore itself can repeat an upload's requests.
         store, key = self._store_and_key(path, tries_s=self._timeout_s)
         upload = obstore.open_writer(
             store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
@@ -209,7 +214,7 @@ class ObjectFiles:
     def publish(self, temporary: str, target: str) -> None:
         """Copy a temporary object to the name `target`. Raises FileExistsError if the name is taken.
 
-        If a reply was lost, the request is sent again and finds the first copy. Then FileExistsError is raised too.
+        FileExistsError is also raised if the reply to the copy was lost: a repeated request finds the copy there.
         """
         store, key = self._store_and_key(target)
         _, temporary_key = self._store_and_key(temporary)
@@ -221,7 +226,7 @@ class ObjectFiles:
             )
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # if two workers come here at once, the second one replaces the first one's object
+        else:  # if two workers come here at once, the slower worker replaces the faster worker's object
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
@@ -229,8 +234,8 @@ class ObjectFiles:
     def remove(self, path: str) -> None:
         """Remove an object."""
         store, key = self._store_and_key(path)
+        # In a bucket with versions, the removal of a missing object would add a delete marker.
         if self._head(path) is not None:
-            # A bucket with versions would note a removal that removes nothing.
             self._make_request(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
@@ -248,13 +253,15 @@ class ObjectFiles:
     def _has_any(self, folder: str) -> bool:
         """Whether there is any object below a prefix."""
         root_of(folder, self._roots)
-        return bool(self._make_request(folder, lambda: listed(HAS_ANY, folder, self._timeout_s)))
+        return bool(
+            self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
+        )
 
     def _level(self, folder: str) -> dict[str, Any]:
         """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
         root_of(folder, self._roots)
         level: dict[str, Any] = self._make_request(
-            folder, lambda: listed(LEVEL, folder, self._timeout_s)
+            folder, lambda: list_in_child(LEVEL, folder, self._timeout_s)
         )
         return level
 
@@ -263,7 +270,7 @@ class ObjectFiles:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _store_and_key(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
-        """Return a path's bucket, as obstore's client of it, and its key. Raises PathOutsideRoots."""
+        """Return obstore's client of a path's bucket, and the path's key. Raises PathOutsideRoots."""
         root_of(path, self._roots)
         scheme, bucket, key = _split(path)
         return opened_store(scheme, bucket, self._timeout_s, tries_s), key
@@ -277,7 +284,7 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 class _Writer:
-    """A Python file through which pyarrow writes an object. Only obstore can repeat the requests of an upload."""
+    """A Python file through which pyarrow writes an object."""
 
     closed = False
 

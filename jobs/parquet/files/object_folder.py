@@ -33,7 +33,7 @@ class ObjectFolder:
         scheme, _, bucket_and_prefix = folder.partition("://")
         bucket, _, self._prefix = bucket_and_prefix.partition("/")
         self._store = opened_store(scheme, bucket, TIMEOUT_S)
-        # Written bytes are not kept, so only obstore itself can repeat the requests.
+        # We do not keep written bytes, so only obstore itself can repeat an upload's requests.
         self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, TIMEOUT_S)
 
     def path(self, name: str) -> str:
@@ -78,8 +78,8 @@ class ObjectFolder:
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )
-        make_request_of_file = partial(make_upload_request, self.path(name))
-        return ObjectDraft(upload, make_request_of_file)
+        send = partial(make_upload_request, self.path(name))
+        return ObjectDraft(upload, send)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -102,19 +102,19 @@ class ObjectFolder:
 class ObjectDraft:
     """An upload in pieces; a small object is one piece. The object exists once `finish` was called."""
 
-    def __init__(self, upload: Any, make: Callable[[Callable[[], object]], object]) -> None:
-        """upload: obstore's writer. make: sends a request, and turns its errors into ours."""
+    def __init__(self, upload: Any, send: Callable[[Callable[[], object]], object]) -> None:
+        """upload: obstore's writer. send: makes a request of the upload, and turns its errors into ours."""
         self._upload = upload
-        self._make_request = make
+        self._send = send
         self._is_open = True
 
     def write(self, data: bytes | bytearray) -> object:
         """Add bytes."""
-        return self._make_request(lambda: self._upload.write(bytes(data)))
+        return self._send(lambda: self._upload.write(bytes(data)))
 
     def finish(self) -> None:
-        """Put the whole object in its place. An object that is already there is replaced."""
-        self._make_request(self._upload.close)
+        """Make the object of the written bytes. It replaces an object of the same name."""
+        self._send(self._upload.close)
         self._is_open = False
 
     def drop(self) -> None:

@@ -23,7 +23,7 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-#: A new try may begin within this share of a store's time limit.
+#: No try of a request begins after this share of a store's time limit.
 _SHARE_FOR_TRIES = 0.5
 #: The seconds for obstore's own tries, if we can repeat the request ourselves.
 TRIES_S = 5.0
@@ -111,7 +111,7 @@ def make_request(
             if seconds > TRIES_S and not has_warned:
                 has_warned = True
                 _log.warning(
-                    "the store of %s has not served it for %.0f s (%s): trying again",
+                    "the store of %s has not answered for %.0f s (%s): trying again",
                     path,
                     seconds,
                     reason,
@@ -119,7 +119,7 @@ def make_request(
         else:
             seconds = time.monotonic() - began_at
             if seconds > TRIES_S:
-                _log.warning("the store of %s has served it after %.0f s", path, seconds)
+                _log.warning("the store of %s has answered after %.0f s", path, seconds)
             return answer
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, MAX_WAIT_S)
@@ -133,14 +133,14 @@ def make_upload_request(
     If the store refuses the last piece, obstore's writer raises OSError with the whole text of the reply.
     """
 
-    def named_request() -> T:
+    def translated_request() -> T:
         """Make the request. Turn the writer's OSError into an error that `make_request` understands."""
         try:
             return request()
         except OSError as error:
             raise exceptions.GenericError(str(error)) from None
 
-    return make_request(path, named_request, check_interrupted, timeout_s=0)  # no second try
+    return make_request(path, translated_request, check_interrupted, timeout_s=0)  # no second try
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:

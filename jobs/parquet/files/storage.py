@@ -83,20 +83,20 @@ class Storage:
         return self._stored
 
     def resolve(self, path: str) -> str:
-        """Return the one name of a file or folder, without links. Raises PathOutsideRoots."""
+        """Return the canonical path of a file or folder, without links. Raises PathOutsideRoots."""
         return self._files_of(path).resolve(path)
 
     def stat(self, path: str) -> FileStat | None:
         """Return the state of a regular file, None for anything else."""
         return self._files_of(path).stat(path)
 
-    def look(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> Entry | None:
         """Return the entry with this path; None if there is none."""
-        return self._files_of(path).look(path)
+        return self._files_of(path).entry(path)
 
     def is_folder(self, path: str) -> bool:
         """Whether there is a folder with this path."""
-        entry = self.look(path)
+        entry = self.entry(path)
         return entry is not None and entry.is_folder
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:

@@ -1,7 +1,7 @@
 """Converts inputs that are not Parquet: planning makes a Parquet file of each.
 
-These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So if two
-planners write files of the same name, both files are equal, and the first one stays.
+The Parquet files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So if two
+planners write a file of the same name, both files are equal, and the first one stays.
 """
 
 import os
@@ -103,7 +103,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
-        # Nobody else writes into this folder, so any id will do.
+        # The id only keeps temporary files of several executions apart, and no other execution writes here.
         convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 

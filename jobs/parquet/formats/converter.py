@@ -53,10 +53,13 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
         yield {"kinds": table.kinds, "groups": groups}, packed_schema
 
 
-def _sizes_of_slices(table: Any, most: int | None) -> Iterator[tuple[int, int, None]]:
-    """Have a table look at its slices; yield the rows and the bytes of each slice, without the slice itself."""
-    for rows, size, part in table.slices(most):
-        table.look(part)
+def _sizes_of_slices(table: Any, max_rows: int | None) -> Iterator[tuple[int, int, None]]:
+    """Have a table learn its kinds slice by slice; yield the rows and the bytes of each slice.
+
+    None stands in place of the slice's content, so that the content is not kept in memory.
+    """
+    for rows, size, part in table.slices(max_rows):
+        table.learn_kinds(part)
         yield rows, size, None
 
 
@@ -149,14 +152,14 @@ class _TextTable:
         json_fields = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
         return pa.schema([*fields, *json_fields, PROBLEM_FIELD])
 
-    def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
-        """Yield the first `most` rows in slices, each with its number of rows and of bytes."""
+    def slices(self, max_rows: int | None) -> Iterator[tuple[int, int, list[Record]]]:
+        """Yield the first `max_rows` rows, or all rows, in slices. Each slice is yielded as (rows, bytes, content)."""
         records: list[Record] = []
         size = 0
-        for record in islice(self._records, most):
+        for record in islice(self._records, max_rows):
             records.append(record)
             size += record.size
-            self._note(record)
+            self._count(record)
             if len(records) == SLICE_ROWS or size > SLICE_BYTES:
                 yield len(records), size, records
                 records = []
@@ -164,8 +167,8 @@ class _TextTable:
         if records:
             yield len(records), size, records
 
-    def _note(self, record: Record) -> None:
-        """Count a record that was read, for check_read."""
+    def _count(self, record: Record) -> None:
+        """Count a record for `check_read`, and remember the first bad one."""
         self._num_rows += 1
         if record.problem:
             self._num_bad += 1
@@ -181,17 +184,17 @@ class _TextTable:
         has_no_row = not self.kinds  # JSON lines without a row have no columns
         if self._num_rows >= MIN_JUDGED_ROWS or has_no_row:
             raise TooManyBadLines(
-                self._path, self._num_bad, self._num_rows, first_bad.line, first_bad.problem
+                self._path, self._num_bad, self._num_rows, first_bad.line_number, first_bad.problem
             )
 
-    def look(self, records: Sequence[Record]) -> None:
+    def learn_kinds(self, records: Sequence[Record]) -> None:
         """Merge the kinds of some rows' values into the kinds of the columns. A batch file's kinds are known."""
         if self._format in HEADED:
-            self._look_at_fields(records)
+            self._learn_from_fields(records)
         elif self._format != OPENAI_BATCH:
-            self._look_at_json(records)
+            self._learn_from_json(records)
 
-    def _look_at_fields(self, records: Sequence[Record]) -> None:
+    def _learn_from_fields(self, records: Sequence[Record]) -> None:
         """Merge the kinds of a CSV file's fields into the kinds of the columns."""
         rows = [record.value for record in records if record.value is not None]
         for name, known_kind in self.kinds.items():
@@ -199,7 +202,7 @@ class _TextTable:
                 kind = kinds.kind_of_texts([row[name] for row in rows], self._decimal)
                 self.kinds[name] = kinds.merged_texts(known_kind, kind)
 
-    def _look_at_json(self, records: Sequence[Record]) -> None:
+    def _learn_from_json(self, records: Sequence[Record]) -> None:
         """Merge the kinds of the values in JSON lines into the kinds of the columns."""
         for record in records:
             for name, value in (record.value or {}).items():
@@ -229,7 +232,7 @@ class _TextTable:
             if record.problem is None:
                 problems.append(None)
             else:
-                problems.append(f"line {record.line} {record.problem}")
+                problems.append(f"line {record.line_number} {record.problem}")
         make_array = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in records]
         try:
@@ -272,14 +275,14 @@ class _ArrowTable:
     def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
         """Do nothing: the schema says what the columns hold."""
 
-    def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Yield the first `most` rows in slices, each with its number of rows and of bytes."""
-        rows_left = most
+    def slices(self, max_rows: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Yield the first `max_rows` rows, or all rows, in slices. Each slice is yielded as (rows, bytes, content)."""
+        rows_left = max_rows
         for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
-            batch = batch.slice(0, rows_left)  # None leaves the batch whole
+            batch = batch.slice(0, rows_left)  # the whole batch if rows_left is None
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)
                 yield part.num_rows, part.nbytes, part
@@ -290,7 +293,7 @@ class _ArrowTable:
 
     def _check_type(self, field: pa.Field) -> None:
         """Raise SchemaMismatch for a type that Parquet does not have."""
-        # Writing a single null finds this out.
+        # pyarrow tells this only by an error when it writes such a column, so a single null is written.
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)
@@ -304,7 +307,7 @@ class _ArrowTable:
     def check_read(self) -> None:
         """Do nothing: each row of such a file can be read."""
 
-    def look(self, part: pa.RecordBatch) -> None:
+    def learn_kinds(self, part: pa.RecordBatch) -> None:
         """Do nothing: the schema says what the columns hold."""
 
     def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -316,7 +319,7 @@ class _ArrowTable:
 
 
 def _plain_type(arrow_type: pa.DataType) -> pa.DataType:
-    """Return the type that Parquet has for values of this type."""
+    """Return a type that Parquet has for values of this type. Most types are returned unchanged."""
     if pa.types.is_dictionary(arrow_type):
         value_type = _plain_type(arrow_type.value_type)
         return pa.dictionary(arrow_type.index_type, value_type, arrow_type.ordered)

@@ -37,7 +37,7 @@ _SCALARS = {
 }
 _KIND_BY_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _JSON_NUMBERS = {"int", "float", "number"}
-#: The largest integer that a float holds exactly, with all smaller ones.
+#: A float holds each integer up to this one exactly.
 _EXACT = 1 << 53
 #: No integer from here on fits into 64 bits.
 _INT64 = 1 << 63
@@ -57,14 +57,17 @@ _KIND_OF_PAIR: Mapping[frozenset[str], str] = {
 }
 _CSV_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
-#: A column with more levels of lists and objects is kept as JSON.
+#: A column with more nested levels of lists and objects than this is kept as JSON.
 MAX_DEPTH = 20
-#: A column with more names in an object is kept as JSON.
+#: A column whose objects have more distinct names than this is kept as JSON.
 MAX_FIELDS = 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both kinds. If a part of it would be "json", the whole is."""
+    """Return the kind of a column that holds values of both kinds.
+
+    If a part of the kind would be "json", the whole kind is "json".
+    """
     if one == other or other == "null":
         return one
     if one == "null":

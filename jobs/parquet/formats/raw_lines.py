@@ -17,8 +17,8 @@ def raw_lines(
 
     Raises OSError, or an InputError for a file that cannot be read.
     """
-    # Keys are the numbers of lines on which a row begins. The value is the row's number, or None for a row that is not
-    # wanted and follows a wanted row.
+    # Keys are the line numbers at which rows begin. Values are the numbers of wanted rows. An unwanted row after a
+    # wanted row has the value None, because the wanted row ends there.
     row_at_line: dict[int, int | None] = {}
     last_wanted = max(rows, default=-1)
     # Records say on which line a row begins, but do not hold the line. So the file is read once more for the lines.
@@ -28,9 +28,9 @@ def raw_lines(
             _, records = csv_records(file)
         for row, record in enumerate(records):
             if row in rows:
-                row_at_line[record.line] = row
+                row_at_line[record.line_number] = row
             elif row - 1 in rows:
-                row_at_line[record.line] = None
+                row_at_line[record.line_number] = None
             if row > last_wanted:
                 break
 
@@ -38,8 +38,8 @@ def raw_lines(
     current_row: int | None = None  # None outside the wanted rows
     with _opened(path, file_format, dialect) as file:
         for line in file.lines():
-            if line.line in row_at_line:
-                current_row = row_at_line[line.line]
+            if line.line_number in row_at_line:
+                current_row = row_at_line[line.line_number]
             if current_row is not None and line.value is not None:
                 text = line.value.decode(errors="replace")
                 lines_by_row.setdefault(current_row, []).append(text)

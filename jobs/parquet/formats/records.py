@@ -25,18 +25,18 @@ _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 #: JSON's escape for half of a surrogate pair. Such a half alone is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-# The csv module has one limit for the process. No field reaches this one, because `_csv_rows` bounds the whole row.
+# The csv module has one limit for the process. No field reaches this limit, because `_RowLines` bounds the whole row.
 csv.field_size_limit(2 * MAX_LINE_BYTES)
 
 
 class Record(NamedTuple):
-    """A row of a file.
+    """A row of a file, or a line of its text.
 
-    line: the number of its first line, from 1. size: in bytes. value: its values by column; None if there is a problem.
-    problem: why the text is no row.
+    line_number: the number of its first line, from 1. size: in bytes. value: a row's values by column, or a line's
+    bytes; None if there is a problem. problem: why the text cannot be read.
     """
 
-    line: int
+    line_number: int
     size: int
     value: Any
     problem: str | None = None
@@ -45,8 +45,8 @@ class Record(NamedTuple):
 class TextFile:
     """The text of a file.
 
-    encoding: the encoding that the run names. If it names none, the text is read as UTF-8, and `guess` looks at each
-    line.
+    encoding: the encoding that the run names. If the run names none, the text is read as UTF-8, and `guess` looks at
+    each line. encoding_name: the encoding as messages show it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ def json_records(file: TextFile) -> Iterator[Record]:
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
-    """Yield a file's lines. A line that is too long is read to its end. It has a problem in place of a value."""
+    """Yield a file's lines. A line that is too long is read to its end, and has a problem in place of a value."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -141,7 +141,8 @@ def _json_record(line: Record, encoding: str) -> Record:
 class _RowLines:
     """Gives the csv module the lines of a file, and remembers the lines of the current row.
 
-    lines: the lines of the current row. size: their bytes. no_end_problem: why the row has no end, if it has none.
+    lines: the lines of the current row. size: their bytes. no_end_problem: the row's problem if it turns out that the
+    row does not end.
     """
 
     def __init__(self, file_lines: Iterator[Record]) -> None:
@@ -210,8 +211,9 @@ def _csv_rows(file_lines: Iterator[Record], delimiter: str, encoding: str) -> It
                 reader = csv.reader(row.texts(), delimiter=delimiter, strict=True)
             else:
                 problem = _csv_problem(error)
-        if fields or problem:  # other lines are blank
-            yield Record(row.lines[0].line, row.size, fields, problem)
+        is_blank_line = not fields and not problem
+        if not is_blank_line:
+            yield Record(row.lines[0].line_number, row.size, fields, problem)
 
 
 def _csv_problem(error: Exception) -> str:
@@ -223,12 +225,12 @@ def _csv_problem(error: Exception) -> str:
 
 #: A CSV file's first line may name the delimiter for Excel. This line is no row.
 _SEP_LINE = re.compile(rb'"?sep=(?P<delimiter>.)"?\r?', re.IGNORECASE)
-#: Likely delimiters, if the header seems to have a single column that contains one.
+#: Likely delimiters of a file whose header seems to name a single column, with the form that messages show.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
-    """Return the names of the columns, which are the first row, and all further rows with their values by these names.
+    """Return the names of the columns, and the records of the rows after the header. Values are dicts by these names.
 
     Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
     """
@@ -254,7 +256,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
     if head.problem:
         file.check_encoding()
-        raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
+        raise CorruptTable(path, "CSV", f"line {head.line_number} {head.problem}")
     names: list[str] = head.value
     is_usual_delimiter = file.delimiter is None and sep_line is None
     if len(names) == 1 and is_usual_delimiter:
@@ -271,8 +273,8 @@ def _check_only_column(path: str, name: str, delimiter: str) -> None:
     counts = Counter(character for character in name if character in other_delimiters)
     if counts:
         [(commonest, _)] = counts.most_common(1)
-        shown = _DELIMITERS[commonest]
-        raise OtherDelimiter(path, brief(name), shown, shown, repr(delimiter))
+        likely_delimiter = _DELIMITERS[commonest]
+        raise OtherDelimiter(path, brief(name), likely_delimiter, likely_delimiter, repr(delimiter))
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
@@ -281,4 +283,4 @@ def _csv_record(names: Sequence[str], row: Record) -> Record:
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"
     value = None if problem else dict(zip(names, row.value, strict=True))
-    return Record(row.line, row.size, value, problem)
+    return Record(row.line_number, row.size, value, problem)

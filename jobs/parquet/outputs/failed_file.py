@@ -24,9 +24,9 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     """Write the rows with an error into a new file, and return how many there are. Raises InvalidJob, PartDamaged.
 
     path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too.
-    A row has the input's columns that the output has, its number in the run, its file, its number in the file, and the
-    reason. A row of a text file also has its line, if the planned file is on this machine and has not changed. CSV has
-    the delimiter, decimal mark and encoding of the run's input.
+    Each written row has the input's columns that the output has, its number in the run, its file, its number in that
+    file, and the reason why it failed. A row of a text file also has its line, if the planned file is on this machine
+    and has not changed. CSV is written with the delimiter, decimal mark and encoding of the run's input.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -72,45 +72,51 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
     answer_columns = set(answer_names(plan.spec))
     failed_by_shard: dict[int, list[FailedRow]] = {}
     for shard in reader.shards():
-        failed = list(reader.failed_rows(shard, cut))
-        if failed:
-            failed_by_shard[shard] = failed
+        failed_rows = list(reader.failed_rows(shard, cut))
+        if failed_rows:
+            failed_by_shard[shard] = failed_rows
 
     all_lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
-    for shard, failed in failed_by_shard.items():
+    for shard, failed_rows in failed_by_shard.items():
         first_row = plan.first_row(shard)
-        numbers_in_part = [row.row - first_row for row in failed]
-        rows = reader.part_table(shard).take(numbers_in_part)
-        table = rows.select([name for name in rows.column_names if name not in answer_columns])
-        lines = [all_lines.get((row.file, row.file_row)) for row in failed]
-        for name, column in _added_columns(failed, lines).items():
+        numbers_in_part = [failed.row - first_row for failed in failed_rows]
+        table = reader.part_table(shard).take(numbers_in_part)
+        input_columns = [name for name in table.column_names if name not in answer_columns]
+        table = table.select(input_columns)
+        lines = [all_lines.get((failed.file, failed.file_row)) for failed in failed_rows]
+        for name, column in _added_columns(failed_rows, lines).items():
             while name in table.column_names:  # the input has a column of this name
                 name += "_"
             table = table.append_column(name, column)
         yield table
 
 
-def _added_columns(failed: Sequence[FailedRow], lines: Sequence[str | None]) -> dict[str, pa.Array]:
-    """Return the columns, by name, that say where failed rows are and why they failed. lines: None for no line."""
+def _added_columns(
+    failed_rows: Sequence[FailedRow], lines: Sequence[str | None]
+) -> dict[str, pa.Array]:
+    """Return the columns, by name, that say where failed rows are and why they failed.
+
+    lines: the line of each failed row, or None.
+    """
     return {
-        "row": pa.array([row.row for row in failed], pa.int64()),
-        "file": pa.array([row.file for row in failed], pa.string()),
-        "file_row": pa.array([row.file_row for row in failed], pa.int64()),
-        "reason": pa.array([row.reason for row in failed], pa.string()),
+        "row": pa.array([failed.row for failed in failed_rows], pa.int64()),
+        "file": pa.array([failed.file for failed in failed_rows], pa.string()),
+        "file_row": pa.array([failed.file_row for failed in failed_rows], pa.int64()),
+        "reason": pa.array([failed.reason for failed in failed_rows], pa.string()),
         "line": pa.array(lines, pa.string()),
     }
 
 
-def _lines(plan: Plan, failed: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
-    """Return the lines of failed rows, by file and row of the file.
+def _lines(plan: Plan, failed_rows: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
+    """Return the lines of failed rows, by path and row number of the file.
 
     Lines of files in stores are left out, and so are lines of files that have changed or cannot be read.
     """
     if plan.input_format not in LINES:
         return {}
     rows_by_file: dict[str, set[int]] = defaultdict(set)
-    for row in failed:
-        rows_by_file[row.file].add(row.file_row)
+    for failed in failed_rows:
+        rows_by_file[failed.file].add(failed.file_row)
     lines = {}
     for file in plan.files:
         if file.path not in rows_by_file or is_stored(file.path):

@@ -40,12 +40,12 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     name: the file's name. The output of an OpenAI batch is two files: one for answers, one for errors.
     """
     assert plan.spec.single_file is not None
-    answers = frozenset(answer_names(plan.spec))
+    answer_columns = frozenset(answer_names(plan.spec))
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,
-        CSV: partial(write_csv, answers),
-        JSONL: partial(write_jsonl, answers),
+        CSV: partial(write_csv, answer_columns),
+        JSONL: partial(write_jsonl, answer_columns),
         OPENAI_BATCH: partial(_write_batch_lines, plan.run, _is_error_file(name)),
     }
     with open_part(storage, plan, 0) as part:
@@ -63,7 +63,7 @@ def _is_error_file(name: str) -> bool:
 def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
-    """Write the lines of one of an OpenAI batch's two output files."""
+    """Write one of the two output files of an OpenAI batch."""
     number = 0
     for batch in batches:
         sink.write(_batch_lines(run, is_error_file, number, batch))
@@ -73,10 +73,10 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines of a batch's rows for one of the two output files.
+    """Return the lines that some rows give one of the two output files.
 
-    is_error_file: True to take the rows with an error, False to take the rows without one. first_row: the number that
-    the batch's first row has in the run.
+    is_error_file: True to take the rows with an error, False to take the rows without an error. first_row: the number
+    of the first of these rows in the run.
     """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
@@ -91,8 +91,9 @@ def _batch_lines(
 def write_lines_of_parts(
     storage: Storage, plan: Plan, shards: Iterable[int], name: str, sink: Any
 ) -> int:
-    """Write the lines of an OpenAI batch's parts in the form of its output; return the bytes. Raises PartDamaged.
+    """Write the lines of an OpenAI batch's parts as they will be in its output; return how many bytes they have.
 
+    Raises PartDamaged.
     shards: the shards that have a part. name: the file's name, see `write_output`.
     """
     is_error_file = _is_error_file(name)
@@ -151,9 +152,9 @@ def part_rows(
     """
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
-        absent = set(columns) - set(file.schema.names)
-        if absent:
-            raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
+        missing_columns = set(columns) - set(file.schema.names)
+        if missing_columns:
+            raise PartDamaged(plan.part_path(shard), f"it has no column {min(missing_columns)!r}")
         for batch in file.batches:
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
@@ -172,11 +173,11 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
             writer.write_batch(batch)
 
 
-def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    """Write rows as lines of JSON. answers: see _rows."""
+def write_jsonl(answer_columns: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as lines of JSON. answer_columns: see _rows."""
     for batch in batches:
         lines = []
-        for row in _rows(batch, answers):
+        for row in _rows(batch, answer_columns):
             values_by_column = dict(zip(schema.names, row, strict=True))
             lines.append(to_json(values_by_column))
         sink.write(_json_lines(lines))
@@ -192,7 +193,7 @@ def _json_lines(lines: Iterable[str]) -> bytes:
 
 
 def write_csv(
-    answers: Set[str],
+    answer_columns: Set[str],
     sink: Any,
     schema: pa.Schema,
     batches: Batches,
@@ -200,7 +201,7 @@ def write_csv(
 ) -> None:
     """Write rows as CSV. Fields that some readers would take for several lines are quoted.
 
-    answers: see _rows. dialect: see RunSpec.dialect. Characters that the encoding lacks become escapes.
+    answer_columns: see _rows. dialect: see RunSpec.dialect. Characters that the encoding lacks become escapes.
     """
     delimiter = dialect.get("delimiter", ",")
     decimal = dialect.get("decimal", ".")
@@ -209,7 +210,7 @@ def write_csv(
     header = _csv_lines([schema.names], delimiter, decimal)
     sink.write(encoder.encode(header))
     for batch in batches:
-        lines = _csv_lines(_rows(batch, answers), delimiter, decimal)
+        lines = _csv_lines(_rows(batch, answer_columns), delimiter, decimal)
         sink.write(encoder.encode(lines))
 
 
@@ -231,16 +232,16 @@ def _csv_lines(rows: Iterable[Sequence[Any]], delimiter: str, decimal: str) -> s
 _QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
-def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
+def _rows(batch: pa.RecordBatch, answer_columns: Set[str]) -> Iterator[Sequence[Any]]:
     """Yield a batch's rows with values of JSON. A value that Python cannot hold is null.
 
-    answers: the columns of answers. Their values may be of any length.
+    answer_columns: the columns whose values may be of any length.
     """
     values_by_column = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
-        values = row_values(name, column, is_ours=name in answers)
+        values = row_values(name, column, is_ours=name in answer_columns)
         values_by_column.append(as_written(batch.schema.field(name), values))
     for row in zip(*values_by_column, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
@@ -262,7 +263,7 @@ def _plain(value: Any) -> Any:
 
 
 def _field(value: Any, needs_quotes: re.Pattern[str], decimal: str) -> str:
-    """Return a value as a field of CSV. needs_quotes: found in each text that must be quoted."""
+    """Return a value as a field of CSV. needs_quotes: a pattern found in each text that must be quoted."""
     if value is None:
         return ""
     if isinstance(value, bool):

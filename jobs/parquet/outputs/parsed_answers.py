@@ -75,8 +75,8 @@ class Parsed(NamedTuple):
 def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
     """Parse a row's answer or answers. An answer that failed its check has the check's reason in place of a value.
 
-    prompt: the name of the prompt that was answered, if rows have several; else "". Its answer is parsed even if a
-    later prompt has an error.
+    prompt: the name of the answered prompt if rows have several prompts; else "". A prompt's answer is parsed even if a
+    later prompt of the row has an error.
     """
     # If the row has several answers, `texts` and `finish_reasons` are tuples.
     texts = answer.column(prompt) if prompt else answer.completion

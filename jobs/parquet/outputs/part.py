@@ -32,7 +32,8 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
-#: An answer's field that says from which row of which earlier run the answer was taken. The run names its column.
+#: An answer's field that says from which row of which earlier run the answer was taken. The run's `reused_column` names
+#: the output column.
 REUSED = "reused"
 #: An answer's field that names the model that answered, in a run that asks two models.
 MODEL = "model"
@@ -66,7 +67,7 @@ def output_schema(
 ) -> pa.Schema:
     """Return the output's columns: the input's columns that are kept, then the columns of the answers.
 
-    schema: the input's schema. path: its first file, for errors. Raises ColumnConflict or MissingColumn.
+    schema: the input's schema. path: the input's first file, for errors. Raises ColumnConflict or MissingColumn.
     """
     kept_or_dropped = [*(spec.keep or ()), *(spec.drop or ())]
     for column in kept_or_dropped:
@@ -77,7 +78,7 @@ def output_schema(
         names_to_keep = schema.names
     input_names = [name for name in schema.names if name in names_to_keep]
     taken_names = set(input_names)
-    answers = []
+    answer_columns = []
     for field, name in zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True):
         if name in taken_names:
             raise errors.ColumnConflict(
@@ -86,25 +87,28 @@ def output_schema(
                 "`drop`, or give the added columns another output_prefix",
             )
         taken_names.add(name)
-        answers.append(field.with_name(name))
+        answer_columns.append(field.with_name(name))
 
-    fields = [_output_field(schema.field(name)) for name in input_names]
-    return pa.schema([*fields, *answers], metadata=schema.metadata)
+    input_columns = [_output_field(schema.field(name)) for name in input_names]
+    return pa.schema([*input_columns, *answer_columns], metadata=schema.metadata)
 
 
 def _output_field(field: pa.Field) -> pa.Field:
-    """Return a field without the metadata that only templates read. A column of JSON keeps them, for write_jsonl."""
+    """Return a field without the metadata that only templates read.
+
+    A column of JSON keeps its metadata, because write_jsonl reads them.
+    """
     if has_comma_digits(field):  # its texts become numbers; see as_number
         field = field.with_type(pa.float64())
     metadata = dict(field.metadata or {})
-    has_json = JSON.items() <= metadata.items()  # it has the metadata of a column of JSON
-    if not has_json:
+    is_json_column = JSON.items() <= metadata.items()
+    if not is_json_column:
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
     return field.with_metadata(metadata or None)  # None removes the metadata
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return the Arrow fields of a run's answers. They have the names of the fields of Answer."""
+    """Return the Arrow fields of a run's answers, with the names of Answer's fields."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
     fields += parsed_fields(spec.parsed_types, spec.n)
     if spec.reused_column:
@@ -115,7 +119,7 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the names that the output gives to answer_fields, in their order."""
+    """Return the output's name for each of the `answer_fields`, in the same order."""
     names = []
     for field in answer_fields(spec):
         name = spec.output_prefix + field.name
@@ -167,10 +171,10 @@ def write_part(
 
 def part_stats(answers: Sequence[Answer], model: ServedModel, **other_fields: Any) -> PartStats:
     """Return the statistics of a shard's answers. other_fields: the fields of PartStats that are not about answers."""
-    good = [answer for answer in answers if answer.error is None]
+    good_answers = [answer for answer in answers if answer.error is None]
     finish_reasons: Counter[str] = Counter()
     labels: Counter[str] = Counter()
-    for answer in good:
+    for answer in good_answers:
         finish_reasons.update(answer.all_finish_reasons)
         label = answer.column("label")
         if label is not None:  # None in a run without labels
@@ -178,8 +182,8 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **other_fields: An
     return PartStats(
         **other_fields,
         rows=len(answers),
-        errors=len(answers) - len(good),
-        failed_checks=sum(answer.check_error is not None for answer in good),
+        errors=len(answers) - len(good_answers),
+        failed_checks=sum(answer.check_error is not None for answer in good_answers),
         cut=sum(answer.is_cut for answer in answers),
         expired=sum(answer.error == EXPIRED for answer in answers),
         rows_reused=sum(answer.reused is not None for answer in answers),
@@ -192,11 +196,11 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **other_fields: An
         attention_backend=model.attention_backend,
         version=version("tokenmill"),
         commit=commit(),
-        prompt_lengths=count_lengths(answer.prompt_tokens for answer in good),
-        completion_lengths=count_lengths(_completion_lengths(good)),
+        prompt_lengths=count_lengths(answer.prompt_tokens for answer in good_answers),
+        completion_lengths=count_lengths(_completion_lengths(good_answers)),
         finish_reasons=dict(finish_reasons),
         labels=dict(labels.most_common(MAX_PART_LABELS)),
-        left_out=dict(_left_out(good).most_common(MAX_PART_LABELS)),
+        left_out=dict(_left_out(good_answers).most_common(MAX_PART_LABELS)),
     )
 
 
@@ -211,7 +215,7 @@ def _completion_lengths(answers: Iterable[Answer]) -> Iterator[int]:
 
 
 def _left_out(answers: Iterable[Answer]) -> Counter[str]:
-    """Return how many lines each argument was left out of, by the argument's name."""
+    """Return the number of lines that each argument was left out of, by the argument's name."""
     counts: Counter[str] = Counter()
     for answer in answers:
         names = answer.column(LEFT_OUT)
@@ -223,7 +227,7 @@ def _left_out(answers: Iterable[Answer]) -> Counter[str]:
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
     """Read a part's statistics from its footer. Raises PartDamaged.
 
-    run: the run that wrote the part, if the folder was moved and the plan's run is another one.
+    run: the run that wrote the part; None for the plan's run. If the folder was moved, these two have different ids.
     """
     path = plan.part_path(shard)
     expected_rows = plan.shards[shard].rows
@@ -233,7 +237,7 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         reason = error.argument("reason")
         raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
-    except (errors.InputNotFound, errors.PathSwapped):  # but the folder has an entry of this name
+    except (errors.InputNotFound, errors.PathSwapped):  # the folder lists the part's name
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")

@@ -38,15 +38,15 @@ STORE_TIMEOUT_S = 30.0
 
 
 class FolderReader:
-    """Reads a run's folder, on this machine or in a store that this program has the credentials for."""
+    """Reads a run's folder, on this machine or in a store for which the environment has credentials."""
 
     def __init__(self, folder: str) -> None:
         """Open the run in a folder. Raises PlanDamaged, StoreError, or ImportError without obstore.
 
-        folder: its real path.
+        folder: the folder's real path.
         """
         if is_stored(folder):
-            # Without obstore, this import raises an ImportError that says what to install. Storage would ignore it.
+            # Without obstore, this import raises an ImportError that says what to install. Storage ignores that error.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
@@ -58,7 +58,10 @@ class FolderReader:
         self.plan: Plan = replace(written_plan, spec=spec)
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the lines that an OpenAI batch has finished; return the bytes. name: the output file they belong to."""
+        """Write the lines that an OpenAI batch has finished; return how many bytes they have.
+
+        name: the output file that the lines belong to.
+        """
         return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
@@ -80,7 +83,7 @@ class FolderReader:
         """Return when each part was written, in nanoseconds of Unix time, by shard."""
         try:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)
-        except FileNotFoundError:  # the folder of the parts is made with the first one
+        except FileNotFoundError:  # the folder of parts is made with the first part
             return {}
         names_by_shard = part_shards(written_at)
         return {
@@ -143,12 +146,12 @@ class FolderReader:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number that each file's first row has in the whole input. The last number counts all rows."""
+        """Return the number of each file's first row in the whole input, and then the number of all rows."""
         return [0, *accumulate(file.rows for file in self.plan.files)]
 
     @cached_property
     def _input_rows(self) -> Sequence[int]:
-        """Return the number that each of the run's rows has in the whole input."""
+        """Return, for each row of the run, its number in the whole input."""
         if not self.plan.files[0].num_chosen or self.plan.reused is None:  # all rows are in the run
             return range(self.plan.rows)
         path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))

@@ -3,7 +3,7 @@
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
 name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
 and nothing is written into the folder after it. Two executions may end a run at the same time, or one after the other
-was killed. They make equal files, because they make them of the same parts.
+was killed. Both write equal files, because both make the files from the same parts.
 """
 
 import json
@@ -69,7 +69,7 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
-    """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if there is no plan or it is not one of ours."""
+    """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if the file is missing or does not hold a plan."""
     try:
         with reading(path), storage.open_input(path) as source:
             content = source.read(min(source.size(), MAX_PLAN_BYTES))
@@ -98,7 +98,8 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    with suppress(PathOutsideRoots):  # raised at the first folder above a root: the search ends
+    # The search for a run above ends at the first folder above a root, which raises PathOutsideRoots.
+    with suppress(PathOutsideRoots):
         for num_segments in range(len(segments) - 1, 0, -1):
             above = "/".join(segments[:num_segments])
             if storage.stat(os.path.join(above, PLAN)) is not None:
@@ -173,9 +174,9 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the text for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
+    """Return the field for Redis that says what earlier runs asked differently; {} if the plan notes no difference.
 
-    Planning notes differences only if it could take few answers of an earlier run.
+    Planning notes differences only if it could take few answers of earlier runs.
     """
     if plan.reused is None:
         return {}
@@ -228,7 +229,8 @@ class RunFolder:
         """Whether a shard is still to be computed. Raises PartDamaged if the run has ended without its part."""
         if self.has_part(shard):
             return False
-        # The part, and then the run's end, may have come since. So the part is looked for again after `has_success`.
+        # Since `has_part` was called, another execution may have put the part there and ended the run. So the part is
+        # looked for again after `has_success`.
         if self.has_success() and not self.has_part(shard):
             raise PartDamaged(self.plan.part_path(shard), _GONE)
         return True
@@ -254,8 +256,8 @@ class RunFolder:
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # Files of the end are written once all parts are there. They are looked for before the parts, so a part that is
-        # missing while such a file is there was removed.
+        # The files of a run's end are written once all parts are there. They are looked for before the parts are. So if
+        # such a file is there and a part is not, the part was removed.
         end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
@@ -280,7 +282,7 @@ class RunFolder:
         """Count a published part, and end the run if it was the last part. Return whether the run has ended."""
         self._record_reasons(stats)
         count = self.state.record_part(stats)
-        if count.total is None:  # Redis has lost our keys, so the files of the parts are counted
+        if count.total is None:  # Redis has lost the run's keys
             return self.recount(queue)
         if self._stop_if_over_limit(queue, is_whole=count.is_whole):
             return False
@@ -293,7 +295,7 @@ class RunFolder:
         """Read from a part why its rows have errors, and keep the reasons in Redis."""
         reasons = Reasons()
         if stats.errors:
-            # The end of the run reads each part, and raises the error again.
+            # The error of a damaged part is ignored here. It is raised again at the run's end, which reads each part.
             with suppress(RunError):
                 for row, reason in failed_rows(self.storage, self.plan, stats.shard):
                     reasons.add(reason, [row])
@@ -314,7 +316,8 @@ class RunFolder:
         all_shards = set(range(len(self.plan.shards)))
         waiting_shards = sorted(all_shards - self.state.recorded())
         with suppress(RunResubmitted):
-            # The new submission may have another limit, which counts from the next part on.
+            # If the run is submitted again meanwhile, its jobs stay. The new submission may have another limit, which
+            # is judged when the next part is recorded.
             for name, is_second in self.plan.queues(queue):
                 job_ids = []
                 for shard in waiting_shards:
@@ -410,9 +413,9 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if no file has this name, although one was just written.
+        """Raise OutputNotWritable if no file has this name, although a file was just written under it.
 
-        Then something else has the name, such as a folder.
+        In this case, something else has the name, such as a folder.
         """
         if not self._is_there(name):
             raise OutputNotWritable(
@@ -424,10 +427,10 @@ class RunFolder:
 
         An execution that still runs finds its part in place, so it no longer needs its temporary file.
         """
-        planning = "" if self.plan.reused is None else self.plan.reused.name
-        chosen_rows = os.path.basename(run_names.row_numbers_name(planning))
+        planning_id = "" if self.plan.reused is None else self.plan.reused.name
+        numbers_name = os.path.basename(run_names.row_numbers_name(planning_id))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))
-                if is_leftover and name != chosen_rows:
+                if is_leftover and name != numbers_name:
                     self.storage.remove(os.path.join(folder, name))

@@ -23,7 +23,7 @@ from jobs.runs.plans.spec import check_num_files
 MAX_NAMES = 1_000_000
 #: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
-#: The name and the text of each `key=value`, from the outermost folder in. The text is None for a null.
+#: The key and the value of each folder named `key=value`, the outermost folder first. The value is None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 
 #: An integer as int64 writes it. 02139 is text, because its leading zero would be lost.
@@ -35,8 +35,8 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. found_path: the path by which it was found, whose suffix gives the format. keys: its folders'
-    keys.
+    path: its real path. found_path: the path by which it was found, whose suffix gives the format. keys: the names and
+    values that its folders' names give, see Keys.
     """
 
     path: str
@@ -69,19 +69,11 @@ def partition_columns(
     """Return the columns that the folders' names give, and each file's values in them.
 
     A column is int64 if all its values are integers without leading zeros, else string. in_files: the columns that the
-    files have themselves. A folder's key of such a name gives no column. Raises SchemaMismatch if the folders of two
-    files have different keys.
+    files have themselves. A folder's key with the name of such a column gives no column. Raises SchemaMismatch if the
+    folders of two files have different keys.
     """
     names = files[0].key_names
-    for file in files:
-        if file.key_names != names:
-            raise SchemaMismatch(
-                file.path,
-                f"its folders give the columns {file.key_names}, the first file's {names}",
-            )
-        if len(set(names)) < len(names):
-            raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
-
+    _check_key_names(files, names)
     columns: list[AddedColumn] = []
     values_by_file: list[list[Any]] = [[] for _ in files]
     for key_number, name in enumerate(names):
@@ -101,6 +93,18 @@ def partition_columns(
             else:
                 values_of_file.append(text)
     return columns, values_by_file
+
+
+def _check_key_names(files: Sequence[FoundFile], names: Sequence[str]) -> None:
+    """Raise SchemaMismatch if a file's folders have other keys than `names`, or have a key twice."""
+    for file in files:
+        if file.key_names != names:
+            raise SchemaMismatch(
+                file.path,
+                f"its folders give the columns {file.key_names}, the first file's {names}",
+            )
+        if len(set(names)) < len(names):
+            raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
 
 
 class Folder(NamedTuple):
@@ -163,20 +167,22 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted: the format of the files to take from folders. None takes
-    Parquet files, or else files of the folder's only format.
+    output: the run's output folder, which is left out. wanted_format: the format of the files to take from folders.
+    None takes a folder's Parquet files; from a folder without Parquet files, it takes the files of the only format.
     """
 
-    def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, output: str = "", wanted_format: str | None = None
+    ) -> None:
         self.storage = storage
         self._output = output
-        self._wanted_format = wanted
+        self._wanted_format = wanted_format
         self._num_names = 0
 
     def expand(self, input_path: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched, and its files. input_path: a file, a folder or a glob of the input."""
         # A file may have a name that looks like a pattern. Then the file is meant.
-        if has_magic(input_path) and self.storage.look(input_path) is None:
+        if has_magic(input_path) and self.storage.entry(input_path) is None:
             folder, _ = _split_pattern(input_path)
             return folder, list(self._matched_files(input_path))
         path = self.storage.resolve(input_path)
@@ -190,10 +196,10 @@ class Search:
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
         _, segments = _split_pattern(pattern)
-        names_hidden = any(map(_is_hidden, segments))
-        # With `**`, the pattern itself matches the files in a folder that it matches.
+        with_hidden = any(map(_is_hidden, segments))
+        # A pattern with `**` also matches the files in a folder that it matches. So such a folder gives no files here.
         matches_files_below = "**" in segments
-        for match in self.matches(pattern, names_hidden):
+        for match in self.matches(pattern, with_hidden):
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.found_path)
@@ -261,40 +267,39 @@ class Search:
                 entries.append(entry)
         return entries
 
-    def matches(self, pattern: str, names_hidden: bool) -> list[FoundEntry]:
+    def matches(self, pattern: str, with_hidden: bool) -> list[FoundEntry]:
         """Return the files and folders that a glob matches, sorted by name.
 
         This works like `glob`, but each folder is listed once, even if links lead back to it. A folder that cannot be
-        read counts as empty. names_hidden: whether the pattern spells out a hidden name, and so matches hidden names.
+        read counts as empty. with_hidden: whether to match hidden names, because the pattern spells out a hidden name.
         Raises SearchTooLong. Raises PathOutsideRoots if the pattern, or a link on the way, leads outside the roots.
         """
         top, segments = _split_pattern(pattern)
-        last_place = len(segments) - 1
+        last_index = len(segments) - 1
         matches = []
-        # Folders that are still to be read. Each comes with the places, within the pattern, of the segments that the
-        # folder's entries may match.
+        # Folders that are still to be read, each with the indices of the segments that the folder's entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
-            folder, places = waiting.pop()
-            segments_here = [segments[place] for place in places]
+            folder, indices = waiting.pop()
+            segments_here = [segments[index] for index in indices]
             for entry in self._candidates(folder, segments_here):
-                matched_places = {
-                    place for place in places if _matches(segments[place], entry.name)
+                matched_indices = {
+                    index for index in indices if _matches(segments[index], entry.name)
                 }
-                is_skipped = _is_hidden(entry.name) and not names_hidden
-                if not matched_places or is_skipped:
+                is_skipped = _is_hidden(entry.name) and not with_hidden
+                if not matched_indices or is_skipped:
                     continue
-                if last_place in matched_places:
+                if last_index in matched_indices:
                     matches.append(FoundEntry(folder, entry))
                 if not entry.is_folder:
                     continue
 
-                places_below = _places_below(matched_places, segments)
-                if not places_below:
+                indices_below = _indices_below(matched_indices, segments)
+                if not indices_below:
                     continue
                 child = folder.child(entry, self.storage)
                 if child is not None:
-                    waiting.append((child, places_below))
+                    waiting.append((child, indices_below))
         return sorted(matches, key=lambda match: match.found_path)
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
@@ -304,7 +309,7 @@ class Search:
         self.storage.check_interrupted()
         entries = []
         for segment in segments:
-            entry = self.storage.look(os.path.join(folder.path, segment))
+            entry = self.storage.entry(os.path.join(folder.path, segment))
             if entry is not None:
                 entries.append(entry)
         return entries
@@ -319,26 +324,29 @@ def _matches(segment: str, name: str) -> bool:
     return segment == "**" or fnmatch.fnmatchcase(name, segment)
 
 
-def _places_below(matched_places: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return the places of the segments that may match in a folder that the segments at `matched_places` match."""
-    next_places = set()
-    for place in matched_places:
-        # `**` may match folders below as well, because it stands for any number of folders.
-        may_match_again = segments[place] == "**"
-        next_place = place if may_match_again else place + 1
-        next_places.add(next_place)
-    return _with_skipped(next_places, segments)
+def _indices_below(matched_indices: set[int], segments: Sequence[str]) -> frozenset[int]:
+    """Return the indices of the segments that a folder's entries may match.
+
+    matched_indices: the indices of the segments that the folder itself matches.
+    """
+    next_indices = set()
+    for index in matched_indices:
+        # `**` stands for any number of folders, so entries of the folder may match it again.
+        may_match_again = segments[index] == "**"
+        next_index = index if may_match_again else index + 1
+        next_indices.add(next_index)
+    return _with_skipped(next_indices, segments)
 
 
-def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return these places, and the places that are reached by skipping `**`, which may stand for no folder."""
+def _with_skipped(indices: set[int], segments: Sequence[str]) -> frozenset[int]:
+    """Return indices of segments, and the indices that are reached by skipping `**`, which may stand for no folder."""
     reached: set[int] = set()
-    for place in places:
-        while place < len(segments):
-            reached.add(place)
-            if segments[place] != "**":
+    for index in indices:
+        while index < len(segments):
+            reached.add(index)
+            if segments[index] != "**":
                 break
-            place += 1
+            index += 1
     return frozenset(reached)
 
 
@@ -348,9 +356,9 @@ def find_files(
     """Return the files that a run reads, in order. Files below the output are never input.
 
     A folder gives its *.parquet files, and the *.parquet files in its folders named key=value. A folder without such
-    files gives the files of its only other format. input_format: the format of the files that a folder gives instead.
+    files gives the files of its only other format. input_format: if set, a folder gives the files of this format only.
     A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
-    The files come sorted. Hidden names are left out unless a glob spells a hidden name out.
+    The files of each input are sorted. Hidden names are left out unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.
     Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
     """

@@ -86,8 +86,8 @@ def read_inputs(
 def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    A column is read so if other rows would change how its values look, and if templates, messages or an output of JSON
-    lines show the values. A column that is a whole prompt, a query, a document or a picture is never read so.
+    A column is among these if other rows would change how its values look, and if templates, messages or an output of
+    JSON lines show its values. A column of whole prompts, queries, documents or pictures is never among these.
     """
     if scanned.format != JSONL:
         return ()
@@ -116,7 +116,9 @@ def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
-    start = -shard.skip  # the first row of the next group, counted from the shard's first row
+    start = (
+        -shard.skip
+    )  # the number of the next group's first row, counted from the shard's first row
     end_group = shard.first_group + shard.num_groups
     for group_rows, group_bytes in groups[shard.first_group : end_group]:
         end = start + group_rows
@@ -298,7 +300,7 @@ def _column_text(field: pa.Field) -> str:
 
 
 def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[FoundFile]) -> None:
-    """Raise InputChanged for the first file that is not the planned one.
+    """Raise InputChanged if a file is new, changed or gone since planning.
 
     present_files: the files that the input names now.
     """

@@ -40,7 +40,7 @@ from jobs.runs.redis_state.submission import Submission
 
 FINISH_REASON = "finish_reason"
 ATTEMPTS = "attempts"
-#: The values of these columns if no answer was cut: finish reasons, and a single attempt.
+#: The values in columns of finish reasons and attempts if no answer was cut.
 _UNCUT = {"stop", "tool_calls", 1}
 
 
@@ -67,7 +67,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
         with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
     shards = cut_shards([group_rows], plan.spec.rows_per_shard)
-    return replace(new_plan, shards=shards, sizes=())  # the known sizes are of the shards before
+    return replace(new_plan, shards=shards, sizes=())  # the sizes of the new shards are unknown
 
 
 def _chosen_rows(
@@ -218,7 +218,7 @@ def _write_taken_answers(
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What a user reads if few rows were taken from an earlier run that asked the same. The key says whether a function
+#: What a user reads if few rows were taken from an earlier run that asked the same. The keys say whether a function
 #: checks the answers.
 _NO_DIFFERENCE = {
     False: "it asked the same, but of other rows, or it has few answers",
@@ -236,12 +236,12 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
     return replace(plan, seed=first_plan.seed, reused=reused)
 
 
-def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove the files of a plan that came too late. first: the plan that is in place."""
+def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
+    """Remove the files of a plan that came too late, because another plan is in place."""
     if plan.reused is None:
         return
-    if first.reused is not None and first.reused.name == plan.reused.name:
-        return  # the plan in place is this one, and the reply to its writing was lost
+    if plan_in_place.reused is not None and plan_in_place.reused.name == plan.reused.name:
+        return  # the plan in place is this plan, and the reply to its writing was lost
     paths = [plan.reused_path(shard) for shard in range(len(plan.shards))]
     first_file = plan.files[0]
     if first_file.num_chosen:
@@ -333,7 +333,7 @@ def find_matches(
 
 
 class _SecondAnswers:
-    """Knows which answers of a cascade's second model a plan may take: see _asks_second_too."""
+    """Tells which answers of a cascade's second model a plan may take: see _asks_second_too."""
 
     def __init__(self, plan: Plan, old: OldRuns) -> None:
         self._first_places = [part.first for part in old.parts]
@@ -353,7 +353,8 @@ def _match_equal(
 ) -> None:
     """Look for old rows that asked the same as the new rows.
 
-    keys: the new rows' keys, without a model. second_answers: set if the first of `matches.marks` is of a second model.
+    keys: the new rows' keys, without a model. second_answers: set if the run is a cascade. Then the first of
+    `matches.marks` is the second model's.
     """
     has_key = keys.any(axis=1)
     for number, mark in enumerate(matches.marks):
@@ -389,10 +390,10 @@ def _match_shorter(
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return the RowKeys that the plan would have with each smaller max_tokens that an old run had.
+    """Return the RowKeys that the plan would have with the smaller max_tokens of an old run, for each such max_tokens.
 
-    If an old answer with one of these keys ended by itself, it would be the same now. Batch files get no such RowKeys,
-    because their lines have sampling values of their own. check: the version of the check's function.
+    An old answer under one of these keys would be the same now, unless it was cut. A run of batch files gets no such
+    RowKeys, because its lines have sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -403,8 +404,8 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
     old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
     for old_value in old_values:
         old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
-        are_numbers = type(limit) is int and type(old_limit) is int
-        if not are_numbers or old_limit >= limit:
+        are_integers = type(limit) is int and type(old_limit) is int
+        if not are_integers or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
         if old_value is not None:
@@ -439,7 +440,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` asks the second model about all rows that `old` asks it."""
+    """Whether both plans have the same models, and `plan` escalates to the second model all rows that `old` does."""
     if _identities(plan) != _identities(old):
         return False
     old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
@@ -456,10 +457,11 @@ def _identities(plan: Plan) -> list[object]:
 def take_answers(
     old: OldRuns, matches: Matches, look_up: Callable[[], Matches], schema: pa.Schema
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
-    """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
+    """Yield batches of new rows: the rows' numbers, their answers as columns of `schema`, and the old rows' names.
 
-    If a row's old answer cannot be read or taken, another old row is looked up among all old runs. In the end, each row
-    without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still known.
+    If the answer of a row's old row cannot be read or taken, another old row is looked up, among all old runs. In the
+    end, each row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
+    known.
     """
     is_taken = np.zeros(len(matches.places), bool)
     # There are as many rounds as old runs, so that each run can give a row an answer.
@@ -479,16 +481,16 @@ def take_answers(
             part.reused.rows += len(taken_rows)
             yield taken_rows, batch, _sources(part, matches.places[taken_rows])
 
-        lost = rows[~is_taken[rows]]
-        old.keys.forget(matches.places[lost])
-        matches.places[lost] = -1
-        if not len(lost) or round_number == num_rounds:
+        untaken_rows = rows[~is_taken[rows]]
+        old.keys.forget(matches.places[untaken_rows])
+        matches.places[untaken_rows] = -1
+        if not len(untaken_rows) or round_number == num_rounds:
             return
-        matches.match_again(lost, look_up())
+        matches.match_again(untaken_rows, look_up())
 
 
 def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each new row whether its old answer would be the same with the new max_tokens. batch: the answers."""
+    """Return for each new row whether its old answer, in `batch`, would be the same with the new max_tokens."""
     is_shorter = matches.is_shorter[rows]
     if not is_shorter.any():
         return np.ones(len(rows), np.bool_)

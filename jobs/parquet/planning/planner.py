@@ -116,7 +116,10 @@ def _agreed_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return the plan in the run's folder, after writing it if there was none. The plan's files are checked."""
+    """Return the plan in the run's folder. If there is none, make a plan and write it.
+
+    Raises OutputHoldsAnotherRun, RunOfAnotherModel or InputChanged if the folder's plan does not fit the submission.
+    """
     plan = find_plan(storage, spec.output)
     if plan is None:
         new_plan = _new_plan(context, storage, found_files, spec, submission)
@@ -125,7 +128,7 @@ def _agreed_plan(
 
         # Another planner was first. Its plan counts, and the files of the new plan are removed.
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
-        remove_reused(storage, new_plan, plan)
+        remove_reused(storage, new_plan, plan_in_place=plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:
             # The run has ended meanwhile.
             remove_converted(storage, new_plan)
@@ -153,7 +156,7 @@ def _new_plan(
     """Return a plan for a run that has none. Writes the rows and answers that the plan chooses, but not the plan."""
     if spec.only_new and not submission.reuse:
         raise errors.InvalidJob(
-            "only_new leaves out what earlier runs have answered: name these with reuse"
+            "only_new leaves out what earlier runs have answered: name these runs with reuse"
         )
     plan = read_inputs(context, storage, spec, found_files)
     check_served(vars(spec), context.model)

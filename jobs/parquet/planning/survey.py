@@ -1,4 +1,4 @@
-"""Surveys a run before it is submitted: counts its prompts, has some of them answered, and times a batch of them."""
+"""Surveys a run before it is submitted: counts its prompts, has some of the prompts answered, and times a batch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
-#: The fewest and the most requests that a dry run has answered. Between these bounds, they are one full batch of the
-#: worker.
+#: The fewest and the most requests that a dry run sends to have them answered. Between these bounds, it sends one full
+#: batch of the worker.
 MIN_TRIED = 64
 MAX_TRIED = 256
-#: The most characters that the answered prompts have together. The limit keeps the job's result small enough.
+#: The most characters of all prompts that are sent or shown. The limit keeps the job's result small enough.
 MAX_TRIED_CHARS = 4 << 20
 #: This many bytes of a picture count as one character.
 PICTURE_BYTES_PER_CHAR = 32
@@ -73,18 +73,12 @@ class SurveyWork(RowsTask):
         any_model = arguments.pop("reuse_from_any_model", False)
         has_answers = arguments.pop("answers", True)
         output = arguments.pop("output", os.devnull)
-        spec = RunSpec.from_arguments(input, output, **arguments)
-        self._spec = spec
-        if first is not None and not kind_of(spec).is_tried(spec):
-            raise InvalidJob(
-                "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
-                "prompts, of which you can name one; a dry run counts these too"
-            )
-        spec.check_values(context.check_sampling)
-        spec.admit(context.checks)
+        self._is_dry = first is None
+        self._spec = RunSpec.from_arguments(input, output, **arguments)
+        _check(self._spec, context, is_dry=self._is_dry)
 
         storage = Storage.of(context)
-        plan = _plan_of(context, storage, spec)
+        plan = _plan_of(context, storage, self._spec)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -103,12 +97,7 @@ class SurveyWork(RowsTask):
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 self._counts.add(start, rows, is_reused)
 
-            requests = sorted(self._counts.requests, key=lambda request: request.row)
-            if first is None:
-                num_tried = max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED))
-                tried = pick_requests(requests, num_tried)
-            else:
-                tried = requests[:first]
+            tried = self._requests_to_try(first, meter.max_num_seqs)
             rows_by_number = _rows_with_room(context, storage, plan, ask, tried)
 
         #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
@@ -116,12 +105,9 @@ class SurveyWork(RowsTask):
         for planned in tried:
             if planned.row in rows_by_number:
                 self._tried.append((planned, rows_by_number[planned.row]))
-        answered_rows = [row for _, row in self._tried] if has_answers else []
+        rows_to_ask = [row for _, row in self._tried] if has_answers else []
         row_numbers = [planned.row for planned, _ in self._tried]
-        self.runner = row_runner(
-            answered_rows, ask, context.checks, lambda place: row_numbers[place]
-        )
-        self._is_dry = first is None
+        self.runner = row_runner(rows_to_ask, ask, context.checks, lambda place: row_numbers[place])
         #: The requests that were sent to answer rows, without the timed batch.
         self._sent: list[Request] = []
         #: Monotonic seconds when the timed batch was sent; 0 before.
@@ -129,6 +115,17 @@ class SurveyWork(RowsTask):
         #: How long the timed batch has taken, and its tokens of prompts and answers.
         self._seconds = 0.0
         self._timed_tokens = 0.0
+
+    def _requests_to_try(self, first: int | None, max_num_seqs: int) -> list[PlannedRequest]:
+        """Return the requests to send or show: a preview's first requests, or a sample of a dry run's requests.
+
+        first: see `__init__`. max_num_seqs: the requests in a full batch of the worker.
+        """
+        requests = sorted(self._counts.requests, key=lambda request: request.row)
+        if first is not None:
+            return requests[:first]
+        num_tried = max(MIN_TRIED, min(max_num_seqs, MAX_TRIED))
+        return pick_requests(requests, num_tried)
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of the rows. A dry run then sends the same requests once more, to time them.
@@ -158,7 +155,7 @@ class SurveyWork(RowsTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the number of a preview's requests; None for a dry run, which does not know it before it ends."""
+        """Return the number of a preview's requests; None for a dry run, whose number is not known before its end."""
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
@@ -167,7 +164,7 @@ class SurveyWork(RowsTask):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request. In the timed batch, only the tokens and the time of an answer count."""
+        """Take the answer of a request. In the timed batch, only the tokens and the time of an answer are counted."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
@@ -198,23 +195,23 @@ class SurveyWork(RowsTask):
         return {**result, **self._estimates(result["prompt_tokens"])}
 
     def _estimates(self, prompt_tokens: float) -> dict[str, float]:
-        """Estimate what the whole run would take, by the requests that were answered.
+        """Estimate what the whole run would take, from the requests that were answered.
 
         prompt_tokens: the tokens of the first prompts of all rows.
         """
         counts = self._counts
-        # The weights add up to the requests whose text had room. `scale` makes up for the run's other requests.
-        weights = sum(planned.weight for planned, _ in self._tried)
+        # All tried requests together stand for `total_weight` requests. `scale` extends this to the whole run.
+        total_weight = sum(planned.weight for planned, _ in self._tried)
         if not self._tried:
-            weights = 1.0  # then nothing is scaled
-        scale = counts.scale * len(counts.requests) / weights
-        # A request is computed once, and may answer several equal rows. Totals of requests say what is computed. Totals
-        # of rows say what the output reports.
-        generated_tokens = 0.0  # of requests
-        completion_tokens = 0.0  # of rows
+            total_weight = 1.0  # there is nothing to extend
+        scale = counts.scale * len(counts.requests) / total_weight
+        # A request is computed once, and may answer several equal rows. Sums over requests say what is computed. Sums
+        # over rows say what the output reports.
+        generated_tokens = 0.0  # over requests
+        completion_tokens = 0.0  # over rows
         rows_escalated = 0.0
         # The prompt tokens of further attempts, and of further prompts in a chain.
-        later_tokens = 0.0  # of requests
+        later_tokens = 0.0  # over requests
         later_tokens_of_rows = 0.0
         escalation_bound = self._spec.escalate_below or 0  # no margin is below 0
         for answered in self.required_runner.answered:
@@ -261,6 +258,17 @@ class SurveyWork(RowsTask):
         return shown
 
 
+def _check(spec: RunSpec, context: JobContext, *, is_dry: bool) -> None:
+    """Raise InvalidJob for a run that cannot be surveyed. is_dry: True for a dry run, False for a preview."""
+    if not is_dry and not kind_of(spec).is_tried(spec):
+        raise InvalidJob(
+            "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
+            "prompts, of which you can name one; a dry run counts these too"
+        )
+    spec.check_values(context.check_sampling)
+    spec.admit(context.checks)
+
+
 def _plan_of(context: JobContext, storage: Storage, spec: RunSpec) -> Plan:
     """Return the plan of a run that is not submitted. It pins all adapters that rows may name."""
     found_files = find_files(storage, spec.input, spec.output, spec.input_format)
@@ -278,8 +286,8 @@ def _shown_answer(answer: Answer) -> dict[str, Any]:
     calls_of_samples = calls if isinstance(calls, tuple) else (calls,)
     shown["tool_calls"] = [text for text in calls_of_samples if text is not None]
     if isinstance(answer.finish_reason, tuple):  # a row with several samples
-        reasons_and_texts: Any = zip(answer.finish_reason, answer.completion or (), strict=True)
-        shown["completions"] = list(reasons_and_texts)
+        texts: Any = answer.completion or ()
+        shown["completions"] = list(zip(answer.finish_reason, texts, strict=True))
     else:
         shown["completions"] = [(answer.finish_reason, answer.completion)]
     shown["tokens"] = answer.all_completion_tokens
@@ -335,7 +343,7 @@ class _Counts:
         self._ask = ask
         self._meter = meter
         self._total = total
-        # A row is counted if its number can be divided by this.
+        # A row is counted if its number can be divided by `_step`.
         self._step = 1
         if max_rows:
             self._step = max(1, math.ceil(total / max_rows))
@@ -398,8 +406,8 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        num_new = 1 if known_request is None else 0  # the first of all equal rows repeats no other
-        self._counts["rows_repeated"] += len(numbers) - num_new
+        num_first = 1 if known_request is None else 0  # the first of equal rows repeats no row
+        self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
     def _planned_requests(
@@ -489,32 +497,33 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
 
     Large requests are more likely to be chosen.
     """
-    order = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
-    if len(order) <= count:
-        return order
-    features = [(1, request.tokens, request.limit, request.rows) for request in order]
+    ordered = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
+    if len(ordered) <= count:
+        return ordered
+    # The 1 gives even the smallest request some size.
+    features = [(1, request.tokens, request.limit, request.rows) for request in ordered]
     columns = np.array(features, np.float64)
     averages = np.maximum(columns.mean(axis=0), 1e-9)
     # sizes[i]: the size of request i, the sum of its features as multiples of their averages
     sizes = (columns / averages).sum(axis=1)
-    # A request of average size is expected to be chosen count / len(order) times.
+    # A request of average size is expected to be chosen count / len(ordered) times.
     expected_times = sizes * count / sizes.sum()
-    # times[i]: how often request i is chosen. Not the times but their sums are rounded, so that the times add up to
-    # `count`.
+    # times[i]: how often request i is chosen. Running sums of the expected times are rounded, not the times themselves,
+    # so that the chosen times add up to `count`.
     rounded_sums = np.floor(np.cumsum(expected_times) + 0.5)
     times = np.diff(rounded_sums, prepend=0)
     picked = []
     for index in np.flatnonzero(times):
-        request = order[index]
+        request = ordered[index]
         request.weight = float(times[index] / expected_times[index])
         picked.append(request)
     return picked
 
 
 def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt are in the cache if only the previous prompt is. Only whole blocks are cached.
+    """Return how many tokens of a prompt are in a cache that holds only the previous prompt.
 
-    The last token is never taken from the cache.
+    Only whole blocks are cached. The last token is never taken from the cache.
     """
     shared = 0
     end = block_size

@@ -60,11 +60,11 @@ class JinjaSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
         """Yield each row's texts, or its problem.
 
-        If a child fails, the rows that are left are rendered one at a time. A row on which a child fails then gets a
+        If a child fails, the remaining rows are rendered one at a time. If a child then fails on a row, the row gets a
         problem.
         """
         num_done = 0
-        rows_at_once: int | None = None  # None for all rows that are left
+        rows_at_once: int | None = None  # None for all remaining rows
         while num_done < rows.num_rows:
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):

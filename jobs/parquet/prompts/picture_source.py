@@ -27,8 +27,8 @@ class PictureSource(PromptSource):
     """Adds pictures to the prompts of another source.
 
     A picture stands where the template names its column. If the template does not name the column, the picture comes
-    first. The template is rendered with a random text, a mark, for each column of pictures. Then the pictures replace
-    the marks.
+    first. The template is rendered with a mark, which is a random text, as the value of each column of pictures. The
+    pictures then replace the marks.
     """
 
     def __init__(
@@ -70,13 +70,16 @@ class PictureSource(PromptSource):
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield for each row what the other source reads, and the row's pictures by their marks; or its RowProblem."""
+        """Yield, for each row, a pair: the values that the other source reads, and the lists of pictures by mark.
+
+        Yield a RowProblem in place of the pair if a value or a picture of the row cannot be read.
+        """
         pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
         for column in self._picture_columns:
             pictures_by_column[column] = list(map(_pictures_or_problem, rows.column(column)))
         values_of_rows = self._prompts.read(self._marked(rows, pictures_by_column))
 
-        # For each row, what each of its columns of pictures holds.
+        # Each element has one row's lists of pictures, in the order of the columns.
         pictures_of_rows = zip(*pictures_by_column.values(), strict=True)
         for values, pictures in zip(values_of_rows, pictures_of_rows, strict=True):
             problems = [value for value in (values, *pictures) if isinstance(value, RowProblem)]
@@ -90,7 +93,7 @@ class PictureSource(PromptSource):
         rows: pa.RecordBatch,
         pictures_by_column: Mapping[str, Sequence[list[Picture] | RowProblem]],
     ) -> pa.RecordBatch:
-        """Return the columns that the other source reads, with marks where the template names pictures."""
+        """Return the columns that the other source reads. A column of pictures has marks in place of its pictures."""
         text_columns = [name for name in self._prompts.columns if name not in self._template_names]
         marked = rows.select(text_columns)
         for name, column in self._template_names.items():

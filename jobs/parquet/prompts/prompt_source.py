@@ -25,11 +25,12 @@ TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps 
 
 
 class Row(NamedTuple):
-    """The prompt of a row, and the values that belong to it. Equal rows ask the same. Sorted rows share prefixes.
+    """The prompt of a row, and the values that belong to it.
 
+    Equal rows ask the same. When rows are sorted, prompts with a common prefix are neighbours.
     prompt: a text, or the JSON of a chat's messages. With pictures, the JSON of messages or parts that have hashes in
     place of the pictures. sampling: the row's own sampling values as JSON; "" for none. values: the values of the
-    columns that the row's check or later prompts read, as JSON; "" for none. pictures: the bytes of the files.
+    columns that the row's check or later prompts read, as JSON; "" for none. pictures: the bytes of each picture.
     """
 
     prompt: str

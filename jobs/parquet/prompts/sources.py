@@ -49,7 +49,7 @@ SLICE_ROWS = 128
 #: The only option of a chat that may come from a column.
 TOOLS = "tools"
 
-#: Arrow's tests for types that may hold numbers. A column of nulls only may have been one of numbers.
+#: Arrow's tests for types that may hold numbers. A column of nulls only may stand for a column of numbers.
 _NUMBER_TESTS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 
 
@@ -356,9 +356,9 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """The source of one of a row's prompts. Its problems name the prompt.
+    """The source of one prompt of rows that have several prompts. Its problems name the prompt.
 
-    defaults: the defaults of all the row's prompts. reserved_names: names that no column of the input may have.
+    defaults: the defaults of all prompts of a row. reserved_names: names that no column of the input may have.
     """
 
     def __init__(
@@ -377,9 +377,7 @@ class StepSource(prompt_source.TemplateSource):
         """Raise ColumnConflict or WrongColumnType if the prompt cannot be made from the columns of a schema."""
         for name in self._reserved_names:
             if name in schema.names:
-                raise ColumnConflict(
-                    name, "give the prompt of this name another one, or rename the column"
-                )
+                raise ColumnConflict(name, "give the prompt another name, or rename the column")
         super().check(schema)
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -393,7 +391,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
-    A picture that a line names by its path becomes a data: URL. inline_pictures: whether such a line is refused.
+    A picture that a line names by its path becomes a data: URL. inline_pictures: whether a line that names a picture by
+    its path is refused instead.
     """
 
     columns = ("request",)
@@ -418,9 +417,9 @@ class LineSource(PromptSource):
         images_with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
-            """Note the picture of a part if its URL is a path. The part's image_url becomes an object.
+            """Note the picture of a part if its URL is a path. Called with each object of the line. Returns the object.
 
-            Called with each object of the line. Returns the object.
+            If the part's image_url is a text, an object with this `url` replaces the text.
             """
             if part.get("type") != "image_url":
                 return part

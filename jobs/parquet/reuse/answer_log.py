@@ -4,9 +4,9 @@ One format serves the journal of an open shard, the answers that a cascade's fir
 one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
 them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
 
-A log is a Parquet file. Each record has a row, its whole key (jobs.parquet.asks.row_keys), the mark of its model, and
-either the columns of an answer or the progress of a row under way. The footer says FORMAT, the shard that the
-log belongs to, and how many records it has. Pages have checksums.
+A log is a Parquet file. Each record has the number of a row, the row's whole key and the mark of its model (both as
+jobs.parquet.asks.row_keys makes them), and either the columns of an answer or the progress of a row under way. The
+footer has FORMAT, the shard that the log belongs to, and the number of records. Pages have checksums.
 """
 
 import json
@@ -44,7 +44,7 @@ from sandbox.exhausted import is_exhausted
 
 #: Errors of a file that cannot be read.
 UNREADABLE = (CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
-#: Errors of our code if a file has other contents than we write.
+#: Python's errors when our code reads a file with other contents than it writes.
 _UNFIT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 
 #: The key of the header in the footer's metadata.
@@ -64,7 +64,7 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or the progress of a row that has no answer yet.
 
-    row: its number in the shard, from 0. mark: the mark of the model that answers it.
+    row: the row's number in the shard, from 0. mark: the mark of the model that answers the row.
     num_tokens: how many tokens were generated for the answer. If equal rows share an answer, only the first row has its
     tokens, and the other rows have 0.
     """
@@ -196,13 +196,13 @@ class AnswerLog:
             return []
 
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
-        """Raise AnswersDamaged if a record's row is not in the shard, or has another prompt than the record's."""
+        """Raise AnswersDamaged if a record's row is not in the shard, or if the record's key is not that row's key."""
         rows = rows_in(path, batch, len(self.keys))
         marks = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], marks)
-        is_other = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
-        if is_other.any():
-            first_row = rows[is_other][0]
+        has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
+        if has_other_key.any():
+            first_row = rows[has_other_key][0]
             raise AnswersDamaged(
                 path,
                 f"its record of row {first_row} belongs to another row, or to another prompt of it",

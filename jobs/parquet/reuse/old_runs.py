@@ -80,7 +80,7 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and the marks of the models that answered the rows. Raises PartDamaged.
 
     run: the run that wrote the keys.
     """
@@ -99,7 +99,7 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     # After the count come marks and keys, of SIZE bytes each.
     has_whole_keys = len(body) % SIZE == _COUNT_BYTES
     if not is_as_written or not has_whole_keys:
-        raise PartDamaged(path, "it holds no keys, or others than were written for it")
+        raise PartDamaged(path, "its digest does not fit its contents")
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
     if len(marks_and_keys) != num_marks + num_rows:
@@ -115,7 +115,7 @@ def _digest(run: str, shard: int, body: bytes) -> bytes:
     return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: The most equal known keys that `find` returns in turn. It never returns further equal keys.
+#: The most equal known keys that `find` returns in turn. `find` never returns further keys that are equal to these.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
@@ -203,7 +203,7 @@ class ReusedRun:
             self.passed_over.append(f"{path}: {reason}")
 
     def pass_over_unreadable(self, error: RunError) -> None:
-        """Note a file that could not be read. error: names its path, and also the reason unless the file is gone."""
+        """Note a file that could not be read. error: has a `path`, and a `reason` unless the file is gone."""
         self.pass_over(error.argument("path"), error.argument("reason", default="it is gone"))
 
 
@@ -211,8 +211,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of its first row among all old rows. reused: what is known about its run. journal: the paths of the
-    shard's logs of answers, if the shard has no part; empty if there is a part.
+    first: the place of the shard's first row among all old rows. reused: what the new run has taken from the shard's
+    run. journal: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
     plan: Plan
@@ -256,7 +256,7 @@ class OldRuns:
         marks = [NO_KEYS]  # arrays of marks; NO_KEYS, because there may be no other array
         for part in self.parts:
             storage.check_interrupted()
-            # A view: to write into `part_keys` changes `keys`.
+            # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
@@ -331,7 +331,7 @@ class OldRuns:
     def answers(
         self, places: Places, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers of these old rows, part by part: the part, indices into `places`, and the answers.
+        """Yield the answers of some old rows, part by part: the part, indices into `places`, and the answers.
 
         places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
         left out. Files that are damaged or lack a column are passed over.
@@ -390,14 +390,14 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers in a log that `keys` has. Raises AnswersDamaged.
+        """Lend the answers of a log whose keys are in `self.keys`. Raises AnswersDamaged.
 
-        A row may have answers of both models of a cascade, in two logs. `keys` has only one of these answers.
+        A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def known_answers(file: TableReading) -> Batches:
-            """Yield the answers that have the keys of their rows."""
+            """Yield the answers whose keys are those that `self.keys` has for their rows."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_known = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_known], batch.filter(pa.array(is_known))
@@ -497,7 +497,7 @@ def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
     return tuple(name for name in possible_names if name in names)
 
 
-#: A finish reason in a response's JSON. Texts in it cannot match, because their quotation marks have a backslash.
+#: A finish reason in a response's JSON. No text in the JSON can match, because quotation marks in texts are escaped.
 _CUT_CHOICE = '"finish_reason": "length"'
 
 

@@ -1,8 +1,8 @@
 """Answers that rows have before their shard is asked. Logs (answer_log.py) keep these answers until the run ends.
 
-Planning takes answers from earlier runs and puts their logs beside the plan. The first model of a cascade keeps its
-answers for the job that asks the second model. The logs of a cascade lie beside the journals, and later runs read them
-as journals.
+Planning takes answers from earlier runs and puts logs of these answers beside the plan. The first model of a cascade
+keeps its answers for the job that asks the second model. The logs of a cascade lie beside the journals, and later runs
+read these logs as journals.
 """
 
 import os
@@ -25,7 +25,7 @@ from jobs.runs.plans.plan import Plan
 def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets) -> None:
     """Write the logs of all shards for which answers were taken.
 
-    ask_name: RowKeys.name. buckets: records that number rows within the run. The logs number rows within the shard.
+    ask_name: RowKeys.name. buckets: the records, which number rows within the run. A log numbers rows within its shard.
     """
     first_rows = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     storage.make_folder(os.path.dirname(plan.reused_path(0)))

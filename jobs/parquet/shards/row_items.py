@@ -26,13 +26,13 @@ def row_runner(
     let_go: Callable[[Row], None] = lambda row: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> ItemRunner[Answer]:
-    """Return the runner of a shard's rows. In the end it has one answer for each row.
+    """Return the runner of a shard's rows. Once all requests are delivered, it has one answer for each row.
 
     Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
-    rows: the rows, with the Answer in place of a row that has one already. number_of: returns the number in the run of
-    the row at an index of `rows`. memo: holds the answers of other shards, by whole keys. memo_keys: the whole keys of
-    the rows. let_go: called with each row whose texts are no longer needed. is_over: whether the run's deadline has
-    passed. Then no further row is begun.
+    rows: the rows, with an Answer in place of each row that has an answer already. number_of: takes the index of a row
+    in `rows`, and returns the row's number in the run. memo: holds the answers of other shards, by whole keys.
+    memo_keys: the whole keys of the rows. let_go: called with each row whose texts are no longer needed. is_over:
+    returns whether the run's deadline has passed; from then on, no further row is begun.
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
@@ -64,7 +64,7 @@ def _entries(
     begin: Callable[[Row, int], Item[Answer]],
     memo_keys: Keys | None,
 ) -> list[Entry[Answer]]:
-    """Return one entry for each item, in the order of the rows. An entry has the places of all rows that it answers.
+    """Return one entry for each item, sorted by the items' rows. An entry has the places of all rows that it answers.
 
     begin: returns the item of a row at an index of `rows`. memo_keys: see row_runner.
     """

@@ -35,12 +35,13 @@ class RowsTask(ItemsTask):
 
 
 def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> None:
-    """Raise RunOfAnotherModel if the plan's model is not served here, and AdapterAwaited if only an adapter is not.
+    """Raise RunOfAnotherModel if the plan's model is not served here, or AdapterAwaited if only an adapter is missing.
 
-    A BatchWorker does not claim such a shard, but a worker of RQ's own claims any shard. Also, an adapter's files may
-    change after the claim.
+    A BatchWorker does not claim a shard that it cannot serve, but a worker of RQ's own claims any shard. Also, an
+    adapter's files may change after the claim.
     """
     model = plan.model_of(is_second)
+    # Here the plan's adapters count as served. Missing adapters are looked for below.
     if not is_served(model.pin, {context.model.pin, *model.adapters}):
         raise RunOfAnotherModel(plan.run, str(model), f"{context.model}, which is served here")
     present = set(context.adapters.pinned)

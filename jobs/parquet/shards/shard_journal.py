@@ -1,9 +1,9 @@
-"""The journal of an open shard. It tells the shard's next execution which rows have answers, and how far others are.
+"""The journal of an open shard. It has the rows' answers and progress so far, for the shard's next execution.
 
 The journal is a few logs (jobs/parquet/reuse/answer_log.py). An execution makes an entry every few seconds. Each entry
-adds a log with the answers since the last entry. It also writes a log with the progress of rows under way, and then
-removes the last such log. Planning makes the folder of the logs, and the run's end removes the folder. So an execution
-that was frozen until after the end finds no folder.
+adds a log with the answers since the last entry. Each entry also adds a log with the progress of rows under way, which
+replaces the execution's earlier log of progress. Planning makes the folder of the logs, and the run's end removes the
+folder. So an execution that was frozen until after the end finds no folder.
 """
 
 import os
@@ -106,8 +106,11 @@ class ShardJournal:
         """Write an entry. Answers are written first, because a row with an answer never counts as under way."""
         if answered:
             records = []
-            for row in answered:
-                records.append(Record(row.place, self._mark, row.answer, row.num_tokens))
+            for answered_row in answered:
+                record = Record(
+                    answered_row.place, self._mark, answered_row.answer, answered_row.num_tokens
+                )
+                records.append(record)
             self._put(_ANSWERS, records)
             self._num_written += len(answered)
         if under_way:

@@ -63,8 +63,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: only for the job that asks a cascade's second model: the run's queue, because this job may be on another
-        one. None for any other job.
+        queue: for the job that asks a cascade's second model, the run's queue, because that job may be on another one.
+        None for all other jobs.
         """
         self._context = context
         self._folder = folder
@@ -128,7 +128,7 @@ class ShardWork(RowsTask):
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal, and then reads the run's deadline again.
 
-        Returns None if there is nothing to write, and no row waits that a deadline could stop.
+        Returns None if there is nothing to write and no row is left to begin, because a deadline only stops such rows.
         """
         if self._journal is None:
             return None
@@ -186,7 +186,7 @@ class ShardWork(RowsTask):
         return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
-        """Enqueue the job that asks the second model about rows with low margins. Return how many rows it asks at most.
+        """Enqueue the job that asks the second model about rows with low margins. Return the most rows that it may ask.
 
         Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
         """
@@ -203,8 +203,8 @@ class ShardWork(RowsTask):
             try:
                 keep_answers(folder, number, self._log, records)
             except (OSError, RunError):
-                # If two executions write, the slower one may find that the run has ended, and that the folder of
-                # journals is removed.
+                # If two executions write, the slower execution may find that the run has ended, and that the folder
+                # of journals is removed.
                 if not folder.has_part(number):
                     raise
                 return 0
@@ -213,7 +213,10 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return records of the answers that stay. The second model replaces this model's answers with a low margin."""
+        """Return records of the answers that are kept: all but this model's answers with a low margin.
+
+        The second model is asked about the rows that are left out.
+        """
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
@@ -259,8 +262,8 @@ class ShardWork(RowsTask):
         try:
             is_first = folder.put_part(number, write)
         except (OSError, RunError):
-            # If two executions write, the slower one may find that the run has ended, and that its own file or the
-            # input is removed.
+            # If two executions write the part, the slower execution may find that the run has ended, and that its
+            # temporary file or the input is removed.
             if not folder.has_part(number):
                 raise
             return None

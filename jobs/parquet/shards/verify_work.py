@@ -213,10 +213,10 @@ def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) 
 _SAMPLE = re.compile(r"(?P<number>\d{1,12}(?:\.\d{1,9})?)(?P<percent_sign>%?)", re.ASCII)
 
 
-def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
-    """Return the rows of a random sample. Raises InvalidValue for more than `most` rows.
+def sampled_rows(sample: str, seed: str, total: int, max_rows: int) -> set[int]:
+    """Return the numbers of random rows. Raises InvalidValue for more than `max_rows` rows.
 
-    sample: a number of rows, or a share such as "1%".
+    sample: how many rows to take, or their share, such as "1%". total: the number of the run's rows.
     """
     match = _SAMPLE.fullmatch(sample)
     if match is None or Fraction(match["number"]) == 0:
@@ -227,8 +227,10 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     if match["percent_sign"]:
         size = size * total / 100
     count = min(total, math.ceil(size))
-    if count > most:
-        raise InvalidValue("sample has {} rows, more than the limit of {}: take fewer", count, most)
+    if count > max_rows:
+        raise InvalidValue(
+            "sample has {} rows, more than the limit of {}: take fewer", count, max_rows
+        )
     return set(Random(seed).sample(range(total), count))
 
 

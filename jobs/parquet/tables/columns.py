@@ -122,7 +122,7 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema with the added columns at its end, unless planning has written them into the file."""
+    """Return a file's schema, followed by the added columns that planning has not written into the file."""
     fields = [
         pa.field(column.name, column.type) for column in columns if column.name not in schema.names
     ]
@@ -150,7 +150,7 @@ def num_values(column: pa.Array) -> int:
         # Each field has one value in each row.
         return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
-        # A slice of a column has the items of the whole column. The items of the slice lie between its offsets.
+        # A slice of a column still has the items of the whole column. The slice's own items lie between its offsets.
         first = int(column.offsets[0].as_py())
         end = int(column.offsets[-1].as_py())
         num_items = end - first

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import InvalidJob, wrong_value_error
 
-#: The rows of a row group. So the reader of a shard skips fewer rows than this before the shard.
+#: The rows of a row group. Reading begins with a row group, so fewer rows than this are skipped before a shard.
 GROUP_ROWS = 10_000
 
 #: Tests for types that pyarrow's Parquet files do not have, and the types that take their place.

@@ -86,7 +86,7 @@ def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 #: The fewest rows of a bucket.
 BUCKET_ROWS = 1 << 12
 MAX_BUCKETS = 256
-#: So many rows or bytes are collected before they are written to the buckets' files.
+#: Rows are collected until they are more than this many rows or bytes, and are then written to the buckets' files.
 BATCH_ROWS = 1 << 16
 BATCH_BYTES = 1 << 25
 #: The most rows that are read from a bucket at once.

@@ -25,7 +25,7 @@ Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
 def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Worker], Replies]:
-    """Make a child's task of a function that takes a question and an open file. Its JobsErrors become replies."""
+    """Turn a function that takes a question and an open file into a child's task. Its JobsErrors become replies."""
 
     def do(worker: Worker) -> Replies:
         """Answer the worker's question about a file, whose bytes the worker sends."""

@@ -125,10 +125,10 @@ def _read(
     """Yield a file's schema, then its batches. If a child fails, a new child goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)  # the first number counts
+    batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
     was_replaced = False
     share: float = CHILD_SHARE
-    while True:  # for each child, until one comes to the file's end
+    while True:  # for each child, until a child comes to the file's end
         question = {
             "columns": columns,
             "first_group": first_group,
@@ -215,8 +215,8 @@ def open_table(
         stack.close()  # stop the child's task after any error, so that the child can serve the next task
 
 
-#: The rows of a shard may together have this many times TOKENMILL_MAX_SHARD_BYTES, because few of them are in memory at
-#: a time.
+#: The decoded rows of a shard may have this many times TOKENMILL_MAX_SHARD_BYTES, because few of the rows are in memory
+#: at a time.
 SHARD_TIMES = 16
 
 
@@ -274,8 +274,8 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                size = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
+                problem = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 factor = f"{SHARD_TIMES} times "
-                raise ShardTooLarge(self._path, size, self._limit, factor, remedy)
+                raise ShardTooLarge(self._path, problem, self._limit, factor, remedy)
             yield batch

@@ -102,7 +102,7 @@ def test_a_glob_finds_what_pythons_own_finds(
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
     pattern = f"{root}/{'/'.join(parts)}/?*"
-    matches = Search(Storage([str(root)])).matches(pattern, names_hidden=True)
+    matches = Search(Storage([str(root)])).matches(pattern, with_hidden=True)
     ours = [(match.found_path, match.entry.is_folder) for match in matches]
     theirs = sorted({(path, os.path.isdir(path)) for path in glob.glob(pattern, recursive=True)})
     assert ours == theirs

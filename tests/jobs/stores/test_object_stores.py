@@ -269,9 +269,9 @@ def test_a_store_that_is_away_is_told_once_and_so_is_its_return(
     away, back = (record.getMessage() for record in caplog.records)
     assert (
         away
-        == "the store of s3://bucket/key has not served it for 0 s (status code: 503): trying again"
+        == "the store of s3://bucket/key has not answered for 0 s (status code: 503): trying again"
     )
-    assert back == "the store of s3://bucket/key has served it after 0 s"
+    assert back == "the store of s3://bucket/key has answered after 0 s"
 
 
 def test_a_bucket_that_is_not_there_is_told(s3: S3, context: JobContext) -> None:
@@ -300,7 +300,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
     monkeypatch.setattr(
         object_files,
-        "listed",
+        "list_in_child",
         lambda kind, folder, _: answer_about(store, kind, folder.split("/", 3)[3]),
     )
     return store

@@ -15,7 +15,7 @@ from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import object_files
 from jobs.parquet.files.filesystem import FetchedFile, StoreRefused, StoreUnreachable
-from jobs.parquet.files.object_files import listed
+from jobs.parquet.files.object_files import list_in_child
 from jobs.parquet.files.object_requests import LEVEL, make_request
 from jobs.parquet.files.storage import Storage
 from sandbox import ChildDied, ChildOutOfMemory, ChildTooSlow
@@ -139,5 +139,5 @@ def test_a_failed_listing_is_as_lasting_as_its_cause(
 ) -> None:
     monkeypatch.setattr(object_files, "_pool", Children(reply))
     with pytest.raises(error) as raised:
-        make_request(ROOT, lambda: listed(LEVEL, ROOT, 1.0))
+        make_request(ROOT, lambda: list_in_child(LEVEL, ROOT, 1.0))
     assert raised.type is error
