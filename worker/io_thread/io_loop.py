@@ -51,7 +51,7 @@ LEAVING_S = 1.0
 """Seconds that a worker waits for ends and parts that are being written, before it gives back their jobs too."""
 
 CLOSING_S = 0.5
-"""Seconds that a worker waits before it exits for threads that close files or were interrupted."""
+"""Before it exits, a worker waits this many seconds for threads that close files or were interrupted."""
 
 
 class Phase(enum.Enum):
@@ -244,7 +244,7 @@ class IoLoop:
         """Handle an event: a report of the engine's thread, or a call to make."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
-            self._runner.streams.started(event.started, event.at)
+            self._runner.streams.note_started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
             self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:

@@ -167,8 +167,8 @@ class JobEnds:
                 )
             self._finish(job, outcome, error)
 
-        text = "it was stopped" if error is None else log_text(job, error)
-        notify = partial(self._notify_failed, job.claimed, text)
+        why_failed = "it was stopped" if error is None else log_text(job, error)
+        notify = partial(self._notify_failed, job.claimed, why_failed)
         self._calls.submit(self._pool, job, PoolCall(notify, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:

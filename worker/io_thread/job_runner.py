@@ -119,9 +119,9 @@ class JobRunner:
         """Open the claimed jobs for which there is room."""
         for job in self._budget.take():
             with self.guard.around(job):
-                self._budget.opening(job)
+                self._budget.note_opening(job)
                 self._admit(job)
-                self._budget.opened(job)
+                self._budget.note_opened(job)
 
     def _admit(self, job: HeldJob) -> None:
         """Read the job's call, then run its function or open its task. A job that may not run here is failed."""
@@ -131,7 +131,7 @@ class JobRunner:
             job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
-            job.hold(job.claimed.record.without_hooks())
+            job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
             self._ends.fail(job, error)
@@ -161,7 +161,7 @@ class JobRunner:
             self._leave_unopened(job, FUNCTION)
             return
 
-        job.run_function()
+        job.note_function()
         if not sends_notice:
             self._packer.function_started(job)
 
@@ -203,7 +203,7 @@ class JobRunner:
         if task.blocking and self._packer.free_files <= 0:
             self._leave_unopened(job, FILE)
             return
-        job.open(is_file=task.blocking)
+        job.note_opening(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None and job.claimed.record.is_followed:
             # The pieces of the job's text bear this digest, so that a later execution knows whose tokens they are.
@@ -278,7 +278,7 @@ class JobRunner:
         """Give back a job whose adapter has other files here than the job needs.
 
         Before that, this worker reads the folder of adapters again. After that it claims only jobs whose adapters it
-        has. A prompt that names no files of its adapter runs with the present files.
+        has. A prompt that names its adapter without a pin runs with the present files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)
@@ -328,14 +328,14 @@ class JobRunner:
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:  # otherwise a copy without the payload would save nothing
-                job.hold(record.without_payload())
+                job.replace_record(record.without_payload())
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
         """Make the job's value, now that every completion is here."""
         assert job.open_task is not None
         # This matters only for a job without requests. Any other job has begun already.
-        self._beginnings.began(job, self._clock())
+        self._beginnings.note_begun(job, self._clock())
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)
@@ -385,7 +385,7 @@ class JobRunner:
         else:
             open_task.close()
 
-    # While they are held
+    # While jobs are held
 
     def renew(self, store: JobStore) -> None:
         """Extend the leases of all jobs, and drop jobs that are no longer ours."""
@@ -488,7 +488,7 @@ class JobRunner:
 
         def fail(job: HeldJob) -> None:
             """Fail the job, without callbacks that may not run here."""
-            job.hold(self._admission.with_allowed_callbacks(claimed.record))
+            job.replace_record(self._admission.with_allowed_callbacks(claimed.record))
             self._ends.fail(job, error)
 
         self._end_at_once(claimed, fail)

@@ -77,7 +77,7 @@ class Releases:
         self._store.record_deaths(ids_by_worker)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        """Take jobs from their holders, in one call or one by one if that raises. Returns what became of each."""
+        """Take jobs from their holders in one call; if it raises, one by one. Returns what became of each job."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
             """Take jobs from their holders in one call."""
@@ -97,7 +97,7 @@ class Releases:
                 # Another worker has written and counted the end, so there is no outcome here.
                 self._ends.queue_dependents(job, outcome=None)
                 return
-            job.hold(job.claimed.record.without_retries())
+            job.replace_record(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last_fault))
 
         self._log_takeovers(released, mode)
@@ -109,7 +109,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log in one line the jobs that are taken over from a worker, even if they are hundreds."""
+        """Log the jobs that are taken over, in one line for each worker. Then a job's own line has the level DEBUG."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

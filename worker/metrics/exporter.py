@@ -184,7 +184,7 @@ class _WorkerCollector(Collector):
         yield _Metric(
             _COUNTER,
             "tokenmill_redis_errors",
-            "Turns of the I/O thread that Redis ended.",
+            "Turns of the I/O thread that ended with an error of Redis.",
             ("error",),
             _by_label(num_errors),
         )

@@ -8,7 +8,7 @@ LIVE_S = 180.0
 """Seconds after which a thread counts as hanging if its loop makes no turn. The longest steps on a CPU take less."""
 
 REACHED_S = 15.0
-"""Seconds for which Redis counts as reachable after the I/O thread last had no error from it."""
+"""Seconds for which Redis counts as reachable after the I/O thread's last turn without an error of Redis."""
 
 
 class WatchedEngine(Protocol):

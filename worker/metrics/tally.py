@@ -67,7 +67,7 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        # This is behind all bounds if the value exceeds them all.
+        # A value that exceeds all bounds is counted in the last element.
         position = bisect_left(self.bounds, value)
         self.counts[position] += 1
         self.total += value
@@ -105,7 +105,8 @@ class Tally:
 
     jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, likewise.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
-    queue_times: seconds from a job's enqueueing to its beginning, by queue. latencies: to its end.
+    queue_times: seconds from a job's enqueueing to its beginning, by queue.
+    latencies: seconds from a job's enqueueing to its end, by queue.
     ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
     num_answers: how many answers of Redis the I/O thread has had.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
@@ -168,7 +169,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by outcome. An error is the input's if the engine got no request."""
+        """Count the rows of a finished shard by outcome. An error of a row that made no request is the input's."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -220,7 +221,7 @@ class Tally:
             self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Add seconds to a queue's histogram. They may be negative, by another machine's clock, and then count as 0."""
+        """Add seconds to a queue's histogram. Negative seconds, which come from another machine's clock, count as 0."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))

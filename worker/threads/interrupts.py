@@ -122,7 +122,7 @@ class Call:
         if self._alive_at is None or holder_alive_at > self._alive_at:
             self._alive_at = holder_alive_at
 
-    def obeyed(self) -> None:
+    def note_obeyed(self) -> None:
         """Forget the last interrupt, because the call has obeyed it and goes on."""
         with self._lock:
             self.error = None
@@ -186,7 +186,7 @@ class Call:
                     _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Call `load`, which imports a module, and return its value. Interrupts wait for its end."""
+        """Call `load`, which imports a module, and return its value. Interrupts wait for the end of the import."""
         if self._importing:  # the module that is being imported imports another one
             return load()
         try:

@@ -130,7 +130,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
             super().cancel_death_penalty()
         finally:
             if self._call is not None:
-                self._call.obeyed()
+                self._call.note_obeyed()
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
