@@ -180,9 +180,9 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     count_ours = partial(tally.sent, "worker")
     count_users = partial(tally.sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours, answered=tally.answered),
-        pool=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours),
-        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=count_users),
+        io=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours, on_reply=tally.answered),
+        pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_users),
     )
 
 

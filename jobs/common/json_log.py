@@ -50,9 +50,9 @@ class JsonLine(logging.Formatter):
             if self._job_fields is not None:
                 fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:
-            shown = []
+            exceptions = []
             for exception in _transform(record.exc_info):
                 text = str(exception["exc_value"])[:MAX_EXCEPTION_CHARS]
-                shown.append({**exception, "exc_value": text})
-            fields["exception"] = shown
+                exceptions.append({**exception, "exc_value": text})
+            fields["exception"] = exceptions
         return _json(fields)

@@ -25,18 +25,18 @@ tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its proj
 
 The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
 
-tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
+tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what the claim knew (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
-tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
+tokenmill:fleet:<queue>        sorted set: name of a worker of the queue -> Unix time of its last sign of life
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
 tokenmill:text:<job>           stream: pieces of a followed job's text, until its end (held/text_streams.py)
-tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
+tokenmill:claim:<token>        list: job ids that one claim has taken, until the next claim or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
-tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
+tokenmill:epochs               list: marks of the last claims; a worker misses its mark if Redis lost data (claim.lua)
 tokenmill:epoch-made           string: such a mark was made within this second
-tokenmill:restored             string: when a worker missed one, until `tokenmill restore-check --confirm`
+tokenmill:restored             string: when a worker missed its mark, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period

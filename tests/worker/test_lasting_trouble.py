@@ -176,7 +176,7 @@ def test_a_slow_redis_is_two_lines_of_the_log(
 
 def test_a_client_tells_how_long_redis_takes_to_answer(redis: Redis) -> None:
     trips: list[float] = []
-    client = new_client(redis, 5.0, sent=lambda: None, answered=trips.append)
+    client = new_client(redis, 5.0, on_sent=lambda: None, on_reply=trips.append)
     client.ping()
     redis.execute_command("CLIENT", "PAUSE", 50, "ALL")
     client.ping()

@@ -55,7 +55,7 @@ class Maintenance:
         if self._scheduler is not None and self._numbers_timer.due(moment):
             self._pool.submit(partial(read_numbers, self._client, names), self._note_numbers)
         if self._left_jobs_timer.due(moment):
-            self._pool.submit(partial(self._registries.queue_left, names), self._report)
+            self._pool.submit(partial(self._registries.queue_left_behind, names), self._report)
         if self._order_timer.due(moment):
             self._pool.submit(partial(self._queue_order.put_in_order, names), self._report)
         may_refresh = self._adapters.is_live and not self._is_refreshing_adapters

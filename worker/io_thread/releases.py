@@ -66,7 +66,7 @@ class Releases:
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
-        abandoned = self._store.abandoned(queue_names, period_s)
+        abandoned = self._store.find_abandoned(queue_names, period_s)
         released = self._release(abandoned, "abandoned")
         self._take_over(released, "abandoned")
 

@@ -107,7 +107,7 @@ class OrderMemory:
         # Virtual time starts anew at each ordering. So the latest end of the jobs that were claimed since then says how
         # much virtual time has passed.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
-        passed = max(claimed_ends, default=0.0)
+        time_passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
         for job_id, run in run_of.items():
             if run in heads:
@@ -115,7 +115,7 @@ class OrderMemory:
             earlier_head, earlier_wait = self.heads.get(run, ("", 0.0))
             waited = 0.0
             if earlier_head == job_id:
-                waited = earlier_wait + passed
+                waited = earlier_wait + time_passed
             heads[run] = (job_id, waited)
         self.heads = heads
         return {run: waited for run, (_, waited) in heads.items()}

@@ -82,7 +82,7 @@ class Registries:
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)
 
-    def queue_left(self, queue_names: Sequence[str]) -> None:
+    def queue_left_behind(self, queue_names: Sequence[str]) -> None:
         """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
         time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
