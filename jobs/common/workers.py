@@ -85,7 +85,7 @@ def _counts(value: object) -> dict[str, int] | None:
     return counts
 
 
-#: For each type of a record's fields, what reads such a field. It returns None for a value that no worker writes.
+#: By type: the function that reads a record's field of this type. It returns None for a value that no worker writes.
 _READ: Mapping[Any, Callable[[object], Any]] = {
     float: _number,
     int: count,

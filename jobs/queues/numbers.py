@@ -14,7 +14,7 @@ from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues.counts import count_queues, head_ages
 from jobs.runs.watching.reading import read_at_risk
 
-#: RQ's statuses that `count_queues` calls otherwise, by its names. All other names are the same.
+#: RQ's name for each of PLACES that RQ names differently.
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 

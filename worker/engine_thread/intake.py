@@ -161,7 +161,7 @@ class Intake:
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
         # By request id: the lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
-        # The other requests, by lane. A lane without requests is left out.
+        # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_Waiting]] = {}
         # All requests above, by their ids.
         self._by_id: dict[str, _Waiting] = {}
@@ -216,8 +216,7 @@ class Intake:
                 num_ahead[lane] += 1
                 waiting = queue.popleft()
                 self._ahead[waiting.request_id] = lane
-                # The lane may hold requests that came later.
-                self._put_back(waiting)
+                self._put_in_lane(waiting)
                 self._prepare(waiting)
 
     def drop(self, request_ids: Collection[str]) -> None:
@@ -254,7 +253,7 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request gives at least one."""
+        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request yields at least one."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -293,10 +292,10 @@ class Intake:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
                 self._compiling.remove(waiting)
-                self._put_back(waiting)
+                self._put_in_lane(waiting)
 
-    def _put_back(self, waiting: _Waiting) -> None:
-        """Put a request into its lane, which is kept in the order of arrival."""
+    def _put_in_lane(self, waiting: _Waiting) -> None:
+        """Put a request into its lane, where requests stand in the order of arrival."""
         requests = [waiting, *self._lanes.get(waiting.lane, ())]
         requests.sort(key=lambda request: request.number)
         self._lanes[waiting.lane] = deque(requests)

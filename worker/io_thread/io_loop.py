@@ -48,7 +48,7 @@ LAST_BACKOFF_S = 5.0
 """Seconds of the longest pause between two attempts."""
 
 LEAVING_S = 1.0
-"""Seconds that a worker waits for ends and parts that are being written, before it gives back their jobs too."""
+"""Seconds that a leaving worker waits for ends and parts that are being written. Then it gives back their jobs too."""
 
 CLOSING_S = 0.5
 """Before it exits, a worker waits this many seconds for threads that close files or were interrupted."""

@@ -64,7 +64,7 @@ class _WorkerCollector(Collector):
         self._model = safe_name(str(facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families: those of the methods below, and those of the queues."""
+        """Yield the metric families of the methods below, then the families of the queues."""
         metrics = (
             *self._worker_metrics(),
             *self._job_metrics(),

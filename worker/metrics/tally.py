@@ -12,7 +12,7 @@ from jobs.common.display import safe_name
 from jobs.common.workers import Point
 from jobs.queues.numbers import QueueNumbers
 
-#: Bounds of histograms, in seconds: those that vLLM uses, and longer ones for the jobs of batches.
+#: Bounds of histograms, in seconds: vLLM's bounds, and longer bounds for the jobs of batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
@@ -103,7 +103,7 @@ class Shown:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
 
-    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, likewise.
+    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by the same three.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
@@ -169,7 +169,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by outcome. An error of a row that made no request is the input's."""
+        """Count the rows of a finished shard by outcome. Errors for which the engine got no request are the input's."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors

@@ -213,9 +213,8 @@ class JobStore:
             return []
         jobs = []
         for claimed, started_iso in held:
-            jobs.append(
-                (*claimed.address.values(), started_iso)
-            )  # in the order that renew.lua expects
+            # The order of renew.lua: queue, job id, execution id, time.
+            jobs.append((*claimed.address.values(), started_iso))
         [lost_positions] = self._call_many([Call("renew", {**self._holder(), "jobs": jobs})])
         lost_jobs = []
         for position in lost_positions:
@@ -481,6 +480,7 @@ class JobStore:
             batch = waiting[start : start + TEXT_BATCH]
             for claimed, piece in batch:
                 is_first = piece.offset == 0
+                # The order of text.lua: queue, job id, execution id, whether a text begins.
                 addresses.append([*claimed.address.values(), is_first])
                 raw += piece.to_values()
             args = {

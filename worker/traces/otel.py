@@ -262,7 +262,7 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Return the moments, each limited to the next known one. An unknown moment becomes the next known one."""
+    """Return the moments, none later than the next known moment. An unknown moment gets the value of the next known."""
     latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):

@@ -1,4 +1,4 @@
-"""Writes the ends of jobs in batches. The ends of a batch that failed are written one by one."""
+"""Writes the ends of jobs in batches. If a batch cannot be written, its ends are written one by one."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ _PAUSE_S = 0.25
 """Seconds between two attempts to write one end by itself."""
 
 _SMALL_BYTES = 1 << 16
-"""An end with fewer bytes is not to blame if the server closes the connection. Then the network is to blame."""
+"""If the connection breaks while a smaller end is written, the network is to blame, and not the end."""
 
 
 class _End(NamedTuple):
@@ -66,7 +66,7 @@ class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
     The server may refuse one end while it takes others, perhaps because that end is too large. Such an end does not
-    hold up the others. It is tried a few times by itself. Then a failure is written in its place.
+    hold up other ends. It is tried a few times by itself. Then a failure is written in its place.
     """
 
     def __init__(

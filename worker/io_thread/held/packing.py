@@ -21,7 +21,7 @@ def _next_request(job: HeldJob) -> Request | None:
         return next(job.requests)
     except StopIteration:
         job.state = JobState.SENT
-    except Exception as error:  # noqa: BLE001  # one job's stream must not stop the others
+    except Exception as error:  # noqa: BLE001  # one job's stream must not stop other jobs
         job.error = error
     return None
 
@@ -228,7 +228,7 @@ class Packer:
     def _adapt_reserve(self) -> None:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
         if not any(self._in_engine):
-            # An idle worker begins with a small reserve, and leaves the next jobs to other workers too.
+            # An idle worker begins with a small reserve, so that other workers get some of the next jobs.
             self._departures.clear()
             self._num_departed = 0
             self._reserve = self._min_reserve

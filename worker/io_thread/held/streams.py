@@ -152,7 +152,8 @@ class Streams:
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Give a request's samples to its task, after an inspection if the task wants one."""
-        self._packer.note_departed(job, job.num_samples.pop(index))
+        num_samples = job.num_samples.pop(index)
+        self._packer.note_departed(job, num_samples)
         del job.open_requests[index]
         ordered = sorted(samples, key=lambda sample: sample.index)
         assert job.open_task is not None

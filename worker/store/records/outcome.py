@@ -24,7 +24,7 @@ MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters that a longer traceback keeps of its beginning. The others are from its end, which says most."""
+"""Characters that a shortened traceback keeps of its beginning. All others are from its end, which says most."""
 
 _MAX_FRAMES = 30
 """The most calls of a traceback that are logged."""
