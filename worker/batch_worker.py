@@ -129,14 +129,14 @@ class BatchWorker(BaseWorker):
         if with_scheduler:
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
-            started = time.monotonic()
+            load_began_at = time.monotonic()
             loading = shown_loading(
                 self.connection, self.name, self.queue_names(), settings.model_name, settings.model
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     remove_handlers("transformers")  # importing it adds a handler
-                self._log_ready(engine, settings, time.monotonic() - started)
+                self._log_ready(engine, settings, time.monotonic() - load_began_at)
                 self._exit_if_stopped()
                 self._sign_on(logging_level, date_format, log_format)
                 try:

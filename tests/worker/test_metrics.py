@@ -26,7 +26,7 @@ from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
-from worker.metrics.tally import EndedJob, Shown, Tally
+from worker.metrics.tally import EndedJob, Statistics, Tally
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,
@@ -36,12 +36,14 @@ STATS = EngineStats(
 DEPLOY = ROOT / "ops" / "deploy"
 RULES, BOARD = DEPLOY / "prometheus" / "tokenmill.rules.yml", DEPLOY / "grafana" / "tokenmill.json"
 POINT = Point(max_num_seqs=8, prompt_tokens=100, cached_tokens=30, kv_cache_usage=0.6)
-SHOWN = Shown("busy", POINT, {"bulk": {"queued": 7}}, {("bulk", "engine"): 5}, vars(STATS))
+STATISTICS = Statistics(
+    "busy", POINT, {"bulk": {"queued": 7}}, {("bulk", "engine"): 5}, vars(STATS)
+)
 
 
 def exposition(counts: Tally, model: str = "m") -> str:
     facts = {"worker": "w", "model": model, "dtype": "float32", "version": "1"}
-    exporter, counts.shown = Exporter(), SHOWN
+    exporter, counts.statistics = Exporter(), STATISTICS
     exporter.serve(facts, ("high", "bulk"), counts)
     return exporter.exposition("")[0].decode()
 

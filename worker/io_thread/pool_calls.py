@@ -68,10 +68,10 @@ class RoomLine:
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now. If calls with earlier places wait, make it in its turn.
+        """Make a call now, or in its turn if a call with an earlier place waits or is made again.
 
-        start: makes the call. is_awaited: whether its job still waits for the call. If the job does not, `try_again`
-        calls `start` at once. Then `start` only ends the call.
+        start: makes the call. is_awaited: whether the call's job still waits. If the job does not, `try_again` calls
+        `start` at once. Then `start` only ends the call.
         """
         is_behind_retried = self._retried is not None and self._retried < place
         is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)

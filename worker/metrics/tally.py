@@ -85,7 +85,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Statistics:
     """A worker's last statistics.
 
     jobs_by_queue: how many jobs, by queue and status.
@@ -114,7 +114,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.shown = Shown("starting")
+        self.statistics = Statistics("starting")
         self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()

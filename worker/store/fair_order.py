@@ -157,9 +157,10 @@ def fair_order(
 
 
 def _by_urgency(jobs: Sequence[WaitingJob], urgent: Sequence[str]) -> list[WaitingJob]:
-    """Sort jobs so that the jobs of the urgent runs have the order of these runs, which are one stream.
+    """Return the jobs, with the jobs of urgent runs in the order of `urgent`.
 
-    Jobs of other runs may stand anywhere, because each of these runs is a stream of its own.
+    This order counts because the urgent runs are one stream. Each other run is a stream of its own, so its jobs may
+    stand anywhere among the jobs of urgent runs.
     """
     positions = {run: position for position, run in enumerate(urgent)}
     return sorted(jobs, key=lambda job: positions.get(job.run, 0))

@@ -464,11 +464,11 @@ class JobStore:
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
         """Write the progress of running jobs. Returns for each job whether this worker still holds it."""
-        reported = {REPORTED_AT: round(time.time(), 3)}
-        calls = [
-            Call("progress", claimed.address, [json.dumps({**values, **reported})])
-            for claimed, values in progress
-        ]
+        reported_at = round(time.time(), 3)
+        calls = []
+        for claimed, values in progress:
+            text = json.dumps({**values, REPORTED_AT: reported_at})
+            calls.append(Call("progress", claimed.address, [text]))
         return [bool(reply) for reply in self._call_many(calls)]
 
     def write_texts(self, waiting: Sequence[tuple[ClaimedJob, TextPiece]]) -> None:

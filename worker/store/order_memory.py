@@ -93,7 +93,7 @@ class OrderMemory:
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The last sample is replaced while the one before it is recent.
+        # The new sample replaces the last sample if the sample before that is recent.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))

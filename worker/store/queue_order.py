@@ -57,27 +57,14 @@ class QueueOrder:
         if not run_ids:
             return
 
-        now = self._clock()
         memory_key = prefixed(f"tokenmill:fair:{name}")
         memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
         runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
+        now = self._clock()
         memory.note_finished_rows(finished_rows, now)
-        urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
-        priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
-
-        # After a change of the urgent runs or the priorities, all jobs are put in order anew.
-        num_in_order = 0
-        if urgent == memory.urgent and priorities == memory.priorities:
-            num_in_order = _num_in_order(job_ids, memory.last)
-        jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
-        in_order = jobs[:num_in_order]
-        new = jobs[num_in_order:]
-        waited = memory.note_heads(run_of)
-        placed = fair_order(in_order, new, urgent, waited)
-        order = [job.id for job in placed]
+        order = _decide_order(job_ids, run_of, runs, memory, now)
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
-        memory.note_order(placed, urgent, priorities)
         self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
@@ -109,6 +96,33 @@ class QueueOrder:
             if is_waiting and is_planned:
                 runs[run_id] = _run_in_queue(run_id, text_of)
         return runs, finished_rows
+
+
+def _decide_order(
+    job_ids: Sequence[str],
+    run_of: Mapping[str, str],
+    runs: Mapping[str, RunInQueue],
+    memory: OrderMemory,
+    now: float,
+) -> list[str]:
+    """Return the ids of a queue's jobs in a fair order, and note this order in the queue's memory.
+
+    job_ids: in the queue's order. run_of: the run of each job. runs: the planned runs by their ids. now: Unix seconds.
+    """
+    urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
+    priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
+
+    # After a change of the urgent runs or the priorities, all jobs are put in order anew.
+    num_in_order = 0
+    if urgent == memory.urgent and priorities == memory.priorities:
+        num_in_order = _num_in_order(job_ids, memory.last)
+    jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
+    in_order = jobs[:num_in_order]
+    new = jobs[num_in_order:]
+    waited = memory.note_heads(run_of)
+    placed = fair_order(in_order, new, urgent, waited)
+    memory.note_order(placed, urgent, priorities)
+    return [job.id for job in placed]
 
 
 def _count(text: str) -> int:

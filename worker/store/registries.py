@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop those members of a set whose keys are gone. prefix: the text before a member in its key.
+        """Drop the members of a set whose keys are gone. A member's key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """
@@ -63,7 +63,10 @@ class Registries:
                 for member in batch:
                     pipe.exists(prefix.encode() + member)
                 replies = pipe.execute()
-            gone = [member for member, exists in zip(batch, replies, strict=True) if not exists]
+            gone = []
+            for member, exists in zip(batch, replies, strict=True):
+                if not exists:
+                    gone.append(member)
             if gone:
                 self._client.srem(key, *gone)
 

@@ -142,10 +142,12 @@ def frames_of(error: BaseException) -> str:
 
     The error's message is left out, because it may quote a prompt.
     """
-    frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
-    return ", ".join(
-        f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost_first = list(reversed(frames))
+    calls = []
+    for frame in innermost_first[:_MAX_FRAMES]:
+        calls.append(f"{frame.filename}:{frame.lineno} in {frame.name}")
+    return ", ".join(calls)
 
 
 def is_small(value: Any) -> bool:

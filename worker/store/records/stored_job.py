@@ -123,7 +123,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """End the time limit, and let the rest of the call run. RQ swallows an error that the limit raises in this method."""
+        """End the time limit, and let the rest of the call run. RQ swallows an error that the limit raises here."""
         try:
             with self._lock:
                 self._is_over = True
