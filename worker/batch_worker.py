@@ -435,7 +435,7 @@ class BatchWorker(BaseWorker):
             ttl_s = self.worker_ttl + 60  # as RQ sets it
             pipe.expire(self.key, ttl_s)
             pipe.expire(self.executions_key, ttl_s)
-            # The lists are written each time, because during a longer outage other workers remove this one from them.
+            # RQ's lists of workers are written each time, because other workers remove silent workers from them.
             worker_registration.register(self, pipe)
             pipe.execute()
 

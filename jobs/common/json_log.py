@@ -14,7 +14,7 @@ from jobs.common.plain_log import JOB_ID
 MAX_EXCEPTION_CHARS = 2000
 #: The most frames of an exception's traceback in a line.
 MAX_FRAMES = 20
-#: One encoder serves all lines. json.dumps would make an encoder for each line, which would double a line's time.
+#: One encoder serves all lines. json.dumps would make an encoder for each line, which would double the time for a line.
 _json = json.JSONEncoder(default=str).encode
 
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
@@ -23,7 +23,8 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 class JsonLine(logging.Formatter):
     """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
 
-    bound: fields that are added to every line. job_fields: returns further fields for lines about a job, from its id.
+    bound: fields that are added to every line.
+    job_fields: takes a job's id, and returns further fields for lines about that job.
     """
 
     def __init__(

@@ -263,7 +263,7 @@ class Claimer:
     def _begin_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
         """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
-        if room:  # a claim without room does not say whether claims are held
+        if room:  # a claim without room does not say whether workers may claim
             self._note_hold(claim.hold)
         self._num_foreign[lane] = claim.num_foreign
         self._note_newer(lane, claim.num_newer)

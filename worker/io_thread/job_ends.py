@@ -39,7 +39,7 @@ _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Return whose fault a failure is; None for an error of a user's function, which RQ's own rules retry."""
+    """Return whose fault a failure is; None for an error of a user's function, to which RQ's own rules apply."""
     if isinstance(error, _FAULT_KNOWN):
         return error.fault
     if not job.is_ours:

@@ -23,7 +23,7 @@ class Limits:
 
     @property
     def suspect_deaths(self) -> float:
-        """The worker deaths after which a job runs alone; infinite if the job is failed after the first death."""
+        """The number of worker deaths after which a job runs alone; infinite if the first death fails the job."""
         if self.max_worker_deaths <= 1:
             return float("inf")
         return self.max_worker_deaths - 1

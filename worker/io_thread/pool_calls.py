@@ -112,7 +112,8 @@ class PoolCall:
     """A function for a pool, and what the I/O thread does when it has returned or raised.
 
     then: called unless the job was withdrawn meanwhile.
-    on_return: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
+    on_return: called with the value, or with None after an error. It is called before `then`, and also if the job was
+    withdrawn.
     is_ours: the function is our own. It checks for interrupts itself. It may be run again, so an outage only delays it.
     again_on: further errors after which the function is run again.
     discard: see FunctionPool.submit.

@@ -69,7 +69,7 @@ def resident_bytes() -> int:
 def shown_loading(
     client: Redis, worker_name: str, queue_names: Sequence[str], model: str, source: str
 ) -> Iterator[None]:
-    """Show in Redis that a worker loads its model, within the context. source: the model's folder or hub id."""
+    """Context in which Redis shows that a worker loads its model. source: the model's folder or hub id."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
     began_at = time.time()

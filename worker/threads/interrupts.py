@@ -112,7 +112,7 @@ class Call:
     def check_while_waiting_for(self, holder: "Call | None") -> None:
         """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
 
-        A call that waits for another one repeats this. holder: the other call; None if it is not known.
+        A waiting call repeats this. holder: the call for which it waits; None if that call is not known.
         """
         if self.error is not None:
             raise self.error

@@ -104,7 +104,7 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution, the same each time; None for a job that is not traced."""
+        """Return the ids of an execution, which never change; None for a job that is not traced."""
         parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._begins:
@@ -262,7 +262,7 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Return the moments, none later than the next known moment. An unknown moment gets the value of the next known."""
+    """Return the moments, none later than the next known moment. An unknown moment becomes the next known moment."""
     latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):

@@ -12,7 +12,7 @@ from worker.store.records.claimed_job import ClaimedJob
 
 
 class _WaitingFunction(NamedTuple):
-    """A function that waits for its beginning to be written. hand_over: gives the function to a thread."""
+    """A function that waits until Redis shows its job as begun. hand_over: gives the function to a thread."""
 
     job: HeldJob
     hand_over: Callable[[], None]

@@ -34,13 +34,15 @@ class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
     The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These further
-    sequences are the reserve. All other requests stay in the jobs' lazy streams. The reserve is refilled when half
-    of it is gone. It has twice as many sequences as left the engine between two refills, because completions of equal
-    length end together. The largest number of the last refills counts. A reserve has at least `prefetch` sequences.
+    sequences are the reserve. All other requests stay in the jobs' lazy streams.
+
+    The reserve is refilled when half of it is gone. Its size is twice the number of sequences that left the engine
+    between two refills, because completions of equal length end together. The largest number of the last refills
+    counts. The smallest size is `prefetch`.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
-    and those of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt. Every lane
-    may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
+    and the sequences of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt.
+    Every lane may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class Streams:
                 self._take_completion(job, index, completion)
 
     def _take_completion(self, job: HeldJob, index: int, completion: Completion) -> None:
-        """Note a completion. With the last one of its request, hand the request's samples to the task."""
+        """Note a completion. If it is the last one of its request, hand the request's samples to the task."""
         self._tally.completed(completion)
         if job.trace is not None:
             job.trace.completed(completion)

@@ -61,7 +61,7 @@ _LIGHT_BYTES = 1 << 11
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: the bytes of the hash's values that are held. The payload counts as it is packed.
+    hash_bytes: the number of bytes of the held values. The payload counts with its packed size.
     timeout_s: the job's timeout; None if the job has none of its own.
     """
 
@@ -287,7 +287,7 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     # Brackets in strings do not count. Without escaped characters, each quote begins or ends a string.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
-    # Drop strings without brackets first, which are most, so that there is less to split.
+    # Most strings hold no brackets. Drop these first, so that there is less to split.
     without_other_strings = quotes_and_brackets.replace(b'""', b"")
     # Of the pieces between quotes, the first, the third and so on are outside strings.
     outside_strings = without_other_strings.split(b'"')[::2]

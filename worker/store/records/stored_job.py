@@ -31,7 +31,7 @@ __all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "
 class StoredJob(Job):
     """RQ's job with a payload that stays packed until it is read.
 
-    max_bytes: reading a payload that is larger when unpacked raises TooLarge.
+    max_bytes: the most bytes of the unpacked payload. Reading a larger payload raises TooLarge.
     """
 
     max_bytes = DEFAULT_MAX_JOB_BYTES
