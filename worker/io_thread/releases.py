@@ -109,7 +109,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log takeovers: a line for each worker, and a line for each job at level DEBUG. A single job gets a warning."""
+        """Log takeovers in one line for each worker, and each job at level DEBUG. Log a single job as a warning."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:
