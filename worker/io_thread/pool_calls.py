@@ -80,8 +80,10 @@ class RoomLine:
         else:
             start()
 
-    def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call again, in its turn, after it found no memory. Arguments: see `begin`."""
+    def make_again(
+        self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
+    ) -> None:
+        """Make a call again later, in its turn, because it found no memory. Arguments: see `begin`."""
         self.note_over(place)
         self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S
@@ -223,7 +225,7 @@ class PoolCalls:
             self._on_unawaited(job)
         elif call.place is not None and isinstance(error, NoRoomYet):
             start = partial(self._start_if_awaited, submission)
-            self._line.wait(call.place, start, submission.is_awaited)
+            self._line.make_again(call.place, start, submission.is_awaited)
         elif error is not None and _is_repeated_after(error, call):
             self._delay(submission, error)
         else:

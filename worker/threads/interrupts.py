@@ -140,11 +140,11 @@ class Call:
             if self._clock() - self._interrupted_at <= grace_s:
                 return None
             self._given_up = True
-            place = _place(self._thread_id)
+            code_line = _code_line(self._thread_id)
             self._raise(ThreadGivenUp)
             error = self.error() if self.error is not None else ThreadGivenUp()
         self._done(None, error)
-        return place
+        return code_line
 
     def run(self) -> bool:
         """Run the function in this thread and report its outcome. Returns False if the call was given up."""
@@ -215,7 +215,7 @@ def check_interrupted() -> None:
         call.check()
 
 
-def _place(thread_id: int) -> str:
+def _code_line(thread_id: int) -> str:
     """Return the line of Python at which a thread is, or from which it has called a C function."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:

@@ -165,13 +165,7 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
     if value is None:
         return None
     try:
-        has_few_values = known_small
-        if not known_small:
-            least_bytes, num_values = _measure(value, max_bytes)
-            if least_bytes > max_bytes:
-                raise ResultTooLarge(max_bytes)
-            has_few_values = num_values <= _SMALL_VALUES
-        text = json.dumps(value) if has_few_values else _dump_in_pieces(value, max_bytes)
+        text = json.dumps(value) if known_small else _dump(value, max_bytes)
     except ResultTooLarge:
         raise
     except Exception:  # noqa: BLE001  # as RQ does
@@ -179,6 +173,16 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
     if len(text) > max_bytes:
         raise ResultTooLarge(max_bytes)
     return text.encode()
+
+
+def _dump(value: Any, max_bytes: int) -> str:
+    """Return the JSON of a value of any size. Raises ResultTooLarge, if possible before any JSON is made."""
+    least_bytes, num_values = _measure(value, max_bytes)
+    if least_bytes > max_bytes:
+        raise ResultTooLarge(max_bytes)
+    if num_values <= _SMALL_VALUES:
+        return json.dumps(value)
+    return _dump_in_pieces(value, max_bytes)
 
 
 def _dump_in_pieces(value: Any, max_bytes: int) -> str:
