@@ -85,7 +85,7 @@ class JobRunner:
             inspections,
             parts.tally,
         )
-        self._ends = JobEnds(parts, self._calls, self.guard, self._ended)
+        self._ends = JobEnds(parts, self._calls, self.guard, self._forget_ended)
         self.releases = Releases(parts, self.guard, self._ends, self._end_at_once)
 
     @property
@@ -163,7 +163,7 @@ class JobRunner:
 
         job.note_function()
         if not sends_notice:
-            self._packer.function_started(job)
+            self._packer.add_function(job)
 
         def hand_over() -> None:
             """Give the function to a thread."""
@@ -172,7 +172,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=function,
                     then=self._our_code_returned,
-                    on_return=self._function_ended,
+                    on_return=self._stop_counting_function,
                     is_ours=True,
                 )
             else:
@@ -180,7 +180,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=partial(perform, user_job),
                     then=self._user_function_returned,
-                    on_return=self._function_ended,
+                    on_return=self._stop_counting_function,
                 )
             self._calls.submit(pool, job, pool_call)
 
@@ -193,10 +193,10 @@ class JobRunner:
         context = self._environment.context(job.claimed, self._clients.pool)
         return partial(function, context, *call.args, **call.kwargs)
 
-    def _function_ended(self, job: HeldJob, _: Any = None) -> None:
+    def _stop_counting_function(self, job: HeldJob, _: Any = None) -> None:
         """Stop counting a job's function. Notices are not counted, because they have threads of their own."""
         if job.function_name != POSTING:
-            self._packer.function_ended(job)
+            self._packer.remove_function(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
         """Open a task, in a thread if it reads files."""
@@ -349,7 +349,7 @@ class JobRunner:
         self._calls.try_again()
         self._ends.writer.flush(store)
 
-    def _ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
+    def _forget_ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
         """Forget a job and count its end.
 
         outcome: None if another worker has counted the end.
@@ -429,7 +429,7 @@ class JobRunner:
         self.streams.withdraw(job)
         was_waiting_for_thread = self._beginnings.forget(job)
         if was_waiting_for_thread:
-            self._function_ended(job)
+            self._stop_counting_function(job)
         job.withdraw(error)
 
     def stop(self, job_id: str, execution_id: str | None = None) -> bool:

@@ -58,7 +58,7 @@ class _Alone:
     is_replaced: bool = False
 
 
-Written = Callable[[HeldJob, Outcome, FinishReply], None]
+OnReply = Callable[[HeldJob, Outcome, FinishReply], None]
 """Called with the server's reply to a job's end."""
 
 
@@ -71,12 +71,12 @@ class EndWriter:
 
     def __init__(
         self,
-        written: Written,
+        on_reply: OnReply,
         guard: JobGuard,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._written = written
+        self._on_reply = on_reply
         self._guard = guard
         self._log = log
         self._clock = clock
@@ -176,4 +176,4 @@ class EndWriter:
     def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Forget an end, and report the reply to it."""
         self.forget(job)
-        self._written(job, outcome, reply)
+        self._on_reply(job, outcome, reply)

@@ -126,11 +126,11 @@ class Packer:
         """The number of further functions that the worker may take, for all lanes together."""
         return self._max_functions - len(self._functions)
 
-    def function_started(self, job: HeldJob) -> None:
+    def add_function(self, job: HeldJob) -> None:
         """Count a job's function, which takes a thread but no slot of the engine."""
         self._functions.add(job)
 
-    def function_ended(self, job: HeldJob) -> None:
+    def remove_function(self, job: HeldJob) -> None:
         """Stop counting a job's function."""
         self._functions.discard(job)
 
