@@ -177,10 +177,10 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     Only the client for users' code resends commands, as that code expects of RQ. Our own code decides for each command
     whether to send it again.
     """
-    count_ours = partial(tally.sent, "worker")
-    count_users = partial(tally.sent, "functions")
+    count_ours = partial(tally.count_sent, "worker")
+    count_users = partial(tally.count_sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours, on_reply=tally.answered),
+        io=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours, on_reply=tally.count_answer),
         pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours),
         user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_users),
     )

@@ -87,7 +87,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # The engine's objects are never freed. Unless they are frozen, a run of the cycle collector delays a step by 0.2 s.
+        # The engine's objects are never freed. Unless they are frozen, collecting cycles delays a step by 0.2 s.
         gc.collect()
         gc.freeze()
         return engine

@@ -67,17 +67,17 @@ def ended(
 
 def busy_counts() -> Tally:
     counts = Tally()
-    counts.job_ended(ended(rows=10, row_errors=3, rows_unasked=2))
-    counts.job_ended(ended(outcome="failed", reason="DiskFull"))
+    counts.count_job(ended(rows=10, row_errors=3, rows_unasked=2))
+    counts.count_job(ended(outcome="failed", reason="DiskFull"))
     times = RequestMetrics(arrival_time=1.0, first_token_time=1.2, finished_time=4.0)
-    counts.completed(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
-    counts.completed(Completion("r", 0, [], "", "error", 1, 0))
-    counts.lost()
-    counts.lost()
-    counts.redis_failed(TimeoutError())
+    counts.count_sample(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
+    counts.count_sample(Completion("r", 0, [], "", "error", 1, 0))
+    counts.count_lost()
+    counts.count_lost()
+    counts.count_redis_error(TimeoutError())
     for _ in range(3):
-        counts.sent("worker")
-    counts.sent("functions")
+        counts.count_sent("worker")
+    counts.count_sent("functions")
     counts.queue_numbers = QueueNumbers(
         {}, {"bulk": 1}, {"bulk": 9.5}, {"bulk": 0}, RedisHealth(5, 10, ("aof_last_write_status",))
     )

@@ -391,7 +391,7 @@ class IoLoop:
             problem,
             shown_error(error),
         )
-        self._runner.tally.redis_failed(error)
+        self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # The leases of living workers may have run out during the outage. Leave these workers the time to renew them.

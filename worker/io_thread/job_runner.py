@@ -360,15 +360,15 @@ class JobRunner:
         self._let_go(job)
         self._beginnings.forget(job)
         if not is_written:
-            self.tally.lost()
+            self.tally.count_lost()
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
         elif outcome is not None:
             ended = ended_job(job, outcome)
-            self.tally.job_ended(ended, job.num_rows_done)
+            self.tally.count_job(ended, job.num_rows_done)
             if self._traces is not None and job.trace is not None:
-                self._traces.ended(job.trace, ended, written_at=time.time())
+                self._traces.note_end(job.trace, ended, written_at=time.time())
             self._log.debug(
                 "%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status
             )
@@ -480,7 +480,7 @@ class JobRunner:
         self._log.warning(
             "job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id
         )
-        self.tally.lost()
+        self.tally.count_lost()
         self._withdraw_all([job])
 
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:

@@ -103,7 +103,7 @@ class Releases:
         self._log_takeovers(released, mode)
         for job in released:
             if job.deaths:
-                self._tally.taken_over(job.queue_name, job.deaths)
+                self._tally.count_takeover(job.queue_name, job.deaths)
             if job.claimed is not None:  # this worker holds it, to end it
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)

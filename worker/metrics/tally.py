@@ -101,7 +101,7 @@ class Statistics:
 
 
 class Tally:
-    """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
+    """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
     jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by the same three.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
@@ -140,7 +140,7 @@ class Tally:
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
-    def job_ended(self, job: EndedJob, rows_done: int = 0) -> None:
+    def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
         """Count a job that has ended. rows_done: the rows of its file that were answered here."""
         if job.outcome == "finished":
             self.num_finished += 1
@@ -178,7 +178,7 @@ class Tally:
         self.rows[job.queue, "error", "input"] += unasked
         self.rows[job.queue, "error", "request"] += job.row_errors - unasked
 
-    def completed(self, completion: Completion) -> None:
+    def count_sample(self, completion: Completion) -> None:
         """Count a sample of a request that the engine has finished."""
         self.requests[completion.finish_reason] += 1
         times = completion.metrics
@@ -188,23 +188,23 @@ class Tally:
         if times.first_token_time is not None:
             self.first_token.observe(times.first_token_time - times.arrival_time)
 
-    def lost(self) -> None:
+    def count_lost(self) -> None:
         """Count a held job that was cancelled or taken over by another worker."""
         self.claims_lost += 1
 
-    def taken_over(self, queue: str, deaths: int) -> None:
+    def count_takeover(self, queue: str, deaths: int) -> None:
         """Count a job that was taken over from a dead worker, or after a fault. deaths: the job's deaths so far."""
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
-    def unforeseen(self, queue: str, error: BaseException) -> None:
+    def count_unforeseen(self, queue: str, error: BaseException) -> None:
         """Count an error that nobody foresaw, about one job of this queue."""
         self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
 
-    def redis_failed(self, error: BaseException) -> None:
+    def count_redis_error(self, error: BaseException) -> None:
         """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
         self.redis_errors[type(error).__name__] += 1
 
-    def answered(self, seconds: float) -> None:
+    def count_answer(self, seconds: float) -> None:
         """Count an answer of Redis to the I/O thread. seconds: how long it took."""
         self.num_answers += 1
         self._slowest_answer_s = max(self._slowest_answer_s, seconds)
@@ -215,7 +215,7 @@ class Tally:
         self._slowest_answer_s = 0.0
         return seconds
 
-    def sent(self, client: str) -> None:
+    def count_sent(self, client: str) -> None:
         """Count a command or pipeline to Redis. For any thread. client: "worker", or "functions" for user code."""
         with self._lock:
             self.round_trips[client] += 1

@@ -90,7 +90,7 @@ class OtelTraces(Traces):
         ids = self._ids(execution_id, meta)
         return {} if ids is None else ids.carrier
 
-    def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
+    def note_end(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Send the spans of a job whose end was written at `written_at` (Unix seconds)."""
         for span in self._spans(trace, job, written_at):
             self._processor.on_end(span)

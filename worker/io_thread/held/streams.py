@@ -138,9 +138,9 @@ class Streams:
 
     def _take_completion(self, job: HeldJob, index: int, completion: Completion) -> None:
         """Note a completion. If it is the last one of its request, hand the request's samples to the task."""
-        self._tally.completed(completion)
+        self._tally.count_sample(completion)
         if job.trace is not None:
-            job.trace.completed(completion)
+            job.trace.note_sample(completion)
         self.completion_tokens += len(completion.token_ids) - completion.num_continued
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
