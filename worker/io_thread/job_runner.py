@@ -230,7 +230,7 @@ class JobRunner:
     def _opened(self, job: HeldJob, opened: OpenTask, error: BaseException | None) -> None:
         """Stream the requests of a task that was opened. If opening it raised, end the job or give it back."""
         if error is not None:
-            self._raised(job, error)
+            self._handle_error(job, error)
             return
         job.open_task = opened
         self.streams.open(job)
@@ -255,12 +255,12 @@ class JobRunner:
     def _our_code_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         """End a job with the value or error of our own code: a function, or a task's result."""
         if error is not None:
-            self._raised(job, error)
+            self._handle_error(job, error)
         else:
             self.faults.note_success(job.function_name)
             self._ends.succeed(job, value)
 
-    def _raised(self, job: HeldJob, error: BaseException) -> None:
+    def _handle_error(self, job: HeldJob, error: BaseException) -> None:
         """Fail a job in which our code raised. If this worker is at fault, or lacks the adapter, give the job back."""
         if isinstance(error, AdapterAwaited):
             self._give_back_without_adapter(job, error)
@@ -295,7 +295,7 @@ class JobRunner:
         for request_id, error in faults:
             job, _ = self.jobs.of_request(request_id)
             if job is not None and not job.is_ending:
-                self.guard.call(job, self._raised, job, error)
+                self.guard.call(job, self._handle_error, job, error)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
         """Call a function in this thread, then `then` with its value or error."""
@@ -316,7 +316,7 @@ class JobRunner:
         """Go on with a job whose requests have changed: fail it, drop its payload, or collect its value."""
         if job.error is not None:
             self._withdraw(job, JobStopped)
-            self._raised(job, job.error)
+            self._handle_error(job, job.error)
             return
         if not job.needs_payload:
             self._drop_payload(job)
@@ -513,7 +513,7 @@ class JobRunner:
         self._budget.forget(job)
         self._withdraw(job, JobStopped)
         self._packer.free_places(job)
-        self._raised(job, error)
+        self._handle_error(job, error)
 
     def abandon(self, job: HeldJob) -> None:
         """Let go of the job without writing anything. Raises nothing; the job's lease runs out."""

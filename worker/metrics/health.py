@@ -54,7 +54,7 @@ class Health:
         for name, loop in (("engine", self._engine), ("I/O", self._io)):
             silent_s = self._clock() - loop.last_turn_at
             if silent_s > LIVE_S:
-                return f"the {name} thread has not turned for {silent_s:.0f} s"
+                return f"the {name} thread hangs: its loop has made no turn for {silent_s:.0f} s"
         return ""
 
     def why_not_ready(self) -> str:

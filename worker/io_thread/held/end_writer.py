@@ -109,7 +109,7 @@ class EndWriter:
                 raise
             for end, reply in replies:
                 with self._guard.around(end.job):
-                    self._done(end.job, end.outcome, reply)
+                    self._report_reply(end.job, end.outcome, reply)
 
         for number, alone in list(self._alone.items()):
             if self._clock() >= alone.not_before and number in self._waiting:
@@ -141,7 +141,7 @@ class EndWriter:
             # This call raises if the server takes no other write either.
             lost_jobs = store.renew([outcome.claimed])
             if lost_jobs:
-                self._done(job, outcome, "lost")
+                self._report_reply(job, outcome, "lost")
                 return
             alone.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
@@ -157,12 +157,12 @@ class EndWriter:
             if alone.num_refusals >= _MAX_REFUSALS:
                 self._give_up(job, outcome, error, alone)
         else:
-            self._done(job, outcome, reply)
+            self._report_reply(job, outcome, reply)
 
     def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, alone: _Alone) -> None:
         """Put a failure in place of an end that the server refuses. If it refuses the failure too, drop the end."""
         if alone.is_replaced:
-            self._done(job, outcome, "refused")
+            self._report_reply(job, outcome, "refused")
             return
         alone.num_refusals = 0
         alone.is_replaced = True
@@ -173,7 +173,7 @@ class EndWriter:
         )
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
-    def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+    def _report_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Forget an end, and report the reply to it."""
         self.forget(job)
         self._on_reply(job, outcome, reply)
