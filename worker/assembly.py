@@ -76,7 +76,7 @@ def assemble(
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, which the calling thread must run, and the I/O thread, which is not started yet.
 
-    metrics: the server that shows the worker's numbers, if any. traces: traces the worker's jobs, if given.
+    metrics: the server that shows the worker's numbers, if any. traces: sends the traces of the worker's jobs, if any.
     """
     shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
@@ -177,17 +177,17 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     Only the client for users' code resends commands, as that code expects of RQ. Our own code decides for each command
     whether to send it again.
     """
-    count_ours = partial(tally.sent, "worker")
-    count_users = partial(tally.sent, "functions")
+    count_ours = partial(tally.count_sent, "worker")
+    count_users = partial(tally.count_sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours, answered=tally.answered),
-        pool=new_client(connection, REDIS_TIMEOUT_S, sent=count_ours),
-        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=count_users),
+        io=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours, on_reply=tally.count_answer),
+        pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_users),
     )
 
 
 def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
-    """Return the values of the worker's key in Redis that change as adapters come and go; empty if none can come."""
+    """Return the facts in the worker's Redis key that change with its adapters; empty if no adapter can come or go."""
     if not adapters.is_live:
         return {}
     return {
@@ -197,7 +197,7 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:
-    """Return the values of the worker's key in Redis that stay. Jobs may ask for its model by any name in `models`."""
+    """Return the facts in the worker's Redis key that never change. Jobs may ask for the model by all its `models`."""
     return {
         "worker": worker_name,
         "model": served.name,

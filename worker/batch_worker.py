@@ -76,7 +76,7 @@ class BatchWorker(BaseWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._deafness = LastingTrouble(self.log, "listening for commands again")
+        self._listening_trouble = LastingTrouble(self.log, "listening for commands again")
 
     def load_engine(self, settings: WorkerSettings) -> Engine:
         """Load the model. Override this to serve with another engine."""
@@ -87,7 +87,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # These objects are never freed. Unless they are frozen, a run of the cycle collector takes 0.2 s of a step.
+        # The engine's objects are never freed. Unless they are frozen, collecting cycles delays a step by 0.2 s.
         gc.collect()
         gc.freeze()
         return engine
@@ -105,9 +105,9 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         """Serve the queues until the worker must stop. The arguments are those of `rq worker`.
 
-        Returns whether any job has ended here. Raises StartupError before the first claim. Raises EngineFailed,
-        IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on, and SystemExit on a cold
-        shutdown.
+        Returns whether any job has ended here. Raises StartupError if the worker cannot start; then it has claimed no
+        job. Raises EngineFailed, IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on,
+        and SystemExit on a cold shutdown.
         """
         leave_out_working_directory()
         from worker.settings import read_variable
@@ -129,14 +129,14 @@ class BatchWorker(BaseWorker):
         if with_scheduler:
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
-            started = time.monotonic()
+            load_began_at = time.monotonic()
             loading = shown_loading(
                 self.connection, self.name, self.queue_names(), settings.model_name, settings.model
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     remove_handlers("transformers")  # importing it adds a handler
-                self._log_ready(engine, settings, time.monotonic() - started)
+                self._log_ready(engine, settings, time.monotonic() - load_began_at)
                 self._exit_if_stopped()
                 self._sign_on(logging_level, date_format, log_format)
                 try:
@@ -152,7 +152,7 @@ class BatchWorker(BaseWorker):
                 self._traces.close()
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
-        """Start the server of metrics, if the settings ask for one, and return it. Raises MetricsNotServed."""
+        """Start and return the metrics server; None if the settings turn metrics off. Raises MetricsNotServed."""
         if not settings.metrics_port:
             return None
         from worker.metrics.server import MetricsServer
@@ -280,7 +280,8 @@ class BatchWorker(BaseWorker):
     def _take_name(self) -> None:
         """Take this worker's name, also from a killed worker of this machine.
 
-        RQ would keep the killed worker's name for eight minutes. Its leases are ended, so that its jobs go on at once.
+        RQ would keep the name taken for eight minutes. The killed worker's leases are ended here, so that its jobs go
+        on at once.
         Raises StartupError if a living worker has the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
@@ -342,18 +343,18 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Handle SIGINT and SIGTERM: the first starts a warm shutdown, a later one after a second a cold one."""
+        """Have SIGINT and SIGTERM call `request_stop`."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Start a warm shutdown, or a cold one at a second signal. While the model loads, leave at once."""
+        """Start a warm shutdown, or at a second signal a cold one. While the model loads, exit at once."""
         if self._io is None:
             # The code that runs in this thread now may swallow this error.
             self._is_stopped_early = True
             raise SystemExit
         if self._shutdown_requested_date is None:
-            self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
+            self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers do
             self._shutdown_requested_date = now()
             self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
@@ -362,7 +363,7 @@ class BatchWorker(BaseWorker):
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit if a signal came while the model loaded, and an import has swallowed the first one."""
+        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed the first one."""
         if self._is_stopped_early:
             raise SystemExit
 
@@ -395,7 +396,7 @@ class BatchWorker(BaseWorker):
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening after any error. RQ goes on only after a lost connection."""
-        self._deafness.note(
+        self._listening_trouble.note(
             type(exc).__name__,
             "Worker %s: cannot listen for commands (%s); trying again",
             self.name,
@@ -434,7 +435,7 @@ class BatchWorker(BaseWorker):
             ttl_s = self.worker_ttl + 60  # as RQ sets it
             pipe.expire(self.key, ttl_s)
             pipe.expire(self.executions_key, ttl_s)
-            # The lists are written each time, because during a longer outage other workers remove this one from them.
+            # RQ's lists of workers are written each time, because other workers remove silent workers from them.
             worker_registration.register(self, pipe)
             pipe.execute()
 

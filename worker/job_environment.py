@@ -55,7 +55,7 @@ class JobEnvironment:
         return self.traces.carrier(claimed.execution_id, claimed.record.meta)
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
-        """Return the job's journal. Its owner names the job, the payload and the model."""
+        """Return the job's journal. Its owner is a text that identifies the job, the payload and the model."""
         payload_digest = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
         # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
@@ -74,11 +74,11 @@ class JobEnvironment:
         )
 
     def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """Send the notices that a run has ended, if this job's failure has ended one. error: why the job failed."""
+        """Send a run's end notices, if this job's failure has ended the run. error: why the job failed."""
         notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
-#: Kinds of requests that tokenize a prompt alike, whatever their other sampling values.
+#: Kinds of requests whose tokens depend on the prompt and on `truncate_prompt_tokens`, but on no other sampling value.
 _TEXT_KINDS = ("generate", "score")
 
 
@@ -90,7 +90,6 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
         try:
             params: RequestParams
             if request.kind in _TEXT_KINDS:
-                # No other sampling value changes the tokens.
                 truncation = request.sampling.get("truncate_prompt_tokens")
                 params = SamplingParams(truncate_prompt_tokens=truncation)
             else:

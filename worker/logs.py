@@ -76,7 +76,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def note_end(self) -> None:
-        """Note a proof that the trouble is over. That is logged at once, unless the trouble came back within OVER_S."""
+        """Note a proof that the trouble is over. Logs the end at once, unless the trouble came back within OVER_S."""
         with self._lock:
             if self._began_at is None or self._comes_and_goes:
                 self._end_if_over()
@@ -104,9 +104,9 @@ def start_log(
 ) -> bool:
     """Begin to write this process' log. Returns whether it is JSON.
 
-    worker_name: stands in each line of JSON. log_format: the value of TOKENMILL_LOG_FORMAT. level, formats: the options
-    of `rq worker` for text. If the program has set up logging itself, the log stays text. Raises SettingsError if JSON
-    is asked for but not possible.
+    worker_name: stands in each line of JSON. log_format: the value of TOKENMILL_LOG_FORMAT. level, formats: the level
+    and the formats of text, as given to `rq worker`. If the program has set up logging itself, the log stays text.
+    Raises SettingsError if JSON is asked for but not possible.
     """
     for name in ("rq.worker", "rq.scheduler"):
         setup_loghandlers(level, *formats, name=name)

@@ -312,7 +312,7 @@ class WorkerSettings(BaseSettings):
         folder = AdapterFolder(self.adapters)
 
         def read_folder() -> tuple[list[str], dict[str, str]]:
-            """Return the pinned name of each adapter that is there, and the problems of others by name."""
+            """Return the pinned names of the usable adapters, and the problems of all other adapters by name."""
             adapters, problem_of = folder.look()
             return [adapter.pinned for adapter in adapters], problem_of
 
@@ -356,11 +356,11 @@ def _name_pattern(name: str) -> str:
     """
     if "_" in name:
         return name
-    followed = (
-        rf"{name}(?==| must\b| out\b)"  # as in "model=", "dtype must be" and "leave device out"
-    )
-    preceded = rf"(?<=\bset ){name}|(?<=\banother ){name}"  # as in "set seed" and "another model"
-    return f"{followed}|{preceded}"
+    # As in "model=", "dtype must be" and "leave device out".
+    name_before_word = rf"{name}(?==| must\b| out\b)"
+    # As in "set seed" and "another model".
+    name_after_word = rf"(?<=\bset ){name}|(?<=\banother ){name}"
+    return f"{name_before_word}|{name_after_word}"
 
 
 _ANY_NAME = "|".join(_name_pattern(name) for name in WorkerSettings.model_fields)
@@ -391,7 +391,7 @@ def _check_names(names: Iterable[str]) -> None:
     with_prefix = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
     lines = []
     for name in sorted(with_prefix - set(known)):
-        hint = "docs/operator.md lists them; unset it"
+        hint = "docs/operator.md lists the settings; unset it"
         similar = get_close_matches(name, known, n=1, cutoff=0.8)
         if similar:
             hint = f"did you mean {similar[0]}?"

@@ -77,7 +77,7 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 _MAPPED_BYTES = 1 << 18
-"""Larger blocks, such as a decoded page, are mapped by themselves. They go back to the kernel when they are freed."""
+"""A block of more bytes, such as a decoded page, gets a mapping of its own. It goes back to the kernel once freed."""
 
 
 def share_freed_memory() -> None:
@@ -85,8 +85,8 @@ def share_freed_memory() -> None:
 
     With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: after
     4,000 shards it held 38 MiB, of which 5 MiB were in use. glibc has an arena for each thread, so the threads that
-    read cannot use memory that planning has freed. Larger and larger blocks leave gaps in glibc's heap: 10 MiB within
-    3,000 shards. An engine on a CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
+    read shards cannot use memory that the planning thread has freed. Growing blocks leave gaps in glibc's heap: 10 MiB
+    within 3,000 shards. An engine on a CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. With a C library
     that has no mallopt, only pyarrow's allocator is set. Source: mallopt(3).

@@ -39,7 +39,7 @@ MAX_TEXT_CHARS = 2000
 
 
 def printable(text: str | bytes, allowed: str = "") -> str:
-    """Escape characters that a terminal might obey or cannot show. allowed: such characters that are not escaped."""
+    """Escape characters that a terminal might obey or cannot show. allowed: characters that stay as they are."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     if text.isprintable():
@@ -80,23 +80,23 @@ def bytes_text(num_bytes: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units, such as "2 h 5 min"."""
-    whole = max(0, round(seconds))
+    whole_s = max(0, round(seconds))
     for unit, unit_s, smaller_unit, smaller_s in (
         ("d", 86400, "h", 3600),
         ("h", 3600, "min", 60),
         ("min", 60, "s", 1),
     ):
-        num_units, rest_s = divmod(whole, unit_s)
+        num_units, rest_s = divmod(whole_s, unit_s)
         if num_units > 0:
             return f"{num_units} {unit} {rest_s // smaller_s} {smaller_unit}"
-    return f"{whole} s"
+    return f"{whole_s} s"
 
 
 def price_text(price: float) -> str:
     """Return an amount of any currency with two decimals. Below 1, return it with three significant digits."""
     if price >= 1 or price <= 0:
         return f"{price:,.2f}"
-    num_decimals = 2 - math.floor(math.log10(price))  # 3 from 0.1 on, 4 from 0.01 on
+    num_decimals = 2 - math.floor(math.log10(price))  # 3 for 0.1 to 1, 4 for 0.01 to 0.1
     return f"{price:.{num_decimals}f}"
 
 

@@ -14,7 +14,7 @@ from jobs.common.plain_log import JOB_ID
 MAX_EXCEPTION_CHARS = 2000
 #: The most frames of an exception's traceback in a line.
 MAX_FRAMES = 20
-#: One encoder serves all lines. json.dumps would make an encoder for each line, which would double a line's time.
+#: One encoder serves all lines. json.dumps would make an encoder for each line, which would double the time for a line.
 _json = json.JSONEncoder(default=str).encode
 
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
@@ -23,7 +23,8 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 class JsonLine(logging.Formatter):
     """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
 
-    bound: fields that are added to every line. job_fields: returns further fields for lines about a job, from its id.
+    bound: fields that are added to every line.
+    job_fields: takes a job's id, and returns further fields for lines about that job.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class JsonLine(logging.Formatter):
             if self._job_fields is not None:
                 fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:
-            shown = []
+            exceptions = []
             for exception in _transform(record.exc_info):
                 text = str(exception["exc_value"])[:MAX_EXCEPTION_CHARS]
-                shown.append({**exception, "exc_value": text})
-            fields["exception"] = shown
+                exceptions.append({**exception, "exc_value": text})
+            fields["exception"] = exceptions
         return _json(fields)

@@ -9,7 +9,7 @@ tokenmill:run:<run>:turn       string: written by each submit, planning and canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
-tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
+tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its creation (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
 tokenmill:dashboard:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (history/rings.py)
@@ -25,22 +25,22 @@ tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its proj
 
 The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
 
-tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
+tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what the claim knew (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
-tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
+tokenmill:fleet:<queue>        sorted set: name of a worker of the queue -> Unix time of its last sign of life
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
 tokenmill:text:<job>           stream: pieces of a followed job's text, until its end (held/text_streams.py)
-tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
+tokenmill:claim:<token>        list: job ids that one claim has taken, until the next claim or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
-tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
-tokenmill:epoch-made           string: such a mark was made within this second
-tokenmill:restored             string: when a worker missed one, until `tokenmill restore-check --confirm`
+tokenmill:epochs               list: marks of the last claims; a worker misses its mark if Redis lost data (claim.lua)
+tokenmill:epoch-made           string: a mark for `epochs` was made within this second
+tokenmill:restored             string: when a worker missed its mark, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
-tokenmill:maintenance-stock:<queue>  string: the worker that looks for jobs that RQ's own workers left there
+tokenmill:maintenance-stock:<queue>  string: the worker that looks for jobs that RQ's own workers left in the queue
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
 """
@@ -120,8 +120,8 @@ API_KEYS_KEY = f"{OWN}:api-keys"
 API_LIMITS_KEY = f"{OWN}:api-limits"
 
 WORKER_STATS_TTL_S = 3600
-#: How far in the future the scores of workers' entries in RQ's `started` registry lie. So RQ's own cleanup does not
-#: remove these entries.
+#: The scores of workers' entries in RQ's `started` registry lie this many seconds in the future, so that RQ's own
+#: cleanup does not remove the entries.
 FAR_S = 10 * 365 * 86_400
 #: How long the journal of a job of prompts is kept. If its worker dies, another worker goes on from the journal.
 JOURNAL_TTL_S = 24 * 3600
@@ -160,7 +160,7 @@ def journal_key(job_id: str) -> str:
 
 
 def api_rate_key(project: str, minute: int) -> str:
-    """Return the key of the number of requests of a project's clients in a minute since 1970."""
+    """Return the key of the number of requests of a project's clients in a minute. minute: counted from 1970."""
     return f"{OWN}:api-rate:{project}:{minute}"
 
 
@@ -184,7 +184,7 @@ JOURNALS_KEY = f"{OWN}:journals"
 
 
 def held_key(queue: str) -> str:
-    """Return the key of the jobs of a queue that workers have claimed."""
+    """Return the key of a queue's claimed jobs."""
     return f"{OWN}:held:{queue}"
 
 

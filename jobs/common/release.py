@@ -17,9 +17,9 @@ def commit() -> str:
     return _installed_commit() or _checked_out_commit(Path(__file__).parents[2])
 
 
-def release_text(version: str, of_commit: str) -> str:
+def release_text(version: str, commit_id: str) -> str:
     """Return a version and its commit as one text for people."""
-    return f"{version} ({of_commit[:8]})" if of_commit else version
+    return f"{version} ({commit_id[:8]})" if commit_id else version
 
 
 def _installed_commit() -> str:

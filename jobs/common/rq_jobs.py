@@ -53,7 +53,7 @@ class QueueKeys:
     """The keys of a queue.
 
     waiting: a list of the ids of waiting jobs. popped: a list of the ids of jobs that RQ's own workers are taking off
-    the queue. All other keys are sorted sets: `started` of `<job>:<execution>`, the rest of job ids.
+    the queue. All other keys are sorted sets. `started` holds `<job>:<execution>`; the other sets hold job ids.
     """
 
     def __init__(self, name: str) -> None:

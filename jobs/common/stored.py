@@ -44,9 +44,12 @@ def json_object(raw: object) -> dict[str, Any]:
 
 def count(value: object) -> int | None:
     """Read a stored count, which is an int or a text of digits. Return None for anything else."""
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
-        return int(value)
-    return value if type(value) is int and 0 <= value < 1 << 63 else None
+    if isinstance(value, str):
+        has_digits_only = value.isascii() and value.isdigit()
+        return int(value) if has_digits_only and len(value) < 19 else None
+    if type(value) is int and 0 <= value < 1 << 63:
+        return value
+    return None
 
 
 def seconds(text: str | None) -> float | None:

@@ -78,14 +78,14 @@ def _counts(value: object) -> dict[str, int] | None:
         return None
     counts: dict[str, int] = {}
     for name, number in value.items():
-        shown = _text(name)
-        checked = count(number)
-        if shown is not None and checked is not None:
-            counts[shown] = checked
+        shown_name = _text(name)
+        checked_number = count(number)
+        if shown_name is not None and checked_number is not None:
+            counts[shown_name] = checked_number
     return counts
 
 
-#: Reads a record's field by its type. None stands for a value that no worker writes.
+#: By type: the function that reads a record's field of this type. It returns None for a value that no worker writes.
 _READ: Mapping[Any, Callable[[object], Any]] = {
     float: _number,
     int: count,
@@ -143,7 +143,7 @@ class Point:
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Return the record of an object of JSON. more: further fields, which no stored record has.
+        """Return the record that a stored object describes. more: further fields, which no stored object has.
 
         Producers may write records too. So a value of another type counts as missing.
         """
@@ -344,7 +344,7 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
 
 
 def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
-    """Return a sentence about a worker of a queue that serves a model with another length limit; "" if none does.
+    """Return a sentence about a queue's worker that serves a model with another length limit; "" if there is none.
 
     pin: names the model with its length limit; see PinnedModel.pin.
     """
@@ -363,15 +363,15 @@ def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
 def are_held(workers: Iterable[Worker]) -> bool:
     """Whether the workers claim nothing because Redis came back with older data."""
-    return _is_any(RESTORED, workers)
+    return _is_any_in_state(RESTORED, workers)
 
 
 def are_suspended(workers: Iterable[Worker]) -> bool:
     """Whether `rq suspend` holds all workers. A worker shows this state only once it has finished what it holds."""
-    return _is_any(SUSPENDED, workers)
+    return _is_any_in_state(SUSPENDED, workers)
 
 
-def _is_any(state: str, workers: Iterable[Worker]) -> bool:
+def _is_any_in_state(state: str, workers: Iterable[Worker]) -> bool:
     """Whether any worker that is not silent is in a state."""
     for worker in workers:
         sample = worker.sample

@@ -57,7 +57,7 @@ class Producers:
     """Whose jobs wait in a queue.
 
     num_waiting: the number of waiting jobs. num_read: the number of jobs whose producer was read. num_jobs: how many of
-    these each producer has, the most first.
+    these jobs each producer has, the largest number first.
     """
 
     num_waiting: int

@@ -14,7 +14,7 @@ from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues.counts import count_queues, head_ages
 from jobs.runs.watching.reading import read_at_risk
 
-#: RQ's statuses that `count_queues` calls otherwise, by its names. All other names are the same.
+#: RQ's name for each of PLACES that RQ names differently.
 _STATUSES = {"waiting": "queued", "executing": "started"}
 
 
@@ -36,21 +36,22 @@ class QueueNumbers:
 
 def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     """Return the numbers of these queues. Raises RedisError."""
-    counted = count_queues(connection, queues)
-    claimed = claimed_jobs(read_workers(connection))
+    queue_counts = count_queues(connection, queues)
+    num_claimed = claimed_jobs(read_workers(connection))
     jobs: dict[str, dict[str, int]] = {}
-    for queue in counted:
-        jobs[queue.name] = {"claimed": claimed.get(queue.name, 0)}
+    for queue in queue_counts:
+        by_status = {"claimed": num_claimed.get(queue.name, 0)}
         for place, count in queue.counts.items():
             status = _STATUSES.get(place, place)
-            jobs[queue.name][status] = count
+            by_status[status] = count
+        jobs[queue.name] = by_status
 
-    at_risk = Counter(run.queue for run in read_at_risk(connection))
+    num_at_risk = Counter(run.queue for run in read_at_risk(connection))
     return QueueNumbers(
         jobs=jobs,
-        due={queue.name: queue.due for queue in counted},
+        due={queue.name: queue.due for queue in queue_counts},
         head_ages=head_ages(connection, queues, time.time()),
-        at_risk={name: at_risk[name] for name in queues},
+        at_risk={name: num_at_risk[name] for name in queues},
         redis=_read_health(connection),
     )
 

@@ -105,18 +105,16 @@ def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     """Put some jobs back in one transaction, except jobs of cancelled runs."""
-    cancelled = _of_cancelled_runs(connection, job_ids)
-    to_requeue = [job_id for job_id in job_ids if job_id not in cancelled]
+    ids_of_cancelled_runs = _of_cancelled_runs(connection, job_ids)
+    cancelled = [job_id for job_id in job_ids if job_id in ids_of_cancelled_runs]
+    to_requeue = [job_id for job_id in job_ids if job_id not in ids_of_cancelled_runs]
     done: list[str] = []
     if to_requeue:
         move = partial(_requeue, connection, queue, to_requeue)
         watched_keys = map(rq_jobs.job_key, to_requeue)
         done = transact(connection, move, *watched_keys)
-    return Requeued(
-        done=done,
-        cancelled=[job_id for job_id in job_ids if job_id in cancelled],
-        missing=[job_id for job_id in to_requeue if job_id not in done],
-    )
+    missing = [job_id for job_id in to_requeue if job_id not in done]
+    return Requeued(done=done, cancelled=cancelled, missing=missing)
 
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:

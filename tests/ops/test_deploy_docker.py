@@ -108,7 +108,9 @@ def test_the_image_starts_a_worker_that_is_not_root_and_gets_the_signals_itself(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("why_dead", ["", "the engine thread has not turned for 999 s"])
+@pytest.mark.parametrize(
+    "why_dead", ["", "the engine thread hangs: its loop has made no turn for 999 s"]
+)
 def test_the_health_check_asks_livez(monkeypatch: pytest.MonkeyPatch, why_dead: str) -> None:
     server = MetricsServer("127.0.0.1", [0])
     monkeypatch.setattr(server.health, "why_dead", lambda: why_dead)

@@ -97,7 +97,7 @@ class ByHand:
             event = self.events.get(timeout=wait_s) if wait_s else self.events.get_nowait()
             while True:
                 if isinstance(event, Stepped):
-                    self.runner.streams.started(event.started, event.at)
+                    self.runner.streams.note_started(event.started, event.at)
                     self.runner.streams.deliver(event.completions, event.at)
                 else:
                     event()

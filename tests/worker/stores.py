@@ -42,7 +42,7 @@ def release(
 
 
 def take_up_abandoned(store: JobStore, queues: Sequence[str]) -> list[ClaimedJob]:
-    return release(store, store.abandoned(queues, 1.0), "abandoned")
+    return release(store, store.find_abandoned(queues, 1.0), "abandoned")
 
 
 def end_leases(redis: Redis) -> None:

@@ -62,7 +62,7 @@ def test_a_timeout_counts_from_the_first_sequence_on_also_while_it_is_preempted(
     worker.claim()
     worker.turn()
     worker.moment += 2
-    worker.runner.streams.started(["0.0"], worker.moment)  # scheduled once more
+    worker.runner.streams.note_started(["0.0"], worker.moment)  # scheduled once more
     worker.runner.check_deadlines()
     worker.moment += 2
     worker.runner.check_deadlines()

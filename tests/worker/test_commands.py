@@ -130,7 +130,7 @@ def test_only_the_leases_of_the_namesake_end(redis: Redis) -> None:
     redis.set("rq:execution:job-of-other:text", "no hash", ex=60)
     redis.hset("tokenmill:held:bulk", "job-of-other:text", "|")
     assert end_leases_of(redis, "w", ["bulk", "high"]) == 1
-    abandoned = worker_store(redis).abandoned(["bulk"], 1.0)
+    abandoned = worker_store(redis).find_abandoned(["bulk"], 1.0)
     assert [job.job_id for job in abandoned] == ["job-of-w"]
 
 

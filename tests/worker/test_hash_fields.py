@@ -248,7 +248,7 @@ def test_what_is_claimed_and_has_not_begun_is_counted(queue: Queue, whole: Whole
     begun = queue.enqueue("jobs.complete", "hang")
     for _ in range(6):
         whole.turn()
-    counts = whole.tally.shown.jobs_by_queue["bulk"]
+    counts = whole.tally.statistics.jobs_by_queue["bulk"]
     assert (counts["queued"], counts["claimed"], counts["started"]) == (0, 2, 1)
     whole.io.stop_job(begun.id)
     whole.turn()

@@ -26,7 +26,7 @@ from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
-from worker.metrics.tally import EndedJob, Shown, Tally
+from worker.metrics.tally import EndedJob, Statistics, Tally
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,
@@ -36,12 +36,14 @@ STATS = EngineStats(
 DEPLOY = ROOT / "ops" / "deploy"
 RULES, BOARD = DEPLOY / "prometheus" / "tokenmill.rules.yml", DEPLOY / "grafana" / "tokenmill.json"
 POINT = Point(max_num_seqs=8, prompt_tokens=100, cached_tokens=30, kv_cache_usage=0.6)
-SHOWN = Shown("busy", POINT, {"bulk": {"queued": 7}}, {("bulk", "engine"): 5}, vars(STATS))
+STATISTICS = Statistics(
+    "busy", POINT, {"bulk": {"queued": 7}}, {("bulk", "engine"): 5}, vars(STATS)
+)
 
 
 def exposition(counts: Tally, model: str = "m") -> str:
     facts = {"worker": "w", "model": model, "dtype": "float32", "version": "1"}
-    exporter, counts.shown = Exporter(), SHOWN
+    exporter, counts.statistics = Exporter(), STATISTICS
     exporter.serve(facts, ("high", "bulk"), counts)
     return exporter.exposition("")[0].decode()
 
@@ -65,17 +67,17 @@ def ended(
 
 def busy_counts() -> Tally:
     counts = Tally()
-    counts.job_ended(ended(rows=10, row_errors=3, rows_unasked=2))
-    counts.job_ended(ended(outcome="failed", reason="DiskFull"))
+    counts.count_job(ended(rows=10, row_errors=3, rows_unasked=2))
+    counts.count_job(ended(outcome="failed", reason="DiskFull"))
     times = RequestMetrics(arrival_time=1.0, first_token_time=1.2, finished_time=4.0)
-    counts.completed(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
-    counts.completed(Completion("r", 0, [], "", "error", 1, 0))
-    counts.lost()
-    counts.lost()
-    counts.redis_failed(TimeoutError())
+    counts.count_sample(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
+    counts.count_sample(Completion("r", 0, [], "", "error", 1, 0))
+    counts.count_lost()
+    counts.count_lost()
+    counts.count_redis_error(TimeoutError())
     for _ in range(3):
-        counts.sent("worker")
-    counts.sent("functions")
+        counts.count_sent("worker")
+    counts.count_sent("functions")
     counts.queue_numbers = QueueNumbers(
         {}, {"bulk": 1}, {"bulk": 9.5}, {"bulk": 0}, RedisHealth(5, 10, ("aof_last_write_status",))
     )

@@ -57,7 +57,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
             chosen = jobs[number % len(jobs)]
             if chosen.open_requests:
                 index = next(iter(chosen.open_requests))
-                packer.delivered(chosen, chosen.num_samples.pop(index))
+                packer.note_departed(chosen, chosen.num_samples.pop(index))
                 del chosen.open_requests[index]
         elif jobs:
             chosen = jobs[number % len(jobs)]
@@ -98,7 +98,7 @@ def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None
     packer.stream(long)
     list(packer.pull(open_guard()))
     assert packer.claim_room(0) == 0
-    packer.delivered(long, 3)
+    packer.note_departed(long, 3)
     list(packer.pull(open_guard()))
     assert long.state is JobState.SENT
     assert packer.claim_room(0) == 4
@@ -113,7 +113,7 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     packer.stream(shard)
     list(packer.pull(open_guard()))
     assert packer.claim_room(0) == 0
-    packer.delivered(shard, 12)
+    packer.note_departed(shard, 12)
     list(packer.pull(open_guard()))
     assert shard.num_unread < SLOTS
     assert packer.claim_room(0) == SLOTS - shard.num_unread
@@ -129,16 +129,16 @@ def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -
         assert packer.claimable_files(0) == packer.claimable_files(1) == 2
         packer.stream(each)
         assert len(list(packer.pull(open_guard()))) == 3
-        packer.delivered(each, 3)
-        packer.finishing(each)
+        packer.note_departed(each, 3)
+        packer.note_finishing(each)
     assert packer.claimable_files(0) == packer.claimable_files(1) == 0, "9 requests of 3 files"
     assert packer.claim_room(0) > 0, "prompts are claimed all the same"
-    packer.finished(answered[0])
+    packer.note_finished(answered[0])
     assert packer.claimable_files(0) == 2, "6 requests are less than a batch"
     large = job(3, 0, [1] * SLOTS, length=SLOTS)
     packer.stream(large)
     list(packer.pull(open_guard()))
-    packer.finished(answered[1])
-    packer.finished(answered[2])
-    packer.finishing(large)
+    packer.note_finished(answered[1])
+    packer.note_finished(answered[2])
+    packer.note_finishing(large)
     assert packer.claimable_files(0) == 2, "one file, however large"

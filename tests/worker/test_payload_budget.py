@@ -21,8 +21,8 @@ def job(number: int, lane: int, num_bytes: int) -> HeldJob:
 def numbers(budget: PayloadBudget) -> list[int]:
     opened = []
     for each in budget.take():
-        budget.opening(each)
-        budget.opened(each)
+        budget.note_opening(each)
+        budget.note_opened(each)
         opened.append(each.number)
     return opened
 

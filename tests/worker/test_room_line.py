@@ -14,7 +14,9 @@ class Line:
         self.line.begin(place, lambda: self.begun.append(place), lambda: place not in self.lost)
 
     def finds_no_room(self, place: Place) -> None:
-        self.line.wait(place, lambda: self.begun.append(place), lambda: place not in self.lost)
+        self.line.make_again(
+            place, lambda: self.begun.append(place), lambda: place not in self.lost
+        )
 
     def pass_time(self) -> list[Place]:
         """Return what begins after a pause."""

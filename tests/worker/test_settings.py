@@ -27,7 +27,7 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> Wor
         (
             "FOLDER_OF_MINE",
             "1",
-            "TOKENMILL_FOLDER_OF_MINE is no setting: docs/operator.md lists them",
+            "TOKENMILL_FOLDER_OF_MINE is no setting: docs/operator.md lists the settings",
         ),
         ("MAX_NUM_SEQS", "many", "TOKENMILL_MAX_NUM_SEQS='many'"),
         ("LEASE_S", "0", "TOKENMILL_LEASE_S='0'"),

@@ -100,12 +100,12 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
     at = time.monotonic()
     for index in range(2):
         told = RequestMetrics(at - 4, at - 3 + index, at - 2)
-        trace.completed(Completion("r", index, [1, 2, 3], SECRET, "stop", 7, 4, metrics=told))
+        trace.note_sample(Completion("r", index, [1, 2, 3], SECRET, "stop", 7, 4, metrics=told))
     trace.finished_at = now - 2
     usual = {"outcome": "finished", "reason": "", "is_function": False, "function": "jobs.chat"}
     times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1}
     usual |= {"job_id": "one", "queue": "prompts"}
-    traces.ended(trace, EndedJob(**{**usual, **times, **how}), written_at=now)
+    traces.note_end(trace, EndedJob(**{**usual, **times, **how}), written_at=now)
     traces.close()
     return collector.spans
 

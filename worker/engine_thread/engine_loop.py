@@ -64,14 +64,13 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Wake()))
-        self._refused: list[
-            Completion
-        ] = []  # the completions of refused requests that are not reported yet
+        # The completions of refused requests that are not reported yet.
+        self._refused: list[Completion] = []
         self._is_stopped = False
         # The requests whose growing texts are reported, by their ids.
         self._followed: set[str] = set()
-        # The requests with a completion since growing texts were last reported.
-        self._ended: set[str] = set()
+        # The requests of which a sample has ended since growing texts were last reported, by their ids.
+        self._newly_ended: set[str] = set()
         # When growing texts are reported next.
         self._follow_at = 0.0
         moment = clock()
@@ -102,11 +101,11 @@ class EngineLoop:
         self.last_turn_at = began_at
         if self._engine.has_unfinished and not self._is_stopped:
             finished = self._engine.step()
-            self._hand_out(finished, self._engine.started, began_at)
+            self._report_step(finished, self._engine.started, began_at)
             if self._followed:
                 self._report_texts(finished)
         else:
-            self._hand_out([], [], began_at)
+            self._report_step([], [], began_at)
         return True
 
     def _take_orders(self) -> bool:
@@ -115,7 +114,7 @@ class EngineLoop:
         If there is nothing else to do, wait for an order.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
-        # Only the first order is waited for. Then the orders that are there are taken, until Empty.
+        # Wait for the first order only. Then take the orders that are in the queue already, until Empty.
         may_wait = self._is_stopped or not has_work
         while True:
             try:
@@ -146,27 +145,27 @@ class EngineLoop:
                 self._reported_at = float("-inf")  # so that the last statistics are reported
                 # Finish the step that was launched, and launch no further step.
                 finished = self._engine.step(launches=False)
-                self._hand_out(finished, self._engine.started, self._clock())
+                self._report_step(finished, self._engine.started, self._clock())
             self._report(SampledTokens(self._engine.samples_so_far()))
 
     def _report_texts(self, finished: list[Completion]) -> None:
         """Report the growing texts of followed requests, if it is time."""
-        self._ended.update(completion.request_id for completion in finished)
+        self._newly_ended.update(completion.request_id for completion in finished)
         began_at = self._clock()
         if began_at < self._follow_at:
             return
         texts = self._engine.texts_so_far(self._followed)
         # A request with several samples is followed until its last sample ends. Until then it has a growing text.
-        all_samples_ended = self._ended - texts.keys()
+        all_samples_ended = self._newly_ended - texts.keys()
         self._followed -= all_samples_ended
-        self._ended.clear()
+        self._newly_ended.clear()
         if texts:
             self._report(Texts(texts))
         ended_at = self._clock()
         pause_s = max(FOLLOW_PERIOD_S, (ended_at - began_at) / MAX_FOLLOW_SHARE)
         self._follow_at = ended_at + pause_s
 
-    def _hand_out(
+    def _report_step(
         self, finished: list[Completion], started: Sequence[str], began_at: float
     ) -> None:
         """Report a step, if it has news or the last report is old. began_at: when the step began."""
@@ -179,7 +178,7 @@ class EngineLoop:
         completions = self._refused + finished
         self._refused = []
         finished_ids = [completion.request_id for completion in finished]
-        self._intake.begun([*started, *finished_ids])
+        self._intake.note_begun([*started, *finished_ids])
 
         stats = dict(vars(self._engine.stats()))
         stats["num_waiting"] += len(self._intake)  # the engine does not know these requests yet

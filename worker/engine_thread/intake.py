@@ -48,7 +48,8 @@ THREADS = 2
 """Threads that prepare requests which are not long. Long requests have one more thread."""
 
 URGENT_TURNS = 20
-"""A less urgent lane gets one turn of tokenizing in 20 while it waits. The engine's scheduler shares steps likewise."""
+"""While two neighbouring lanes wait, the less urgent lane gets one turn of tokenizing for 20 of the more urgent lane.
+The engine's scheduler shares steps in the same way."""
 
 LEAVE_S = 1.0
 """Seconds that a leaving worker waits for the threads that prepare requests."""
@@ -57,7 +58,7 @@ LEAVE_S = 1.0
 class _Waiting:
     """A request that is not in the engine yet.
 
-    number: the request's place among all requests. size: the work to prepare it, counted in characters.
+    number: the request's number in the order of arrival. size: the work to prepare it, counted in characters.
     awaits_thread: a thread still has to prepare it. False for a short request, which the engine's thread prepares.
     grammar: the future of its grammar, once a thread has prepared it; None if it has no grammar.
     """
@@ -73,7 +74,7 @@ class _Waiting:
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
-        # Compiling a grammar may take long. So may reading the files of an adapter, which happens the first time.
+        # Compiling a grammar may take long. So may reading an adapter's files, which its first request does.
         self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
@@ -116,14 +117,15 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    A request's order is its virtual start time. In each lane, the orders of successive requests differ URGENT_TURNS
-    times as much as in the next more urgent lane. This is start-time fair queueing (Goyal et al. 1996).
+    A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
+    request's order is URGENT_TURNS ** lane larger than the order before. This is start-time fair queueing (Goyal et al.
+    1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
-        # The largest order of a request that has begun. A thread takes the request with the smallest order.
+        # The largest order of a request that has begun.
         self._virtual_time = 0
         # By lane: the smallest order that the lane's next request may get.
         self._next_order = dict[int, int]()
@@ -159,7 +161,7 @@ class Intake:
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
         # By request id: the lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
-        # The other requests, by lane. A lane without requests is left out.
+        # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_Waiting]] = {}
         # All requests above, by their ids.
         self._by_id: dict[str, _Waiting] = {}
@@ -200,7 +202,7 @@ class Intake:
         preparers = self._long_preparers if waiting.size > LONG else self._preparers
         preparers.submit_request(waiting)
 
-    def begun(self, request_ids: Iterable[str]) -> None:
+    def note_begun(self, request_ids: Iterable[str]) -> None:
         """Note which requests run or have ended. Then the next requests with pictures can be prepared."""
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
@@ -214,8 +216,7 @@ class Intake:
                 num_ahead[lane] += 1
                 waiting = queue.popleft()
                 self._ahead[waiting.request_id] = lane
-                # The lane may hold requests that came later.
-                self._put_back(waiting)
+                self._put_in_lane(waiting)
                 self._prepare(waiting)
 
     def drop(self, request_ids: Collection[str]) -> None:
@@ -235,7 +236,7 @@ class Intake:
             self._forget_if_empty(lane)
         self._compiling -= dropped
         # Requests that are gone make room for further requests with pictures.
-        self.begun(request_ids)
+        self.note_begun(request_ids)
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.
@@ -248,11 +249,11 @@ class Intake:
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._by_id.pop(waiting.request_id, None)
             refused += self._add(waiting)
-        self.begun([completion.request_id for completion in refused])
+        self.note_begun([completion.request_id for completion in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request gives at least one."""
+        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request yields at least one."""
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -291,10 +292,10 @@ class Intake:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
                 self._compiling.remove(waiting)
-                self._put_back(waiting)
+                self._put_in_lane(waiting)
 
-    def _put_back(self, waiting: _Waiting) -> None:
-        """Put a request into its lane, which is kept in the order of arrival."""
+    def _put_in_lane(self, waiting: _Waiting) -> None:
+        """Put a request into its lane, where requests stand in the order of arrival."""
         requests = [waiting, *self._lanes.get(waiting.lane, ())]
         requests.sort(key=lambda request: request.number)
         self._lanes[waiting.lane] = deque(requests)
@@ -334,7 +335,7 @@ class Intake:
         return []
 
     def _refuse(self, request_id: str, error: BaseException) -> list[Completion]:
-        """Return the completion of a refused request; nothing if this worker is at fault, which is noted."""
+        """Return the completion of a refused request. If this worker is at fault, note the fault and return nothing."""
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
@@ -343,7 +344,7 @@ class Intake:
     def take_faults(self) -> list[tuple[str, BaseException]]:
         """Return the requests that this worker could not prepare for lack of memory, descriptors or disk.
 
-        Each comes once, as its id and the error.
+        Each request is returned once, as its id and the error.
         """
         faults = self._faults
         self._faults = []

@@ -32,7 +32,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class ReportTokens:
-    """Order: report the tokens that each request has so far. stops: finish a launched step before, and take no more."""
+    """Order: report the tokens that each request has so far. stops: first finish a launched step, and step no more."""
 
     stops: bool = False
 

@@ -41,5 +41,5 @@ def decoded(value: Any) -> Any:
     parts = filled(value, arrays)
     if "role" in parts[0]:  # the messages of a chat
         return parts
-    # The engine takes a prompt's texts and pictures without the objects that name them.
+    # The engine takes the texts and pictures themselves, not the JSON objects that hold them.
     return [part["text"] if "text" in part else part["image"] for part in parts]

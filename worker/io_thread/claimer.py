@@ -13,17 +13,17 @@ from worker.store.records.claimed_job import Claim, Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
-"""Seconds without an untouched job after which a worker counts all workers of the queue again. See FairShare."""
+"""Seconds after the last untouched job until a worker counts all workers of the queue again. See FairShare."""
 
 
 class FairShare:
     """Decides how many jobs of one lane this worker leaves to others. Used by the I/O thread only.
 
     Claims divide a queue evenly among its workers (see claim.lua). But the other workers may be full or gone, or serve
-    another model. Then the first job that was left to them is still there at the next poll: it is untouched. After the
-    first untouched job, this worker rounds its share up. Each further untouched job halves the number of workers by
-    which this worker divides the queue. After FORGET_S seconds without an untouched job, it divides by all workers
-    again.
+    another model. Then the first job that was left to them is still in the queue at the next poll. Such a job is called
+    untouched. After the first untouched job, this worker rounds its share up. Each further untouched job halves the
+    number of workers by which this worker divides the queue. After FORGET_S seconds without an untouched job, it
+    divides by all workers again.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class FairShare:
         """Note which job a claim left to other workers.
 
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
-        claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has taken it.
+        claimed_ids: the ids of the claimed jobs. A job that the claim before had left may be among them.
         """
-        left_before = self._first_left
-        was_untouched = left_before == first_left or left_before in claimed_ids
-        if left_before == "" or not was_untouched:
-            self._left_at = moment
+        watched_id = self._first_left
+        is_untouched = watched_id == first_left or watched_id in claimed_ids
+        if watched_id == "" or not is_untouched:
+            self._left_at = moment  # from now on another job is watched
         elif first_left and moment - self._left_at >= poll_s:
-            # Each other worker has polled since, and none took the job.
+            # Each other worker has polled since then, and none has taken the job.
             self._num_untouched += 1
             self._last_untouched_at = moment
             self._left_at = moment
@@ -71,7 +71,8 @@ ISOLATION_S = 10.0
 """Seconds for which a suspect runs alone. Other jobs wait meanwhile. A job that kills its worker does so soon."""
 
 PROMPT_POLL_S = 0.2
-"""Seconds between two polls of a lane that can open no further file. Such a poll looks for prompts behind files."""
+"""Seconds between two polls of a lane that can open no further file. Such a poll looks for jobs of prompts that
+wait behind jobs with files."""
 
 
 class Claimer:
@@ -146,7 +147,7 @@ class Claimer:
         lanes = list(self._tokens)
         if lanes:
             # With room for 0 jobs, a claim only returns the jobs that its token has claimed before.
-            self._take_up(lanes, rooms=[0] * len(lanes))
+            self._claim_and_begin(lanes, rooms=[0] * len(lanes))
 
     def stop_counting(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
@@ -182,7 +183,7 @@ class Claimer:
     def _claim_for(self, lanes: Sequence[int]) -> int:
         """Claim jobs for lanes that have room. Returns how many of the jobs this worker keeps."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
-        return self._take_up(lanes, rooms)
+        return self._claim_and_begin(lanes, rooms)
 
     def _room(self, lane: int) -> int:
         """Return how many sequences' worth of jobs the lane may claim."""
@@ -210,7 +211,7 @@ class Claimer:
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
 
-    def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
+    def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
 
         rooms: for each of these lanes, the most sequences' worth of jobs to claim.
@@ -220,7 +221,7 @@ class Claimer:
 
         num_claimed = 0
         for lane, claim, room in zip(lanes, claims, rooms, strict=True):
-            self._take_claim(lane, claim, room, moment)
+            self._begin_claimed(lane, claim, room, moment)
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
@@ -233,7 +234,7 @@ class Claimer:
         return num_claimed - len(surplus)
 
     def _call_claim(self, lanes: Sequence[int], rooms: Sequence[int], moment: float) -> list[Claim]:
-        """Claim for lanes in one round trip. The claims' tokens stay until `_take_claim`, in case the reply is lost."""
+        """Claim for lanes in one round trip. Keeps the tokens, with which a claim is repeated if its reply is lost."""
         wanted = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
@@ -259,10 +260,10 @@ class Claimer:
             )
         return self._store.claim(wanted, self._limits.suspect_deaths)
 
-    def _take_claim(self, lane: int, claim: Claim, room: int, moment: float) -> None:
+    def _begin_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
         """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
-        if room:  # a claim without room does not say whether claims are held
+        if room:  # a claim without room does not say whether workers may claim
             self._note_hold(claim.hold)
         self._num_foreign[lane] = claim.num_foreign
         self._note_newer(lane, claim.num_newer)

@@ -42,8 +42,8 @@ class WorkerFaults:
     """
 
     def __init__(self) -> None:
-        # By function: the jobs of its faults since one of its jobs ended well. The function is None if a fault came
-        # before its name was read.
+        # By function: the ids of the jobs that met a fault since a job of the function last ended well. The key None is
+        # for faults from before the function's name was read.
         self._job_ids: dict[str | None, list[str]] = {}
         self.waiting: list[WorkerFault] = []
         """The faults whose jobs are still to be given back."""

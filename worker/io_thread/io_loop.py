@@ -48,10 +48,10 @@ LAST_BACKOFF_S = 5.0
 """Seconds of the longest pause between two attempts."""
 
 LEAVING_S = 1.0
-"""Seconds that a worker waits for ends and parts that are being written, before it gives back their jobs too."""
+"""Seconds that a leaving worker waits for ends and parts that are being written. Then it gives back their jobs too."""
 
 CLOSING_S = 0.5
-"""Seconds that a worker waits before it exits for threads that close files or were interrupted."""
+"""Before it exits, a worker waits this many seconds for threads that close files or were interrupted."""
 
 
 class Phase(enum.Enum):
@@ -244,7 +244,7 @@ class IoLoop:
         """Handle an event: a report of the engine's thread, or a call to make."""
         if isinstance(event, Stepped):
             self.reporter.engine_stats = event.stats
-            self._runner.streams.started(event.started, event.at)
+            self._runner.streams.note_started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
             self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:
@@ -391,7 +391,7 @@ class IoLoop:
             problem,
             shown_error(error),
         )
-        self._runner.tally.redis_failed(error)
+        self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # The leases of living workers may have run out during the outage. Leave these workers the time to renew them.

@@ -39,7 +39,7 @@ _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Return whose fault a failure is; None for an error of a user's function, which RQ's own rules retry."""
+    """Return whose fault a failure is; None for an error of a user's function, to which RQ's own rules apply."""
     if isinstance(error, _FAULT_KNOWN):
         return error.fault
     if not job.is_ours:
@@ -60,7 +60,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     return f"{name}: {in_one_line[:MAX_REASON_CHARS]}"
 
 
-class Ended(Protocol):
+class OnEnded(Protocol):
     """Called once nothing is left to do for a job.
 
     outcome: None if another worker has counted the job's end.
@@ -74,17 +74,17 @@ class Ended(Protocol):
 class JobEnds:
     """Ends jobs. The I/O thread calls every method; callbacks and dependents run in pool threads."""
 
-    def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, ended: Ended) -> None:
+    def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, on_ended: OnEnded) -> None:
         self._callbacks = parts.callbacks
         self._store = parts.ends_store
         self._pool = parts.enders
         self._calls = calls
-        self._ended = ended
+        self._on_ended = on_ended
         self._log = parts.log
         self._clock = parts.clock
         self._notify_failed = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.shared_context.max_result_bytes
-        self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
+        self.writer = EndWriter(self._take_reply, guard, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""
@@ -167,8 +167,8 @@ class JobEnds:
                 )
             self._finish(job, outcome, error)
 
-        text = "it was stopped" if error is None else log_text(job, error)
-        notify = partial(self._notify_failed, job.claimed, text)
+        why_failed = "it was stopped" if error is None else log_text(job, error)
+        notify = partial(self._notify_failed, job.claimed, why_failed)
         self._calls.submit(self._pool, job, PoolCall(notify, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
@@ -226,7 +226,7 @@ class JobEnds:
             elif isinstance(reply, Raised):
                 self._callback_raised(job, outcome, reply.error, reply.text)
             elif reply is None:
-                self._ended(job, outcome, is_written=False)
+                self._on_ended(job, outcome, is_written=False)
             else:
                 self._write(job, reply)
 
@@ -261,12 +261,12 @@ class JobEnds:
             )
         self.writer.add(job, outcome)
 
-    def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+    def _take_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Go on with a job whose end the server has taken or refused."""
         if reply == "refused":
             self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
         if reply in ("lost", "refused"):
-            self._ended(job, outcome, is_written=False)
+            self._on_ended(job, outcome, is_written=False)
         elif reply == "dependents":
             self.queue_dependents(job, outcome)
         else:
@@ -309,18 +309,18 @@ class JobEnds:
         self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=RedisError))
 
     def _send_webhooks(self, job: HeldJob, outcome: Outcome | None) -> None:
-        """Queue the webhooks of a job whose end is written, then let the job go. outcome: see `Ended`."""
+        """Queue the webhooks of a job whose end is written, then let the job go. outcome: see `OnEnded`."""
         webhooks = job.claimed.record.webhooks
         if job.user_job is not None:  # the user's code may have changed them
             webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
-            self._ended(job, outcome, is_written=True)
+            self._on_ended(job, outcome, is_written=True)
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             """Let the job go, even if its webhooks could not be queued."""
-            self._ended(job, outcome, is_written=True)
+            self._on_ended(job, outcome, is_written=True)
 
         self._calls.submit(self._pool, job, PoolCall(send, then))

@@ -85,7 +85,7 @@ class JobRunner:
             inspections,
             parts.tally,
         )
-        self._ends = JobEnds(parts, self._calls, self.guard, self._ended)
+        self._ends = JobEnds(parts, self._calls, self.guard, self._forget_ended)
         self.releases = Releases(parts, self.guard, self._ends, self._end_at_once)
 
     @property
@@ -119,9 +119,9 @@ class JobRunner:
         """Open the claimed jobs for which there is room."""
         for job in self._budget.take():
             with self.guard.around(job):
-                self._budget.opening(job)
+                self._budget.note_opening(job)
                 self._admit(job)
-                self._budget.opened(job)
+                self._budget.note_opened(job)
 
     def _admit(self, job: HeldJob) -> None:
         """Read the job's call, then run its function or open its task. A job that may not run here is failed."""
@@ -131,7 +131,7 @@ class JobRunner:
             job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
-            job.hold(job.claimed.record.without_hooks())
+            job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
             self._ends.fail(job, error)
@@ -161,9 +161,9 @@ class JobRunner:
             self._leave_unopened(job, FUNCTION)
             return
 
-        job.run_function()
+        job.note_function()
         if not sends_notice:
-            self._packer.function_started(job)
+            self._packer.add_function(job)
 
         def hand_over() -> None:
             """Give the function to a thread."""
@@ -172,7 +172,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=function,
                     then=self._our_code_returned,
-                    on_return=self._function_ended,
+                    on_return=self._stop_counting_function,
                     is_ours=True,
                 )
             else:
@@ -180,7 +180,7 @@ class JobRunner:
                 pool_call = PoolCall(
                     function=partial(perform, user_job),
                     then=self._user_function_returned,
-                    on_return=self._function_ended,
+                    on_return=self._stop_counting_function,
                 )
             self._calls.submit(pool, job, pool_call)
 
@@ -193,17 +193,17 @@ class JobRunner:
         context = self._environment.context(job.claimed, self._clients.pool)
         return partial(function, context, *call.args, **call.kwargs)
 
-    def _function_ended(self, job: HeldJob, _: Any = None) -> None:
+    def _stop_counting_function(self, job: HeldJob, _: Any = None) -> None:
         """Stop counting a job's function. Notices are not counted, because they have threads of their own."""
         if job.function_name != POSTING:
-            self._packer.function_ended(job)
+            self._packer.remove_function(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
         """Open a task, in a thread if it reads files."""
         if task.blocking and self._packer.free_files <= 0:
             self._leave_unopened(job, FILE)
             return
-        job.open(is_file=task.blocking)
+        job.note_opening(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None and job.claimed.record.is_followed:
             # The pieces of the job's text bear this digest, so that a later execution knows whose tokens they are.
@@ -230,7 +230,7 @@ class JobRunner:
     def _opened(self, job: HeldJob, opened: OpenTask, error: BaseException | None) -> None:
         """Stream the requests of a task that was opened. If opening it raised, end the job or give it back."""
         if error is not None:
-            self._raised(job, error)
+            self._handle_error(job, error)
             return
         job.open_task = opened
         self.streams.open(job)
@@ -255,12 +255,12 @@ class JobRunner:
     def _our_code_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         """End a job with the value or error of our own code: a function, or a task's result."""
         if error is not None:
-            self._raised(job, error)
+            self._handle_error(job, error)
         else:
             self.faults.note_success(job.function_name)
             self._ends.succeed(job, value)
 
-    def _raised(self, job: HeldJob, error: BaseException) -> None:
+    def _handle_error(self, job: HeldJob, error: BaseException) -> None:
         """Fail a job in which our code raised. If this worker is at fault, or lacks the adapter, give the job back."""
         if isinstance(error, AdapterAwaited):
             self._give_back_without_adapter(job, error)
@@ -278,7 +278,7 @@ class JobRunner:
         """Give back a job whose adapter has other files here than the job needs.
 
         Before that, this worker reads the folder of adapters again. After that it claims only jobs whose adapters it
-        has. A prompt that names no files of its adapter runs with the present files.
+        has. A prompt that names its adapter without a pin runs with the present files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)
@@ -295,7 +295,7 @@ class JobRunner:
         for request_id, error in faults:
             job, _ = self.jobs.of_request(request_id)
             if job is not None and not job.is_ending:
-                self.guard.call(job, self._raised, job, error)
+                self.guard.call(job, self._handle_error, job, error)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
         """Call a function in this thread, then `then` with its value or error."""
@@ -316,7 +316,7 @@ class JobRunner:
         """Go on with a job whose requests have changed: fail it, drop its payload, or collect its value."""
         if job.error is not None:
             self._withdraw(job, JobStopped)
-            self._raised(job, job.error)
+            self._handle_error(job, job.error)
             return
         if not job.needs_payload:
             self._drop_payload(job)
@@ -328,14 +328,14 @@ class JobRunner:
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:  # otherwise a copy without the payload would save nothing
-                job.hold(record.without_payload())
+                job.replace_record(record.without_payload())
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
         """Make the job's value, now that every completion is here."""
         assert job.open_task is not None
         # This matters only for a job without requests. Any other job has begun already.
-        self._beginnings.began(job, self._clock())
+        self._beginnings.note_begun(job, self._clock())
         job.state = JobState.COLLECTING
         if job.is_file:
             self._files.finish(job, self._our_code_returned)
@@ -349,7 +349,7 @@ class JobRunner:
         self._calls.try_again()
         self._ends.writer.flush(store)
 
-    def _ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
+    def _forget_ended(self, job: HeldJob, outcome: Outcome | None, is_written: bool) -> None:
         """Forget a job and count its end.
 
         outcome: None if another worker has counted the end.
@@ -360,15 +360,15 @@ class JobRunner:
         self._let_go(job)
         self._beginnings.forget(job)
         if not is_written:
-            self.tally.lost()
+            self.tally.count_lost()
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
         elif outcome is not None:
             ended = ended_job(job, outcome)
-            self.tally.job_ended(ended, job.num_rows_done)
+            self.tally.count_job(ended, job.num_rows_done)
             if self._traces is not None and job.trace is not None:
-                self._traces.ended(job.trace, ended, written_at=time.time())
+                self._traces.note_end(job.trace, ended, written_at=time.time())
             self._log.debug(
                 "%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status
             )
@@ -385,7 +385,7 @@ class JobRunner:
         else:
             open_task.close()
 
-    # While they are held
+    # While jobs are held
 
     def renew(self, store: JobStore) -> None:
         """Extend the leases of all jobs, and drop jobs that are no longer ours."""
@@ -429,7 +429,7 @@ class JobRunner:
         self.streams.withdraw(job)
         was_waiting_for_thread = self._beginnings.forget(job)
         if was_waiting_for_thread:
-            self._function_ended(job)
+            self._stop_counting_function(job)
         job.withdraw(error)
 
     def stop(self, job_id: str, execution_id: str | None = None) -> bool:
@@ -480,7 +480,7 @@ class JobRunner:
         self._log.warning(
             "job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id
         )
-        self.tally.lost()
+        self.tally.count_lost()
         self._withdraw_all([job])
 
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
@@ -488,7 +488,7 @@ class JobRunner:
 
         def fail(job: HeldJob) -> None:
             """Fail the job, without callbacks that may not run here."""
-            job.hold(self._admission.with_allowed_callbacks(claimed.record))
+            job.replace_record(self._admission.with_allowed_callbacks(claimed.record))
             self._ends.fail(job, error)
 
         self._end_at_once(claimed, fail)
@@ -513,7 +513,7 @@ class JobRunner:
         self._budget.forget(job)
         self._withdraw(job, JobStopped)
         self._packer.free_places(job)
-        self._raised(job, error)
+        self._handle_error(job, error)
 
     def abandon(self, job: HeldJob) -> None:
         """Let go of the job without writing anything. Raises nothing; the job's lease runs out."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""Seconds added to --job-monitoring-interval for a lease. With the sweep's period, that is within the promised 60 s."""
+"""A lease lasts --job-monitoring-interval and these seconds. The next sweep comes within 10 s; 60 s are promised."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Limits:
 
     @property
     def suspect_deaths(self) -> float:
-        """The worker deaths after which a job runs alone; infinite if the job is failed after the first death."""
+        """The number of worker deaths after which a job runs alone; infinite if the first death fails the job."""
         if self.max_worker_deaths <= 1:
             return float("inf")
         return self.max_worker_deaths - 1
 
     @property
     def renew_period_s(self) -> float:
-        """Seconds between renewals. A lease outlasts two that fail. A renewal also notices a cancelled job."""
+        """Seconds between renewals. A lease outlasts two failed renewals. A renewal also notices a cancelled job."""
         return min(self.lease_s / 4, 2.0)
 
     @property
@@ -69,10 +69,10 @@ LONGEST_POLL_S = 2.0
 """Seconds between a lane's polls for jobs while its queue has very many workers."""
 
 POLLS_PER_S = 200.0
-"""Polls of a queue in a second, by all its workers together. With many workers, each one polls less often."""
+"""The most polls of a queue in a second, by all its workers together. With many workers, each polls less often."""
 
 PASSED_PER_S = 20_000.0
-"""Jobs in a second that all polls of a queue together may pass over, because other workers must run these jobs."""
+"""The most jobs that all polls of a queue together pass over in a second, because other workers must run them."""
 
 MOST_PASSED = 1000
 """The most jobs that one poll passes over, see claim.lua."""
@@ -111,8 +111,8 @@ class PollRates:
     def poll_s(self, lane: int, num_passed: int = 0) -> float:
         """Return the seconds between two polls for jobs, for a lane that has room and has just found none.
 
-        num_passed: jobs that the last poll passed over because other workers must run them. Redis reads them in each
-        poll.
+        num_passed: jobs that the last poll passed over because other workers must run them. Each poll makes Redis read
+        these jobs.
         """
         passing_s = min(num_passed, MOST_PASSED) / PASSED_PER_S
         # Seconds between two polls of the queue by all its workers together.

@@ -53,19 +53,19 @@ class Maintenance:
         if self._scheduler is not None and self._schedule_timer.due(moment):
             self._scheduler.start_round()
         if self._scheduler is not None and self._numbers_timer.due(moment):
-            self._pool.submit(partial(read_numbers, self._client, names), self._numbers_read)
+            self._pool.submit(partial(read_numbers, self._client, names), self._note_numbers)
         if self._left_jobs_timer.due(moment):
-            self._pool.submit(partial(self._registries.queue_left, names), self._report)
+            self._pool.submit(partial(self._registries.queue_left_behind, names), self._report)
         if self._order_timer.due(moment):
             self._pool.submit(partial(self._queue_order.put_in_order, names), self._report)
         may_refresh = self._adapters.is_live and not self._is_refreshing_adapters
         if may_refresh and self._adapter_timer.due(moment):
             self._is_refreshing_adapters = True
-            self._pool.submit(self._adapters.refresh, self._adapters_refreshed)
+            self._pool.submit(self._adapters.refresh, self._note_refreshed)
         if self._clean_timer.due(moment):
             self._pool.submit(partial(self._registries.clean, names), self._report)
 
-    def _adapters_refreshed(self, _: Any, error: BaseException | None) -> None:
+    def _note_refreshed(self, _: Any, error: BaseException | None) -> None:
         """Note that the search for adapters is over, and whether it failed."""
         self._is_refreshing_adapters = False
         if error is None:
@@ -75,7 +75,7 @@ class Maintenance:
                 type(error).__name__, "cannot look for adapters (%s)", shown_error(error)
             )
 
-    def _numbers_read(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
+    def _note_numbers(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
         """Note the numbers of the queues for the metrics."""
         # After an error there are no numbers, because old numbers would pass for new ones.
         self._tally.queue_numbers = numbers

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     opens: whether the call opens a file; False if it writes a part. Writing a part frees memory, so it comes before
     opening a file.
-    job_number: of each kind of call, the oldest job's comes first.
+    job_number: the job's number. Among calls of one kind, the oldest job's call comes first.
     """
 
     opens: bool
@@ -68,10 +68,10 @@ class RoomLine:
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now. If calls with earlier places wait, make it in its turn.
+        """Make a call now, or in its turn if a call with an earlier place waits or is made again.
 
-        start: makes the call. is_awaited: whether its job still waits for the call. If the job does not, `try_again`
-        calls `start` at once. Then `start` only ends the call.
+        start: makes the call. is_awaited: whether the call's job still waits. If the job does not, `try_again` calls
+        `start` at once. Then `start` only ends the call.
         """
         is_behind_retried = self._retried is not None and self._retried < place
         is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)
@@ -80,8 +80,10 @@ class RoomLine:
         else:
             start()
 
-    def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call again, in its turn, after it found no memory. Arguments: see `begin`."""
+    def make_again(
+        self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
+    ) -> None:
+        """Make a call again later, in its turn, because it found no memory. Arguments: see `begin`."""
         self.note_over(place)
         self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S
@@ -92,11 +94,11 @@ class RoomLine:
             self._retried = None
 
     def try_again(self) -> None:
-        """Start the calls whose jobs do not wait for them any more. If the pause is over, make the first other call."""
+        """End the calls that no job waits for any more. If the pause is over, make the first of the remaining calls."""
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
-                call.start()
+                call.start()  # this only ends the call
         if self._waiting and self._retried is None and self._clock() >= self._again_at:
             self._retried = min(self._waiting)
             call = self._waiting.pop(self._retried)
@@ -112,7 +114,8 @@ class PoolCall:
     """A function for a pool, and what the I/O thread does when it has returned or raised.
 
     then: called unless the job was withdrawn meanwhile.
-    on_return: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
+    on_return: called with the value, or with None after an error. It is called before `then`, and also if the job was
+    withdrawn.
     is_ours: the function is our own. It checks for interrupts itself. It may be run again, so an outage only delays it.
     again_on: further errors after which the function is run again.
     discard: see FunctionPool.submit.
@@ -222,7 +225,7 @@ class PoolCalls:
             self._on_unawaited(job)
         elif call.place is not None and isinstance(error, NoRoomYet):
             start = partial(self._start_if_awaited, submission)
-            self._line.wait(call.place, start, submission.is_awaited)
+            self._line.make_again(call.place, start, submission.is_awaited)
         elif error is not None and _is_repeated_after(error, call):
             self._delay(submission, error)
         else:
@@ -338,7 +341,7 @@ class TaskFiles:
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a task in a thread, note it as the job's `open_task`, then call `then`."""
-        self._packer.opening(job)
+        self._packer.note_opening(job)
         place = None
         if task.reads_rows:
             place = Place(opens=True, job_number=job.number)
@@ -354,16 +357,16 @@ class TaskFiles:
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
         """Note that the file was opened. opened: its task; None if it could not be opened."""
-        self._packer.opened(job)
+        self._packer.note_opened(job)
         job.open_task = opened
 
     def finish(self, job: HeldJob, then: Then) -> None:
         """Make the result of a job's open task in a thread, then call `then` with the result."""
-        self._packer.finishing(job)
+        self._packer.note_finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:
             """Note that the part is written, or could not be written."""
-            self._packer.finished(job)
+            self._packer.note_finished(job)
 
         call = PoolCall(
             function=lambda: _result_of(job),
@@ -397,7 +400,7 @@ class TaskFiles:
         self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a job that plans a run, if it has been silent for too long. This needs no timeout of the job."""
+        """Interrupt a job that plans a run, if it has been silent for too long. The job needs no timeout for that."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)

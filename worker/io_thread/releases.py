@@ -66,7 +66,7 @@ class Releases:
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
-        abandoned = self._store.abandoned(queue_names, period_s)
+        abandoned = self._store.find_abandoned(queue_names, period_s)
         released = self._release(abandoned, "abandoned")
         self._take_over(released, "abandoned")
 
@@ -77,7 +77,7 @@ class Releases:
         self._store.record_deaths(ids_by_worker)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        """Take jobs from their holders, in one call or one by one if that raises. Returns what became of each."""
+        """Take jobs from their holders in one call; if it raises, one by one. Returns what became of each job."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
             """Take jobs from their holders in one call."""
@@ -97,19 +97,19 @@ class Releases:
                 # Another worker has written and counted the end, so there is no outcome here.
                 self._ends.queue_dependents(job, outcome=None)
                 return
-            job.hold(job.claimed.record.without_retries())
+            job.replace_record(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last_fault))
 
         self._log_takeovers(released, mode)
         for job in released:
             if job.deaths:
-                self._tally.taken_over(job.queue_name, job.deaths)
+                self._tally.count_takeover(job.queue_name, job.deaths)
             if job.claimed is not None:  # this worker holds it, to end it
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log in one line the jobs that are taken over from a worker, even if they are hundreds."""
+        """Log takeovers in one line for each worker, and each job at level DEBUG. Log a single job as a warning."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

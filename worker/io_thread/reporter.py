@@ -11,7 +11,7 @@ from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
 from worker.logs import LastingTrouble
-from worker.metrics.tally import Shown
+from worker.metrics.tally import Statistics
 from worker.store.records.claimed_job import Hold
 from worker.store.worker_record import WorkerRecord
 
@@ -83,7 +83,7 @@ class Reporter:
         self._write(state, oldest_id)
 
         if self._point_timer.due(moment):
-            self._record.keep(self._runner.tally.shown.point)
+            self._record.keep(self._runner.tally.statistics.point)
 
     def _check_clock_and_speed(self) -> None:
         """Ask Redis for its time. Warn if this machine's clock differs from it, or if Redis has been slow lately."""
@@ -107,7 +107,7 @@ class Reporter:
     def show_stopped(self) -> None:
         """Write the final statistics."""
         self._write("stopped")
-        self._record.keep(self._runner.tally.shown.point)
+        self._record.keep(self._runner.tally.statistics.point)
 
     def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""
@@ -126,8 +126,8 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None = None) -> None:
         """Note the statistics for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
-        # Noted first with the earlier numbers of jobs, because Redis may not answer below.
-        self._note_statistics(state, self._runner.tally.shown.jobs_by_queue)
+        # Note them first with the earlier numbers of jobs, because Redis may not answer below.
+        self._note_statistics(state, self._runner.tally.statistics.jobs_by_queue)
         jobs_by_queue, workers_by_queue = self._record.count()
         num_started = sum(by_status["started"] for by_status in jobs_by_queue.values())
         self._poll_rates.note_load(workers_by_queue, num_started)
@@ -135,7 +135,7 @@ class Reporter:
 
         num_claimed = {queue: by_status["claimed"] for queue, by_status in jobs_by_queue.items()}
         counters = {**self._counters(), "claimed": num_claimed}
-        self._record.show(state, job_id, counters, self._runner.tally.shown.point)
+        self._record.show(state, job_id, counters, self._runner.tally.statistics.point)
 
     def _note_statistics(self, state: str, jobs_by_queue: Mapping[str, Mapping[str, int]]) -> None:
         """Note the statistics for the metrics. jobs_by_queue: how many jobs, by queue and status."""
@@ -144,7 +144,7 @@ class Reporter:
         for job in self._runner.jobs:
             kind = "function" if job.is_function else "engine"
             held_by_kind[job.claimed.queue_name, kind] += 1
-        self._runner.tally.shown = Shown(
+        self._runner.tally.statistics = Statistics(
             state, self._point(num_queued), jobs_by_queue, held_by_kind, self.engine_stats
         )
 

@@ -64,7 +64,7 @@ class _WorkerCollector(Collector):
         self._model = safe_name(str(facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families: those of the methods below, and those of the queues."""
+        """Yield the metric families of the methods below, then the families of the queues."""
         metrics = (
             *self._worker_metrics(),
             *self._job_metrics(),
@@ -82,7 +82,7 @@ class _WorkerCollector(Collector):
                 else:
                     family.add_metric(label_values, value)
             yield family
-        yield job_family(self._counts.shown.jobs_by_queue)
+        yield job_family(self._counts.statistics.jobs_by_queue)
         numbers = self._counts.queue_numbers
         if numbers is not None:
             yield from waiting_families(numbers)
@@ -91,7 +91,7 @@ class _WorkerCollector(Collector):
         """Yield the metrics that say what the worker is."""
         facts = self._facts
         name = safe_name(str(facts.get("worker", "")))
-        state = self._counts.shown.state
+        state = self._counts.statistics.state
         queues = ",".join(self._queue_names)
         this_worker = [((name, state, queues), 1)]
         yield _Metric(
@@ -110,7 +110,7 @@ class _WorkerCollector(Collector):
         held = []
         for queue in self._queue_names:
             for kind in ("engine", "function"):
-                num_held = counts.shown.held_by_kind.get((queue, kind), 0)
+                num_held = counts.statistics.held_by_kind.get((queue, kind), 0)
                 held.append(((queue, kind), num_held))
         yield _Metric(
             _GAUGE,
@@ -184,7 +184,7 @@ class _WorkerCollector(Collector):
         yield _Metric(
             _COUNTER,
             "tokenmill_redis_errors",
-            "Turns of the I/O thread that Redis ended.",
+            "Turns of the I/O thread that ended with an error of Redis.",
             ("error",),
             _by_label(num_errors),
         )
@@ -197,7 +197,7 @@ class _WorkerCollector(Collector):
 
     def _batch_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of the engine's batch and its KV cache."""
-        point = self._counts.shown.point
+        point = self._counts.statistics.point
         gauges = (
             ("num_requests_running", "Sequences in the batch.", point.num_requests_running),
             (
@@ -216,7 +216,7 @@ class _WorkerCollector(Collector):
 
     def _token_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
-        point = self._counts.shown.point
+        point = self._counts.statistics.point
         counters = (
             ("prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),
             ("generation_tokens", "Tokens generated.", point.generation_tokens),
@@ -233,7 +233,7 @@ class _WorkerCollector(Collector):
     def _step_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of the engine's steps."""
         of_model = self._of_model
-        stats = self._counts.shown.engine_stats
+        stats = self._counts.statistics.engine_stats
         yield of_model(_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0))
         yield of_model(
             _COUNTER,

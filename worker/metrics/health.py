@@ -8,7 +8,7 @@ LIVE_S = 180.0
 """Seconds after which a thread counts as hanging if its loop makes no turn. The longest steps on a CPU take less."""
 
 REACHED_S = 15.0
-"""Seconds for which Redis counts as reachable after the I/O thread last had no error from it."""
+"""Seconds for which Redis counts as reachable after the I/O thread's last turn without an error of Redis."""
 
 
 class WatchedEngine(Protocol):
@@ -54,7 +54,7 @@ class Health:
         for name, loop in (("engine", self._engine), ("I/O", self._io)):
             silent_s = self._clock() - loop.last_turn_at
             if silent_s > LIVE_S:
-                return f"the {name} thread has not turned for {silent_s:.0f} s"
+                return f"the {name} thread hangs: its loop has made no turn for {silent_s:.0f} s"
         return ""
 
     def why_not_ready(self) -> str:

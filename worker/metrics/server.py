@@ -80,9 +80,9 @@ class MetricsServer:
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
         await self._ended.wait()
-        # Accept no more connections first. A server that closes would leave open those that it does not serve yet.
+        # First accept no more connections. A closing server would leave accepted but unserved connections open.
         self._loop.remove_reader(self._listener)
-        # Besides this task, there is one task for each accepted connection, even for one that is not served yet.
+        # Besides this task, each accepted connection has a task, even if the connection is not served yet.
         while len(asyncio.all_tasks()) > 1:
             for writer in self._open:
                 writer.transport.abort()

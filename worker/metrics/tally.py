@@ -12,7 +12,7 @@ from jobs.common.display import safe_name
 from jobs.common.workers import Point
 from jobs.queues.numbers import QueueNumbers
 
-#: Bounds of histograms, in seconds: those that vLLM uses, and longer ones for the jobs of batches.
+#: Bounds of histograms, in seconds: vLLM's bounds, and longer bounds for the jobs of batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
@@ -67,7 +67,7 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        # This is behind all bounds if the value exceeds them all.
+        # A value that exceeds all bounds is counted in the last element.
         position = bisect_left(self.bounds, value)
         self.counts[position] += 1
         self.total += value
@@ -85,7 +85,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Statistics:
     """A worker's last statistics.
 
     jobs_by_queue: how many jobs, by queue and status.
@@ -101,11 +101,12 @@ class Shown:
 
 
 class Tally:
-    """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
+    """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
-    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, likewise.
+    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by the same three.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
-    queue_times: seconds from a job's enqueueing to its beginning, by queue. latencies: to its end.
+    queue_times: seconds from a job's enqueueing to its beginning, by queue.
+    latencies: seconds from a job's enqueueing to its end, by queue.
     ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
     num_answers: how many answers of Redis the I/O thread has had.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
@@ -113,7 +114,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.shown = Shown("starting")
+        self.statistics = Statistics("starting")
         self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
@@ -139,7 +140,7 @@ class Tally:
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
-    def job_ended(self, job: EndedJob, rows_done: int = 0) -> None:
+    def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
         """Count a job that has ended. rows_done: the rows of its file that were answered here."""
         if job.outcome == "finished":
             self.num_finished += 1
@@ -168,7 +169,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by outcome. An error is the input's if the engine got no request."""
+        """Count the rows of a finished shard by outcome. Errors for which the engine got no request are the input's."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -177,7 +178,7 @@ class Tally:
         self.rows[job.queue, "error", "input"] += unasked
         self.rows[job.queue, "error", "request"] += job.row_errors - unasked
 
-    def completed(self, completion: Completion) -> None:
+    def count_sample(self, completion: Completion) -> None:
         """Count a sample of a request that the engine has finished."""
         self.requests[completion.finish_reason] += 1
         times = completion.metrics
@@ -187,23 +188,23 @@ class Tally:
         if times.first_token_time is not None:
             self.first_token.observe(times.first_token_time - times.arrival_time)
 
-    def lost(self) -> None:
+    def count_lost(self) -> None:
         """Count a held job that was cancelled or taken over by another worker."""
         self.claims_lost += 1
 
-    def taken_over(self, queue: str, deaths: int) -> None:
+    def count_takeover(self, queue: str, deaths: int) -> None:
         """Count a job that was taken over from a dead worker, or after a fault. deaths: the job's deaths so far."""
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
-    def unforeseen(self, queue: str, error: BaseException) -> None:
+    def count_unforeseen(self, queue: str, error: BaseException) -> None:
         """Count an error that nobody foresaw, about one job of this queue."""
         self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
 
-    def redis_failed(self, error: BaseException) -> None:
+    def count_redis_error(self, error: BaseException) -> None:
         """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
         self.redis_errors[type(error).__name__] += 1
 
-    def answered(self, seconds: float) -> None:
+    def count_answer(self, seconds: float) -> None:
         """Count an answer of Redis to the I/O thread. seconds: how long it took."""
         self.num_answers += 1
         self._slowest_answer_s = max(self._slowest_answer_s, seconds)
@@ -214,13 +215,13 @@ class Tally:
         self._slowest_answer_s = 0.0
         return seconds
 
-    def sent(self, client: str) -> None:
+    def count_sent(self, client: str) -> None:
         """Count a command or pipeline to Redis. For any thread. client: "worker", or "functions" for user code."""
         with self._lock:
             self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Add seconds to a queue's histogram. They may be negative, by another machine's clock, and then count as 0."""
+        """Add seconds to a queue's histogram. Negative seconds, which come from another machine's clock, count as 0."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))

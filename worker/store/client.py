@@ -48,14 +48,14 @@ def new_client(
     connection: Redis,
     socket_timeout_s: float,
     resend: bool = False,
-    sent: Callable[[], None] | None = None,
-    answered: Callable[[float], None] = lambda seconds: None,
+    on_sent: Callable[[], None] | None = None,
+    on_reply: Callable[[float], None] = lambda seconds: None,
 ) -> Redis:
     """Return a client for the server of `connection`, with its own connection pool.
 
     resend: whether a command is sent again if its reply was lost, as redis-py does for user code in a stock worker. Our
     own code decides for each command whether to send it again, and passes False.
-    sent: called for each command or pipeline that is sent. answered: called with the seconds until the reply began.
+    on_sent: called for each command or pipeline that is sent. on_reply: called with the seconds until the reply began.
     """
     retry = Retry(NoBackoff(), 0)
     if resend:
@@ -65,15 +65,15 @@ def new_client(
     kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
 
     connection_class = connection.connection_pool.connection_class
-    if sent is not None:
-        connection_class = _counted(connection_class, sent, answered)
+    if on_sent is not None:
+        connection_class = _counted(connection_class, on_sent, on_reply)
     return Redis(connection_pool=ConnectionPool(connection_class=connection_class, **kwargs))
 
 
 def _counted(
-    connection_class: type[Any], sent: Callable[[], None], answered: Callable[[float], None]
+    connection_class: type[Any], on_sent: Callable[[], None], on_reply: Callable[[float], None]
 ) -> type[Any]:
-    """Return a subclass of a connection class that calls `sent` and `answered` for each command or pipeline."""
+    """Return a subclass of a connection class that calls `on_sent` and `on_reply` for each command or pipeline."""
 
     class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
         """A connection that counts its commands and times its replies."""
@@ -82,7 +82,7 @@ def _counted(
 
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
             """Count the command, then send it."""
-            sent()
+            on_sent()
             self.sent_at = time.monotonic()
             return super().send_packed_command(*args, **options)
 
@@ -92,7 +92,7 @@ def _counted(
                 return super().read_response(*args, **options)
             finally:
                 if self.sent_at is not None:
-                    answered(time.monotonic() - self.sent_at)
+                    on_reply(time.monotonic() - self.sent_at)
                     self.sent_at = None
 
     return Counted

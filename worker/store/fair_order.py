@@ -21,7 +21,7 @@ URGENT_SHARE = 0.9
 """The share of the workers for the urgent runs together."""
 
 MARGIN = 1.25
-"""A run counts as missing its deadline if it would miss it by taking this many times as long as expected."""
+"""A run counts as missing its deadline if it would miss the deadline by taking this many times the expected time."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""
@@ -85,7 +85,7 @@ class PlacedJob(NamedTuple):
     """A job with its place in the order. The job with the smallest end comes first.
 
     end: the virtual time at which the job is done if each run gets its share. Virtual time counts the rows that a run
-    with priority 1 has had. number: the job's position in the queue before, which decides between equal ends.
+    with priority 1 has had. number: the job's earlier position in the queue, which decides between equal ends.
     """
 
     end: float
@@ -97,7 +97,7 @@ class _Streams:
     """Gives jobs their ends. Each run is a stream of jobs; the urgent runs are one stream together.
 
     urgent_weight: the urgent runs together get this many times the share of a run with priority 1.
-    waited: for each run, the virtual time by which its first job begins earlier.
+    waited: for each run, the virtual time for which its first job has waited. The run begins earlier by this time.
     """
 
     def __init__(
@@ -157,9 +157,10 @@ def fair_order(
 
 
 def _by_urgency(jobs: Sequence[WaitingJob], urgent: Sequence[str]) -> list[WaitingJob]:
-    """Return jobs with those of urgent runs in the order of these runs, because they are one stream.
+    """Return the jobs, with the jobs of urgent runs in the order of `urgent`.
 
-    Where the jobs of other runs stand among them does not matter.
+    This order counts because the urgent runs are one stream. Each other run is a stream of its own, so its jobs may
+    stand anywhere among the jobs of urgent runs.
     """
     positions = {run: position for position, run in enumerate(urgent)}
     return sorted(jobs, key=lambda job: positions.get(job.run, 0))

@@ -175,7 +175,8 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # If a claim was sent twice, its first request may still be on its way. So Redis must remember what it took.
+        # If a claim was sent twice, its first request may still be on its way. So Redis must remember the jobs of this
+        # claim.
         self._answered_tokens = sent_once
         *_, latest_epoch = replies[-1]
         self._epoch = latest_epoch.decode()
@@ -210,13 +211,16 @@ class JobStore:
         """
         if not held:
             return []
-        jobs = [(*claimed.address.values(), started_iso) for claimed, started_iso in held]
+        jobs = []
+        for claimed, started_iso in held:
+            # The order of renew.lua: queue, job id, execution id, time.
+            jobs.append((*claimed.address.values(), started_iso))
         [lost_positions] = self._call_many([Call("renew", {**self._holder(), "jobs": jobs})])
-        lost = []
+        lost_jobs = []
         for position in lost_positions:
             claimed, _ = held[position - 1]  # Lua counts from 1
-            lost.append(claimed)
-        return lost
+            lost_jobs.append(claimed)
+        return lost_jobs
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each wholly or not at all. Returns the reply to each end, see finish.lua."""
@@ -391,10 +395,11 @@ class JobStore:
             [worker_name] = more
         return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
-    def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
+    def find_abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker checks a queue in each period."""
         held_jobs = []
-        for name, members in self._held_members(self._lock(queue_names, period_s)):
+        locked_names = self._try_to_lock(queue_names, period_s)
+        for name, members in self._held_members(locked_names):
             for member in members:
                 job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
                 held_jobs.append(ClaimedJob(job_id, execution_id, name, self._worker_name))
@@ -411,7 +416,7 @@ class JobStore:
                 abandoned.append(claimed)
         return abandoned
 
-    def _lock(self, queue_names: Sequence[str], period_s: float) -> list[str]:
+    def _try_to_lock(self, queue_names: Sequence[str], period_s: float) -> list[str]:
         """Try to lock queues for a period of maintenance. Returns the queues that no other worker has locked."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
@@ -459,11 +464,11 @@ class JobStore:
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
         """Write the progress of running jobs. Returns for each job whether this worker still holds it."""
-        reported = {REPORTED_AT: round(time.time(), 3)}
-        calls = [
-            Call("progress", claimed.address, [json.dumps({**values, **reported})])
-            for claimed, values in progress
-        ]
+        reported_at = round(time.time(), 3)
+        calls = []
+        for claimed, values in progress:
+            text = json.dumps({**values, REPORTED_AT: reported_at})
+            calls.append(Call("progress", claimed.address, [text]))
         return [bool(reply) for reply in self._call_many(calls)]
 
     def write_texts(self, waiting: Sequence[tuple[ClaimedJob, TextPiece]]) -> None:
@@ -475,6 +480,7 @@ class JobStore:
             batch = waiting[start : start + TEXT_BATCH]
             for claimed, piece in batch:
                 is_first = piece.offset == 0
+                # The order of text.lua: queue, job id, execution id, whether a text begins.
                 addresses.append([*claimed.address.values(), is_first])
                 raw += piece.to_values()
             args = {

@@ -93,7 +93,7 @@ class OrderMemory:
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The last sample is replaced while the one before it is recent.
+        # The new sample replaces the last sample if the sample before that is recent.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))
@@ -107,7 +107,7 @@ class OrderMemory:
         # Virtual time starts anew at each ordering. So the latest end of the jobs that were claimed since then says how
         # much virtual time has passed.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
-        passed = max(claimed_ends, default=0.0)
+        time_passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
         for job_id, run in run_of.items():
             if run in heads:
@@ -115,7 +115,7 @@ class OrderMemory:
             earlier_head, earlier_wait = self.heads.get(run, ("", 0.0))
             waited = 0.0
             if earlier_head == job_id:
-                waited = earlier_wait + passed
+                waited = earlier_wait + time_passed
             heads[run] = (job_id, waited)
         self.heads = heads
         return {run: waited for run, (_, waited) in heads.items()}

@@ -44,11 +44,11 @@ class QueueOrder:
     def put_in_order(self, queue_names: Sequence[str]) -> None:
         """Put each queue in order, if no other worker has done so in this period."""
         for name in queue_names:
-            turn = prefixed(f"tokenmill:fair-turn:{name}")
-            if self._client.set(turn, "", nx=True, px=_TURN_MS):
-                self._order(name)
+            turn_key = prefixed(f"tokenmill:fair-turn:{name}")
+            if self._client.set(turn_key, "", nx=True, px=_TURN_MS):
+                self._put_one_in_order(name)
 
-    def _order(self, name: str) -> None:
+    def _put_one_in_order(self, name: str) -> None:
         """Put one queue in order. A queue in which no run waits stays as it is."""
         entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MOST - 1)
         job_ids = [stored.text(entry) for entry in entries]
@@ -57,36 +57,25 @@ class QueueOrder:
         if not run_ids:
             return
 
-        now = self._clock()
         memory_key = prefixed(f"tokenmill:fair:{name}")
         memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
-        runs, finished_rows = self._read_runs(run_ids, known=list(memory.rows_of))
+        runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
+        now = self._clock()
         memory.note_finished_rows(finished_rows, now)
-        urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
-        priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
-
-        num_in_order = 0
-        if urgent == memory.urgent and priorities == memory.priorities:
-            num_in_order = _num_in_order(job_ids, memory.last)
-        jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
-        in_order = jobs[:num_in_order]
-        new = jobs[num_in_order:]
-        placed = fair_order(in_order, new, urgent, memory.note_heads(run_of))
-        order = [job.id for job in placed]
+        order = _decide_order(job_ids, run_of, runs, memory, now)
         if order != job_ids:
             self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
-        memory.note_order(placed, urgent, priorities)
         self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
-        self, waiting: set[str], known: Sequence[str]
+        self, waiting_ids: set[str], known_ids: Sequence[str]
     ) -> tuple[dict[str, RunInQueue], dict[str, int]]:
         """Return the waiting runs that are planned, and the finished rows by run.
 
-        waiting: the runs with jobs in the queue. known: the runs whose finished rows the last ordering knew. The
-        finished rows are those of waiting runs, and of known runs that have not finished.
+        waiting_ids: the runs with jobs in the queue. known_ids: the runs whose finished rows the last ordering knew.
+        The finished rows are those of waiting runs, and of known runs that have not finished.
         """
-        run_ids = sorted({*waiting, *known})
+        run_ids = sorted({*waiting_ids, *known_ids})
         with self._client.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
                 pipe.hmget(run_key(run_id), *_RUN_FIELDS)
@@ -100,13 +89,40 @@ class QueueOrder:
                 continue
             texts = [stored.text(value or b"") for value in values]
             text_of = dict(zip(_RUN_FIELDS, texts, strict=True))
-            is_waiting = run_id in waiting
+            is_waiting = run_id in waiting_ids
             if is_waiting or not text_of["finished"]:
                 finished_rows[run_id] = _count(text_of["total_rows"])
             is_planned = _count(text_of["shards"]) > 0
             if is_waiting and is_planned:
                 runs[run_id] = _run_in_queue(run_id, text_of)
         return runs, finished_rows
+
+
+def _decide_order(
+    job_ids: Sequence[str],
+    run_of: Mapping[str, str],
+    runs: Mapping[str, RunInQueue],
+    memory: OrderMemory,
+    now: float,
+) -> list[str]:
+    """Return the ids of a queue's jobs in a fair order, and note this order in the queue's memory.
+
+    job_ids: in the queue's order. run_of: the run of each job. runs: the planned runs by their ids. now: Unix seconds.
+    """
+    urgent = urgent_runs(list(runs.values()), memory.rows_per_s, now)
+    priorities = {run.run: run.priority for run in runs.values() if run.priority != 1}
+
+    # After a change of the urgent runs or the priorities, all jobs are put in order anew.
+    num_in_order = 0
+    if urgent == memory.urgent and priorities == memory.priorities:
+        num_in_order = _num_in_order(job_ids, memory.last)
+    jobs = [_waiting_job(job_id, runs) for job_id in job_ids]
+    in_order = jobs[:num_in_order]
+    new = jobs[num_in_order:]
+    waited = memory.note_heads(run_of)
+    placed = fair_order(in_order, new, urgent, waited)
+    memory.note_order(placed, urgent, priorities)
+    return [job.id for job in placed]
 
 
 def _count(text: str) -> int:

@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop those members of a set whose keys are gone. prefix: the text before a member in its key.
+        """Drop the members of a set whose keys are gone. A member's key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """
@@ -63,7 +63,10 @@ class Registries:
                 for member in batch:
                     pipe.exists(prefix.encode() + member)
                 replies = pipe.execute()
-            gone = [member for member, exists in zip(batch, replies, strict=True) if not exists]
+            gone = []
+            for member, exists in zip(batch, replies, strict=True):
+                if not exists:
+                    gone.append(member)
             if gone:
                 self._client.srem(key, *gone)
 
@@ -76,13 +79,14 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
+            # The key of the job may hold another kind of value.
             has_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
             is_gone = has_no_hash or status in (None, b"canceled")
             if is_gone or not has_journal:
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)
 
-    def queue_left(self, queue_names: Sequence[str]) -> None:
+    def queue_left_behind(self, queue_names: Sequence[str]) -> None:
         """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
         time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         arguments = {**time_arguments, "registry": "ready", "most": _BATCH}

@@ -1,4 +1,4 @@
-"""Scheduler: RQ's scheduler, of which a worker runs a round each second, in a thread."""
+"""Scheduler: RQ's scheduler. A worker runs one of its rounds each second, in a thread."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -53,8 +53,8 @@ class Scheduler(RQScheduler):
         last_try: Any = self.lock_acquisition_time
         if last_try is None:
             return True
-        ago = datetime.now() - last_try
-        return bool(ago.total_seconds() > _REACQUIRE_S)
+        since_last_try = datetime.now() - last_try
+        return bool(since_last_try.total_seconds() > _REACQUIRE_S)
 
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue the jobs that are due by Redis' clock. RQ's own method would stop at a job that it cannot read."""
@@ -75,7 +75,7 @@ class Scheduler(RQScheduler):
         """Keep the locks and enqueue due jobs, in a thread. Does nothing while the last round goes on."""
         if not self._is_running:
             self._is_running = True
-            self._pool.submit(self._run_round, self._round_ended)
+            self._pool.submit(self._run_round, self._note_round_ended)
 
     def _run_round(self) -> None:
         """Do all that is due. Called in a thread."""
@@ -86,7 +86,7 @@ class Scheduler(RQScheduler):
         self.heartbeat()
         self.enqueue_scheduled_jobs()
 
-    def _round_ended(self, _: None, error: BaseException | None) -> None:
+    def _note_round_ended(self, _: None, error: BaseException | None) -> None:
         """Note that the round is over, and whether it failed. Called in a thread."""
         self._is_running = False
         if error is None:

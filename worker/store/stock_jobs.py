@@ -74,7 +74,7 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Find abandoned jobs in the intermediate queue. Returns the reason for each, by job id and an empty text."""
+        """Find abandoned jobs in the intermediate queue. Returns the reason for each, by job id and ""."""
         key = QueueKeys(queue).popped
         moment = self._clock()
         members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)

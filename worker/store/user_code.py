@@ -47,7 +47,7 @@ class Webhooks:
                 self._log_failure(job.id, f"{MAX_WAITING} others wait already")
                 continue
             call = partial(self._call, webhook, webhook.get_payload(job, exc_string=exc_string))
-            self.pool.submit(call, partial(self._done, job.id), is_interruptible=False)
+            self.pool.submit(call, partial(self._log_if_failed, job.id), is_interruptible=False)
 
     def _call(self, webhook: Webhook, payload: dict[str, Any]) -> int:
         """Send a webhook. Returns the status code of the host's response."""
@@ -60,7 +60,7 @@ class Webhooks:
             webhook.url, self._hosts, method=webhook.method, headers=headers, body=body
         )
 
-    def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
+    def _log_if_failed(self, job_id: str, status: int | None, error: BaseException | None) -> None:
         """Log a webhook that was not sent, or whose host refused it."""
         if error is not None:
             self._log_failure(job_id, shown_error(error))

@@ -69,7 +69,7 @@ def resident_bytes() -> int:
 def shown_loading(
     client: Redis, worker_name: str, queue_names: Sequence[str], model: str, source: str
 ) -> Iterator[None]:
-    """Show in Redis that a worker loads its model, within the context. source: the model's folder or hub id."""
+    """Context in which Redis shows that a worker loads its model. source: the model's folder or hub id."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
     began_at = time.time()
@@ -99,8 +99,8 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something within SILENT_S seconds, and another process than this one has its process id. In a restarted container,
-    this process may have that id.
+    something within SILENT_S seconds, and its process id belongs to a process other than this one. In a restarted
+    container, this process may have the killed worker's id.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")

@@ -126,18 +126,18 @@ class FunctionPool:
         Each such call is reported as ended. Returns for each one its thread and the line of code at which it hangs. The
         same thread must call this and `close`.
         """
-        places = []
+        threads_and_lines = []
         for thread, call in list(self._running.items()):
             with self._lock:
-                place = call.give_up(grace_s)
-                if place is None:  # the call was not given up
+                code_line = call.give_up(grace_s)
+                if code_line is None:  # the call was not given up
                     continue
                 self._stuck.add(thread)
             if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
                 self._threads.remove(thread)
                 self._add_thread()
-            places.append(f"{thread.name} in {place}")
-        return places
+            threads_and_lines.append(f"{thread.name} in {code_line}")
+        return threads_and_lines
 
     def end(self) -> None:
         """Let the threads end after all calls that were submitted so far."""

@@ -112,7 +112,7 @@ class Call:
     def check_while_waiting_for(self, holder: "Call | None") -> None:
         """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
 
-        A call that waits for another one repeats this. holder: the other call; None if it is not known.
+        A waiting call repeats this. holder: the call for which it waits; None if that call is not known.
         """
         if self.error is not None:
             raise self.error
@@ -122,7 +122,7 @@ class Call:
         if self._alive_at is None or holder_alive_at > self._alive_at:
             self._alive_at = holder_alive_at
 
-    def obeyed(self) -> None:
+    def note_obeyed(self) -> None:
         """Forget the last interrupt, because the call has obeyed it and goes on."""
         with self._lock:
             self.error = None
@@ -140,11 +140,11 @@ class Call:
             if self._clock() - self._interrupted_at <= grace_s:
                 return None
             self._given_up = True
-            place = _place(self._thread_id)
+            code_line = _code_line(self._thread_id)
             self._raise(ThreadGivenUp)
             error = self.error() if self.error is not None else ThreadGivenUp()
         self._done(None, error)
-        return place
+        return code_line
 
     def run(self) -> bool:
         """Run the function in this thread and report its outcome. Returns False if the call was given up."""
@@ -186,7 +186,7 @@ class Call:
                     _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Call `load`, which imports a module, and return its value. Interrupts wait for its end."""
+        """Call `load`, which imports a module, and return its value. Interrupts wait for the end of the import."""
         if self._importing:  # the module that is being imported imports another one
             return load()
         try:
@@ -215,7 +215,7 @@ def check_interrupted() -> None:
         call.check()
 
 
-def _place(thread_id: int) -> str:
+def _code_line(thread_id: int) -> str:
     """Return the line of Python at which a thread is, or from which it has called a C function."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:

@@ -1,1 +1,1 @@
-"""Traces of jobs, each from the job's enqueueing until its end is written. Only then are its spans made."""
+"""Traces of jobs. A trace reaches from the job's enqueueing until its end is written. After that its spans are made."""

@@ -28,7 +28,7 @@ class JobTrace:
     completion_tokens: int = 0
     finish_reasons: set[str] = field(default_factory=set)
 
-    def completed(self, completion: Completion) -> None:
+    def note_sample(self, completion: Completion) -> None:
         """Note a finished sample of one of this job's requests."""
         self.finish_reasons.add(completion.finish_reason)
         self.completion_tokens += len(completion.token_ids) - completion.num_continued
@@ -54,5 +54,5 @@ class Traces(Protocol):
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
         """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
 
-    def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
+    def note_end(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Note that a traced job's end was written to Redis at `written_at` (Unix seconds)."""

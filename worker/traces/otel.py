@@ -40,8 +40,8 @@ Attributes = Mapping[str, str | int | tuple[str, ...]]
 class _Ids(NamedTuple):
     """A job's contexts.
 
-    span: of the job's span. parent: of the producer's span, if there is one. carrier: the trace context for the jobs
-    that this job enqueues.
+    span: the context of the job's span. parent: the context of the producer's span, if there is one.
+    carrier: the trace context for the jobs that this job enqueues.
     """
 
     span: SpanContext
@@ -53,8 +53,8 @@ class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all jobs.
 
     begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects the job.
-    exporter: sends the spans; by default by OTLP. A thread calls it until `close`. Spans that it is too slow for are
-    dropped.
+    exporter: sends the spans; the default exporter uses OTLP. A thread calls it until `close`. If it is too slow, spans
+    are dropped.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OtelTraces(Traces):
         ids = self._ids(execution_id, meta)
         return {} if ids is None else ids.carrier
 
-    def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
+    def note_end(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Send the spans of a job whose end was written at `written_at` (Unix seconds)."""
         for span in self._spans(trace, job, written_at):
             self._processor.on_end(span)
@@ -104,18 +104,18 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution, the same each time; None for a job that is not traced."""
+        """Return the ids of an execution, which never change; None for a job that is not traced."""
         parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._begins:
             return None
-        trace_id = parent.trace_id if parent.is_valid else _number(execution_id, 16)
+        trace_id = parent.trace_id if parent.is_valid else _derived_id(execution_id, 16)
         if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:
             return None
 
         span = SpanContext(
             trace_id,
-            _number(execution_id, 8),
+            _derived_id(execution_id, 8),
             is_remote=False,
             trace_flags=_SAMPLED,
             trace_state=parent.trace_state,
@@ -224,7 +224,7 @@ def _child_context(root: SpanContext, name: str) -> SpanContext:
     """Return the context of a span below a job's span. root: the context of the job's span."""
     return SpanContext(
         root.trace_id,
-        _number(f"{root.span_id:016x}{name}", 8),
+        _derived_id(f"{root.span_id:016x}{name}", 8),
         is_remote=False,
         trace_flags=_SAMPLED,
         trace_state=root.trace_state,
@@ -262,7 +262,7 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Return the moments, each limited to the next known one. An unknown moment becomes the next known one."""
+    """Return the moments, none later than the next known moment. An unknown moment becomes the next known moment."""
     latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):
@@ -272,7 +272,7 @@ def _ascending(moments: list[float | None]) -> list[float]:
     return latest_first[::-1]
 
 
-def _number(text: str, num_bytes: int) -> int:
+def _derived_id(text: str, num_bytes: int) -> int:
     """Derive an id from a text. The id is never 0, which would mean that there is none."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()
     return int.from_bytes(digest) or 1

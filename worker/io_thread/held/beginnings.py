@@ -12,7 +12,7 @@ from worker.store.records.claimed_job import ClaimedJob
 
 
 class _WaitingFunction(NamedTuple):
-    """A function that waits for its beginning to be written. hand_over: gives the function to a thread."""
+    """A function that waits until Redis shows its job as begun. hand_over: gives the function to a thread."""
 
     job: HeldJob
     hand_over: Callable[[], None]
@@ -24,11 +24,12 @@ class Beginnings:
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard = guard
         self._clock = clock
-        # By the job's number: jobs that have begun, which Redis does not show yet, and functions that may begin.
+        # By number: the jobs that have begun, but that Redis does not show as begun yet.
         self._unshown: dict[int, HeldJob] = {}
+        # By the job's number: the functions that begin once Redis shows their jobs as begun.
         self._functions: dict[int, _WaitingFunction] = {}
 
-    def began(self, job: HeldJob, moment: float) -> None:
+    def note_begun(self, job: HeldJob, moment: float) -> None:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
         if job.started_at is not None:
             return
@@ -36,7 +37,7 @@ class Beginnings:
         self._unshown[job.number] = job
 
     def run_once_shown(self, job: HeldJob, hand_over: Callable[[], None]) -> None:
-        """Call `hand_over` once Redis shows that the job has begun. It gives the job's function to a thread."""
+        """Call `hand_over`, which gives the job's function to a thread, once Redis shows that the job has begun."""
         self._functions[job.number] = _WaitingFunction(job, hand_over)
 
     def forget(self, job: HeldJob) -> bool:

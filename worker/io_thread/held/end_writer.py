@@ -1,4 +1,4 @@
-"""Writes the ends of jobs in batches. The ends of a batch that failed are written one by one."""
+"""Writes the ends of jobs in batches. If a batch cannot be written, its ends are written one by one."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ _PAUSE_S = 0.25
 """Seconds between two attempts to write one end by itself."""
 
 _SMALL_BYTES = 1 << 16
-"""An end with fewer bytes is not to blame if the server closes the connection. Then the network is to blame."""
+"""If the connection breaks while a smaller end is written, the network is to blame, and not the end."""
 
 
 class _End(NamedTuple):
@@ -58,7 +58,7 @@ class _Alone:
     is_replaced: bool = False
 
 
-Written = Callable[[HeldJob, Outcome, FinishReply], None]
+OnReply = Callable[[HeldJob, Outcome, FinishReply], None]
 """Called with the server's reply to a job's end."""
 
 
@@ -66,17 +66,17 @@ class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
     The server may refuse one end while it takes others, perhaps because that end is too large. Such an end does not
-    hold up the others. It is tried a few times by itself. Then a failure is written in its place.
+    hold up other ends. It is tried a few times by itself. Then a failure is written in its place.
     """
 
     def __init__(
         self,
-        written: Written,
+        on_reply: OnReply,
         guard: JobGuard,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._written = written
+        self._on_reply = on_reply
         self._guard = guard
         self._log = log
         self._clock = clock
@@ -109,7 +109,7 @@ class EndWriter:
                 raise
             for end, reply in replies:
                 with self._guard.around(end.job):
-                    self._done(end.job, end.outcome, reply)
+                    self._report_reply(end.job, end.outcome, reply)
 
         for number, alone in list(self._alone.items()):
             if self._clock() >= alone.not_before and number in self._waiting:
@@ -141,7 +141,7 @@ class EndWriter:
             # This call raises if the server takes no other write either.
             lost_jobs = store.renew([outcome.claimed])
             if lost_jobs:
-                self._done(job, outcome, "lost")
+                self._report_reply(job, outcome, "lost")
                 return
             alone.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
@@ -157,12 +157,12 @@ class EndWriter:
             if alone.num_refusals >= _MAX_REFUSALS:
                 self._give_up(job, outcome, error, alone)
         else:
-            self._done(job, outcome, reply)
+            self._report_reply(job, outcome, reply)
 
     def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, alone: _Alone) -> None:
         """Put a failure in place of an end that the server refuses. If it refuses the failure too, drop the end."""
         if alone.is_replaced:
-            self._done(job, outcome, "refused")
+            self._report_reply(job, outcome, "refused")
             return
         alone.num_refusals = 0
         alone.is_replaced = True
@@ -173,7 +173,7 @@ class EndWriter:
         )
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
-    def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+    def _report_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         """Forget an end, and report the reply to it."""
         self.forget(job)
-        self._written(job, outcome, reply)
+        self._on_reply(job, outcome, reply)

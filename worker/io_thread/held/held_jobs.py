@@ -61,16 +61,16 @@ class HeldJob:
     num_requests: the number of the task's requests, as last counted; None if the task does not say.
     next_index: the index of the next request.
     num_in_engine: how many of the job's sequences are in the engine.
-    unscheduled: the indices of requests of which no step has scheduled a sequence yet.
+    unscheduled: the indices of the requests that were sent, but that no step has scheduled yet.
     open_requests: the completions so far of each request in the engine, by the request's index.
-    inspected: the answers that the task inspects in a thread, by the request's index.
+    being_inspected: the answers that the task inspects in a thread, by the request's index.
     num_samples: the number of sequences of each request in the engine, by the request's index.
     running: the progress of each request that runs in the engine, by the request's index.
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
     streamed: the text that was already sent to the job's stream in Redis, by sample.
-    owner_digest: names the owner of the tokens in the stream, see JobJournal.
+    owner_digest: identifies the owner of the tokens in the stream, see JobJournal.
     is_blamed: the job has met an unforeseen error. After a second such error it is let go.
     """
 
@@ -99,7 +99,7 @@ class HeldJob:
     num_in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
-    inspected: dict[int, list[Completion]] = field(default_factory=dict)
+    being_inspected: dict[int, list[Completion]] = field(default_factory=dict)
     num_samples: dict[int, int] = field(default_factory=dict)
     running: dict[int, RequestProgress] = field(default_factory=dict)
     reported_progress: dict[str, Any] | None = None
@@ -112,18 +112,18 @@ class HeldJob:
 
     # Transitions
 
-    def open(self, is_file: bool) -> None:
+    def note_opening(self, is_file: bool) -> None:
         """Note that the job's task is being opened."""
         self.state = JobState.OPENING
         self.is_file = is_file
 
-    def stream(self) -> None:
-        """Note that the task is open, or that it has further requests after all were sent."""
+    def begin_stream(self) -> None:
+        """Begin a stream of requests: once the task is open, or once it has further requests after all were sent."""
         assert self.open_task is not None
         self.state = JobState.STREAMING
         self.requests = self.open_task.requests()
 
-    def run_function(self) -> None:
+    def note_function(self) -> None:
         """Note that the job is a function, which gets a thread."""
         self.state = JobState.FUNCTION
         self.is_function = True
@@ -132,7 +132,7 @@ class HeldJob:
         """Await nothing more from the engine or a thread. If a thread makes a call, interrupt it with `reason`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
-        self.inspected.clear()
+        self.being_inspected.clear()
         if self.call is not None:
             self.call.interrupt(reason)
         self._awaited = None
@@ -143,8 +143,8 @@ class HeldJob:
 
     # The job's record and copies
 
-    def hold(self, record: JobRecord) -> None:
-        """Hold this record of the job's hash from now on, in place of the earlier record."""
+    def replace_record(self, record: JobRecord) -> None:
+        """Keep this record of the job's hash from now on, in place of the earlier record."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
@@ -201,7 +201,8 @@ class HeldJob:
     @property
     def is_complete(self) -> bool:
         """Whether every request was sent and delivered."""
-        return self.state is JobState.SENT and not self.open_requests and not self.inspected
+        has_open_answers = bool(self.open_requests or self.being_inspected)
+        return self.state is JobState.SENT and not has_open_answers
 
     @property
     def needs_payload(self) -> bool:
@@ -226,7 +227,7 @@ class HeldJob:
         return int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """Count the tokens of the open requests: of prompts, of prompts not yet computed, and of answers."""
+        """Return three counts of the open requests' tokens: of prompts, of prompts not yet computed, and of answers."""
         num_prompt_tokens = 0
         num_prompt_tokens_left = 0
         num_answer_tokens = 0
@@ -265,7 +266,7 @@ class HeldJob:
         running: the token ids of all sequences in the engine, by request id and sample index.
         """
         tokens_by_request: dict[int, Mapping[int, Sequence[int]]] = {}
-        undelivered = {**self.open_requests, **self.inspected}
+        undelivered = {**self.open_requests, **self.being_inspected}
         for index, completions in undelivered.items():
             # The samples that still run are in the engine. The others have completions.
             tokens_by_sample = dict(running.get(self.request_id(index), {}))
@@ -348,7 +349,7 @@ class HeldJobs:
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
     def note_progress(self, requests: Mapping[str, RequestProgress]) -> None:
-        """Note the progress of requests. requests: all that run in the engine, by their ids."""
+        """Note the progress of all requests that run in the engine. requests: the progress by request id."""
         for job in self._jobs.values():
             job.running = {}
         for request_id, progress in requests.items():

@@ -88,7 +88,7 @@ class JobGuard:
     def blame(self, job: HeldJob | ClaimedJob, error: Exception) -> None:
         """Fail a job because of an error. If that is not possible, let go of the job."""
         claimed = job.claimed if isinstance(job, HeldJob) else job
-        self._tally.unforeseen(claimed.queue_name, error)
+        self._tally.count_unforeseen(claimed.queue_name, error)
         self._log.error(
             "%s: job %s met an error that nobody foresaw, %s; traceback, the last call first: %s",
             claimed.queue_name,
@@ -104,7 +104,7 @@ class JobGuard:
                 self._owner.fail_unforeseen(job, error)
                 return
             except Exception as second_error:  # noqa: BLE001  # the job is let go below
-                self._tally.unforeseen(claimed.queue_name, second_error)
+                self._tally.count_unforeseen(claimed.queue_name, second_error)
                 self._log.error(
                     "%s: job %s could not even be failed, and is let go: %s; traceback, the last call first: %s",
                     claimed.queue_name,

@@ -119,12 +119,12 @@ class Journals:
         self._writing[job.number] = None
 
         def done(_: object, error: BaseException | None) -> None:
-            """Have the I/O thread call `_written`. Called in the pool's thread."""
-            self._post(lambda: self._guard.call(job, self._written, job, error))
+            """Have the I/O thread call `_note_written`. Called in the pool's thread."""
+            self._post(lambda: self._guard.call(job, self._note_written, job, error))
 
         self.pool.submit(write, done, is_interruptible=False)
 
-    def _written(self, job: HeldJob, error: BaseException | None) -> None:
+    def _note_written(self, job: HeldJob, error: BaseException | None) -> None:
         """Note that an entry is written, or log its error. If a report came meanwhile, write the next entry."""
         next_report = self._writing.pop(job.number)
         if error is None:

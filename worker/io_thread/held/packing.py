@@ -21,7 +21,7 @@ def _next_request(job: HeldJob) -> Request | None:
         return next(job.requests)
     except StopIteration:
         job.state = JobState.SENT
-    except Exception as error:  # noqa: BLE001  # one job's stream must not stop the others
+    except Exception as error:  # noqa: BLE001  # one job's stream must not stop other jobs
         job.error = error
     return None
 
@@ -34,13 +34,15 @@ class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
     The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These further
-    sequences are the reserve. All other requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences,
-    or twice the number that lately left the engine between two refills, because completions of equal length end
-    together. It is refilled when half of it is gone.
+    sequences are the reserve. All other requests stay in the jobs' lazy streams.
+
+    The reserve is refilled when half of it is gone. Its size is twice the number of sequences that left the engine
+    between two refills, because completions of equal length end together. The largest number of the last refills
+    counts. The smallest size is `prefetch`.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
-    and those of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt. Every lane
-    may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
+    and the sequences of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt.
+    Every lane may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class Packer:
         # The same number at each of the last refills.
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
-    def opening(self, job: HeldJob) -> None:
+    def note_opening(self, job: HeldJob) -> None:
         """Note that this job's file is being opened. Its number of rows is not known yet."""
         self._opening.add(job)
 
-    def opened(self, job: HeldJob) -> None:
+    def note_opened(self, job: HeldJob) -> None:
         """Note that this job's file is open, or could not be opened."""
         self._opening.discard(job)
 
@@ -82,11 +84,11 @@ class Packer:
         """The number of files that the worker can still open at the same time."""
         return self._max_files - len(self._opening)
 
-    def finishing(self, job: HeldJob) -> None:
+    def note_finishing(self, job: HeldJob) -> None:
         """Note that all answers for this job's file are here. They stay in memory until the part is written."""
         self._finishing.add(job)
 
-    def finished(self, job: HeldJob) -> None:
+    def note_finished(self, job: HeldJob) -> None:
         """Note that this job's part is written, or could not be written."""
         self._finishing.discard(job)
 
@@ -124,11 +126,11 @@ class Packer:
         """The number of further functions that the worker may take, for all lanes together."""
         return self._max_functions - len(self._functions)
 
-    def function_started(self, job: HeldJob) -> None:
+    def add_function(self, job: HeldJob) -> None:
         """Count a job's function, which takes a thread but no slot of the engine."""
         self._functions.add(job)
 
-    def function_ended(self, job: HeldJob) -> None:
+    def remove_function(self, job: HeldJob) -> None:
         """Stop counting a job's function."""
         self._functions.discard(job)
 
@@ -146,7 +148,7 @@ class Packer:
         self._in_engine[job.lane] -= job.num_in_engine
         job.num_in_engine = 0
 
-    def delivered(self, job: HeldJob, num_sequences: int) -> None:
+    def note_departed(self, job: HeldJob, num_sequences: int) -> None:
         """Count sequences of a job that have left the engine."""
         self._num_departed += num_sequences
         self._in_engine[job.lane] -= num_sequences
@@ -161,7 +163,7 @@ class Packer:
         """
         num_unread = sum(job.num_unread for job in self._streams[lane])
         if num_unread == 0:
-            return self._refill(lane)
+            return self._refill_room(lane)
         newest_job = self._streams[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
@@ -176,8 +178,8 @@ class Packer:
         """Return the room that the lane shares with more urgent lanes."""
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
-    def _refill(self, lane: int) -> int:
-        """Return the lane's room; 0 while both the reserve and the lane's own places are more than half taken."""
+    def _refill_room(self, lane: int) -> int:
+        """Return the lane's room if half of the reserve, or half of the lane's own `prefetch`, is free; otherwise 0."""
         is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
         is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
         if is_reserve_low or is_lane_low:
@@ -228,7 +230,7 @@ class Packer:
     def _adapt_reserve(self) -> None:
         """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
         if not any(self._in_engine):
-            # An idle worker begins with a small reserve, and leaves the next jobs to other workers too.
+            # An idle worker begins with a small reserve, so that other workers get some of the next jobs.
             self._departures.clear()
             self._num_departed = 0
             self._reserve = self._min_reserve
@@ -291,7 +293,7 @@ class PayloadBudget:
     def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first.
 
-        For each job the caller calls `opening`, opens the job and calls `opened`, before it takes the next job.
+        For each job the caller calls `note_opening`, opens the job and calls `note_opened`. Then it takes the next job.
         """
         for lane, waiting in enumerate(self._waiting):
             unpacked_bytes = 0
@@ -304,11 +306,11 @@ class PayloadBudget:
                 yield job
                 unpacked_bytes += job.payload_bytes
 
-    def opening(self, job: HeldJob) -> None:
+    def note_opening(self, job: HeldJob) -> None:
         """Count the bytes of a job's hash, before the job is opened."""
         self._add_bytes(job, job.claimed.record.hash_bytes)
 
-    def opened(self, job: HeldJob) -> None:
+    def note_opened(self, job: HeldJob) -> None:
         """Count the job's unpacked payload too, unless the job was let go while it was opened."""
         if job.number in self._job_bytes:
             self._add_bytes(job, job.payload_bytes)

@@ -96,7 +96,7 @@ class Streams:
 
     def open(self, job: HeldJob) -> None:
         """Begin to send the requests of a job whose task is open."""
-        job.stream()
+        job.begin_stream()
         self._packer.stream(job)
 
     def feed(self) -> Iterator[HeldJob]:
@@ -114,14 +114,14 @@ class Streams:
             if job in self._jobs and not job.is_ending:
                 yield job
 
-    def started(self, request_ids: Iterable[str], moment: float) -> None:
+    def note_started(self, request_ids: Iterable[str], moment: float) -> None:
         """Note that the first sequences of these requests were scheduled, at `moment` (monotonic seconds)."""
         for request_id in request_ids:
             job, index = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
                 continue
             with self._guard.around(job):
-                self._beginnings.began(job, moment)
+                self._beginnings.note_begun(job, moment)
                 job.unscheduled.discard(index)
                 if not job.needs_payload:  # the runner drops the payload of such a job
                     self._changed[job.number] = job
@@ -133,14 +133,14 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # the job was stopped or lost meanwhile
             with self._guard.around(job):
-                self._beginnings.began(job, moment)  # a refused request was never scheduled
-                self._take(job, index, completion)
+                self._beginnings.note_begun(job, moment)  # a refused request was never scheduled
+                self._take_completion(job, index, completion)
 
-    def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
-        """Note a completion. With the last one of its request, hand the request's samples to the task."""
-        self._tally.completed(completion)
+    def _take_completion(self, job: HeldJob, index: int, completion: Completion) -> None:
+        """Note a completion. If it is the last one of its request, hand the request's samples to the task."""
+        self._tally.count_sample(completion)
         if job.trace is not None:
-            job.trace.completed(completion)
+            job.trace.note_sample(completion)
         self.completion_tokens += len(completion.token_ids) - completion.num_continued
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
@@ -152,32 +152,33 @@ class Streams:
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Give a request's samples to its task, after an inspection if the task wants one."""
-        self._packer.delivered(job, job.num_samples.pop(index))
+        num_samples = job.num_samples.pop(index)
+        self._packer.note_departed(job, num_samples)
         del job.open_requests[index]
         ordered = sorted(samples, key=lambda sample: sample.index)
         assert job.open_task is not None
         if not job.open_task.inspects:
             self._deliver(job, index, ordered)
             return
-        job.inspected[index] = ordered
+        job.being_inspected[index] = ordered
 
         def is_wanted() -> bool:
             """Whether the job was neither stopped nor lost meanwhile."""
-            return index in job.inspected
+            return index in job.being_inspected
 
         def then(error: BaseException | None) -> None:
             """Deliver the answer. Called in the I/O thread."""
-            self._guard.call(job, self._inspected, job, index, ordered, error)
+            self._guard.call(job, self._deliver_inspected, job, index, ordered, error)
 
         self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
 
-    def _inspected(
+    def _deliver_inspected(
         self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
     ) -> None:
         """Deliver an inspected answer, or fail its job. error: raised by the task."""
-        if index not in job.inspected:
+        if index not in job.being_inspected:
             return  # the job was stopped or lost meanwhile
-        del job.inspected[index]
+        del job.being_inspected[index]
         if error is None:
             self._deliver(job, index, samples)
             return
@@ -192,7 +193,7 @@ class Streams:
             job.open_task.deliver(index, samples)
             job.count_requests()
             if job.state is JobState.SENT and job.open_task.has_more:
-                job.stream()
+                job.begin_stream()
                 self._packer.stream_on(job)
         except Exception as error:  # noqa: BLE001  # fails this job, not the worker
             job.error = error

@@ -61,7 +61,7 @@ _LIGHT_BYTES = 1 << 11
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: the bytes of the hash's values that are held. The payload counts as it is packed.
+    hash_bytes: the number of bytes of the held values. The payload counts with its packed size.
     timeout_s: the job's timeout; None if the job has none of its own.
     """
 
@@ -130,12 +130,7 @@ def read_record(
         check_json_fields(values)
         for name in values:
             name.decode()  # raises for a name that RQ could not read
-        for name, parse in _PARSERS.items():
-            text = values.get(name)
-            is_skipped = text == b"" and name not in _NEVER_EMPTY
-            if text is None or is_skipped:
-                continue
-            parsed[name] = _parsed(name, text, parse)
+        _parse_fields(values, parsed)
         _policy(parsed).check()
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
         damage = error
@@ -153,6 +148,17 @@ def read_record(
         meta=parsed.get(b"meta", {}),
     )
     return record, damage
+
+
+def _parse_fields(values: Mapping[bytes, bytes], parsed: dict[bytes, Any]) -> None:
+    """Parse a hash's fields into `parsed`, up to the first field that cannot be read. Raises that field's error."""
+    for name, parse in _PARSERS.items():
+        text = values.get(name)
+        if text is None:
+            continue
+        if text == b"" and name not in _NEVER_EMPTY:
+            continue
+        parsed[name] = _parsed(name, text, parse)
 
 
 def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
@@ -281,9 +287,9 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     # Brackets in strings do not count. Without escaped characters, each quote begins or ends a string.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
-    # Drop strings without brackets first, which are most, so that there is less to split.
+    # Most strings hold no brackets. Drop these first, so that there is less to split.
     without_other_strings = quotes_and_brackets.replace(b'""', b"")
-    # Split at quotes, the first piece and every second one after it are outside strings.
+    # Of the pieces between quotes, the first, the third and so on are outside strings.
     outside_strings = without_other_strings.split(b'"')[::2]
     num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:

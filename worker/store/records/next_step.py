@@ -109,11 +109,11 @@ def next_step(
     if returned_retry is None and may_retry and policy.has_retries:
         return _retry_step(policy, failure_ttl_s)
 
-    # A job that has asked for a retry once too often has failed too.
+    # A job that has returned a `Retry` once too often has failed, although it did not raise.
     has_failed = returned_retry is not None or not is_finished
-    if has_failed and failure_ttl_s is None:
-        return NextStep(DEFAULT_FAILURE_TTL)
     if has_failed:
+        if failure_ttl_s is None:
+            failure_ttl_s = DEFAULT_FAILURE_TTL
         return NextStep(failure_ttl_s)
 
     result_ttl_s = policy.result_ttl

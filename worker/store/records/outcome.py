@@ -24,7 +24,7 @@ MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters that a longer traceback keeps of its beginning. The others are from its end, which says most."""
+"""Characters that a shortened traceback keeps of its beginning. All others are from its end, which says most."""
 
 _MAX_FRAMES = 30
 """The most calls of a traceback that are logged."""
@@ -142,10 +142,12 @@ def frames_of(error: BaseException) -> str:
 
     The error's message is left out, because it may quote a prompt.
     """
-    frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
-    return ", ".join(
-        f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost_first = list(reversed(frames))
+    calls = []
+    for frame in innermost_first[:_MAX_FRAMES]:
+        calls.append(f"{frame.filename}:{frame.lineno} in {frame.name}")
+    return ", ".join(calls)
 
 
 def is_small(value: Any) -> bool:
@@ -163,13 +165,7 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
     if value is None:
         return None
     try:
-        has_few_values = known_small
-        if not known_small:
-            least_bytes, num_values = _measure(value, max_bytes)
-            if least_bytes > max_bytes:
-                raise ResultTooLarge(max_bytes)
-            has_few_values = num_values <= _SMALL_VALUES
-        text = json.dumps(value) if has_few_values else _dump_in_pieces(value, max_bytes)
+        text = json.dumps(value) if known_small else _dump(value, max_bytes)
     except ResultTooLarge:
         raise
     except Exception:  # noqa: BLE001  # as RQ does
@@ -177,6 +173,16 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
     if len(text) > max_bytes:
         raise ResultTooLarge(max_bytes)
     return text.encode()
+
+
+def _dump(value: Any, max_bytes: int) -> str:
+    """Return the JSON of a value of any size. Raises ResultTooLarge, if possible before any JSON is made."""
+    least_bytes, num_values = _measure(value, max_bytes)
+    if least_bytes > max_bytes:
+        raise ResultTooLarge(max_bytes)
+    if num_values <= _SMALL_VALUES:
+        return json.dumps(value)
+    return _dump_in_pieces(value, max_bytes)
 
 
 def _dump_in_pieces(value: Any, max_bytes: int) -> str:

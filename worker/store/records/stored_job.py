@@ -31,7 +31,7 @@ __all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "
 class StoredJob(Job):
     """RQ's job with a payload that stays packed until it is read.
 
-    max_bytes: reading a payload that is larger when unpacked raises TooLarge.
+    max_bytes: the most bytes of the unpacked payload. Reading a larger payload raises TooLarge.
     """
 
     max_bytes = DEFAULT_MAX_JOB_BYTES
@@ -81,7 +81,7 @@ class StoredJob(Job):
 def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> StoredJob:
     """Return a claimed job as RQ's job, as far as its hash could be read.
 
-    func_name: the name of the job's function, if it is known. Then the payload may have been dropped.
+    func_name: the name of the job's function, if it is known. With this name, the job needs no payload.
     """
     record = claimed.record
     job = StoredJob(connection=client)
@@ -123,14 +123,14 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """End the time limit, and let the rest of the call run. RQ's caller swallows the error of the limit here."""
+        """End the time limit, and let the rest of the call run. RQ swallows an error that the limit raises here."""
         try:
             with self._lock:
                 self._is_over = True
             super().cancel_death_penalty()
         finally:
             if self._call is not None:
-                self._call.obeyed()
+                self._call.note_obeyed()
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:

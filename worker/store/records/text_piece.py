@@ -13,7 +13,7 @@ class TextPiece(NamedTuple):
     sample: the sample's index. part: "reasoning" or "text". offset: the number of this part's characters before the
     piece.
     token_ids: the tokens since the sample's last piece. num_tokens_before: how many tokens came before these.
-    owner: names the owner of the tokens, see JobJournal.
+    owner: identifies the owner of the tokens, see JobJournal.
     """
 
     sample: int
