@@ -89,7 +89,7 @@ def report_html(
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
         _figures(manifest, statistics, price_per_hour),
-        _asked(manifest),
+        _arguments(manifest),
         _counts(manifest, statistics),
         _examples(examples),
         _throughput(statistics["timeline"]),
@@ -140,8 +140,8 @@ def _figures(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
     )
     note = (
-        "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
-        " equal prompts are answered once, and an answer that was asked for again counts each time."
+        "Answer tokens are those of the output's rows. Tokens a second and tokens of workers are generated tokens:"
+        " those of equal prompts count once, and those of every attempt at an answer count."
     )
     idle_s = manifest["seconds"] - seconds
     if idle_s >= 1:
@@ -179,8 +179,8 @@ _SOURCES = (
 MAX_INPUTS = 10
 
 
-def _asked(manifest: Mapping[str, Any]) -> str:
-    """Return the table of what the run asked: its arguments, its input files, and where the answers are."""
+def _arguments(manifest: Mapping[str, Any]) -> str:
+    """Return the table of the run's arguments, with its input files and its output folder."""
     arguments = manifest.get("arguments", {})
     entries: list[tuple[str, Any]] = []  # a title, and the value beside it
     if arguments and arguments.keys().isdisjoint(_SOURCES):
@@ -219,7 +219,7 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
+    """Return the tables of counts: of answers by finish reason, label and check, and of lines by left-out argument."""
     tables = []
     for title, key in (("How answers ended", "finish_reasons"), ("Labels", "labels")):
         counts = statistics.get(key) or {}
@@ -255,7 +255,7 @@ MAX_VALUE_LINES = 40
 
 
 def _long(value: Any) -> str:
-    """Return the beginning of a value as HTML: a text with its line breaks, another value as JSON; "" for None."""
+    """Return the beginning of a value as HTML; "" for None. A text keeps its line breaks. Other values become JSON."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else to_json(value)
@@ -282,7 +282,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
-    """Return the chart of numbers of rows by their number of tokens. lengths: see count_lengths."""
+    """Return the chart of how many rows have which number of tokens. lengths: see count_lengths."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}
@@ -325,7 +325,7 @@ def _table(
 ) -> str:
     """Return a table with its heading; "" if there are no rows.
 
-    num_left_out: a number that is named below the table. noun: what this number counts.
+    num_left_out: how many more things a line below the table counts; 0 for no such line. noun: the name of the things.
     """
     if not rows:
         return ""

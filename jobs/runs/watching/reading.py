@@ -60,9 +60,9 @@ _COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 
 
 def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of the runs that Redis knows, for a list of them. Raises RedisError.
+    """Return the progress of those of the runs that Redis knows. Raises RedisError.
 
-    Of a queue's registries, at most MAX_ENTRIES entries are read.
+    This is cheap enough for a long list: at most MAX_ENTRIES entries of each queue's registries are read.
     """
     workers = _workers(connection)
     snapshots = []
@@ -74,9 +74,10 @@ def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
 
 
 def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of the runs that Redis knows. Raises RedisError.
+    """Return the progress of those of the runs that Redis knows. Raises RedisError.
 
-    All entries of the registries are read, and the jobs of a run that seems idle are looked up one by one.
+    This is exact: all entries of the registries are read, and the jobs of a run that seems idle are looked up one by
+    one.
     """
     workers = _workers(connection)
     snapshots = []
@@ -96,7 +97,7 @@ def _snapshot(connection: Redis, reader: RunReader, workers: Collection[Worker])
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
+    """Return a run's progress. Raises UnknownRun if Redis does not know the run."""
     snapshots = read_runs(connection, [run])
     if not snapshots:
         raise UnknownRun(run)
@@ -104,9 +105,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress. If the worker planned it under another id, read that run instead. Raises UnknownRun.
+    """Return a run's progress, also if a worker has planned the run under another id. Raises UnknownRun.
 
-    The id is made of the output's real path, which may be another one on the worker's machine.
+    The id depends on the output's real path, which may be another one on the worker's machine.
     """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
@@ -119,9 +120,9 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
 def list_runs(
     connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()
 ) -> list[RunSnapshot]:
-    """Return those of the last `limit` submitted runs that are in one of the states, the newest first.
+    """Return the progress of the last `limit` submitted runs, the newest first. Raises RedisError.
 
-    states: words of STATES; by default, runs in any state are returned. Raises RedisError.
+    states: words of STATES. Only runs in one of these states are returned; by default, runs in any state.
     """
     snapshots = read_run_list(connection, _last_submitted(connection, limit))
     if not states:
@@ -130,7 +131,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return those of the last `limit` submitted runs that are not expected to end before their deadline."""
+    """Return the runs that are not expected to end before their deadline, of the last `limit` submitted runs."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
@@ -180,7 +181,7 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
 def _progress(
     report: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
-    """Return the progress that the fields of a job's hash describe. report: JSON that the job has written."""
+    """Return the progress that fields of a job's hash describe. report: JSON that the job has written."""
     numbers = stored.json_object(report)
     answered_tokens = stored.count(numbers.get("tokens")) or 0
     tokens_open = stored.count(numbers.get("tokens_open")) or 0
@@ -215,7 +216,7 @@ def _read(
         for name in reader.queues:
             if not reader.is_finished:
                 entries_of[name] = max_entries
-            entries_of.setdefault(name, 1)  # a finished run needs no entries
+            entries_of.setdefault(name, 1)  # a finished run needs no entries, and 1 is the fewest
     queues = {name: read_queue(connection, name, number) for name, number in entries_of.items()}
     for reader in readers:
         reader.add_queues(queues)
@@ -241,7 +242,7 @@ def run_readers(connection: Redis, runs: Iterable[str]) -> list[RunReader]:
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
             pipe.hmget(run_key(run), _FACTS)
-        # Producers may write to these keys too. So a reply may be an error. Then only that run is left out.
+        # Producers may write to these keys too, so a reply may be an error. Only the run of such a reply is left out.
         replies = pipe.execute(raise_on_error=False)
         for run, values in zip(run_ids, replies, strict=True):
             if not isinstance(values, list):
@@ -305,10 +306,10 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
     jobs: dict[str, dict[int, str]] = {}
     for entry in entries:
         job_id, _, _ = stored.text(entry).partition(":")
-        named = run_and_shard(job_id)
-        if named is None:
+        run_shard = run_and_shard(job_id)
+        if run_shard is None:
             continue  # a job of no run
-        run, shard = named
+        run, shard = run_shard
         if shard is not None:
             jobs.setdefault(run, {})[shard] = job_id
     return jobs

@@ -76,7 +76,7 @@ class RunReader:
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
-    is_worked_on: whether shards run or one has just ended, and a worker of the run's queues lives.
+    is_worked_on: whether a worker of the run's queues lives, and a shard of the run runs or has just ended.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -170,14 +170,16 @@ class RunReader:
 
     @property
     def quiet_s(self) -> float | None:
-        """The seconds since a shard reported progress or ended; None if nobody works on the run."""
+        """Return the seconds since a shard began, reported progress or ended; None if nobody works on the run."""
         if not self.is_worked_on:
             return None
         moments = [stored.seconds(self.facts.get("ended_at"))]
         for progress in self.progress:
             moments += [progress.started_at, progress.reported_at]
-        last_news_at = max((moment for moment in moments if moment is not None), default=None)
-        return None if last_news_at is None else max(0.0, time.time() - last_news_at)
+        known_moments = [moment for moment in moments if moment is not None]
+        if not known_moments:
+            return None
+        return max(0.0, time.time() - max(known_moments))
 
     @property
     def lacks_workers(self) -> bool:
@@ -207,14 +209,14 @@ class RunReader:
             job_ids = chain.from_iterable(map(self._job_ids, shards))
             self.claimed = num_held(connection, job_ids)
 
-        sought = [shard for shard in unfinished if shard not in self.failed]
+        not_failed = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
-            for shard in sought[:MAX_SOUGHT]:
+            for shard in not_failed[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
-            num_existing = pipe.execute()
+            jobs_of_shards = pipe.execute()  # how many jobs each of the shards has
         # Nobody runs a stopped job again, so its shard counts as gone too.
-        self.gone = num_existing.count(0) + len(self.stopped)
+        self.gone = jobs_of_shards.count(0) + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
         """Return the ids of a shard's jobs: one, or two in a cascade."""
@@ -252,9 +254,11 @@ class RunReader:
             is_whole=self.is_finished,
         )
 
+        failed_jobs = [job_id for job_id in self.failed.values() if job_id not in self.stopped]
         living = [worker for worker in workers if not worker.is_silent]
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
+        silent_workers = sorted(busy_workers - _alive(workers))
         awaited_second = self._awaited(workers, self.queues[-1], "second_model", "second_text")
         return RunSnapshot(
             run=self.run,
@@ -274,11 +278,11 @@ class RunReader:
             shards_started=len(progress),
             claimed=self.claimed,
             gone=self.gone,
-            failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
+            failed_jobs=tuple(failed_jobs),
             workers=len(listening),
             queue_length=self.length,
             listened=_queues_of(living),
-            silent_workers=tuple(sorted(busy_workers - _alive(workers))),
+            silent_workers=tuple(silent_workers),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
             awaited_model=self._awaited_first(workers),
@@ -312,7 +316,10 @@ class RunReader:
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
     ) -> _Rates:
-        """Return how fast the run is computed, with what its running shards report. Arguments: see `_measured`."""
+        """Return how fast the run is computed. Rows and tokens of running shards count too.
+
+        Arguments: see `_measured`.
+        """
         measured = self._measured(began_at, ended_at, worked_s)
         if measured is None:
             return _Rates()
@@ -325,7 +332,7 @@ class RunReader:
     ) -> _Measured | None:
         """Return the rows, tokens and seconds from which the rates are computed; None if the rates are not known.
 
-        A run on which nobody works has no rates, because old ones would mislead.
+        A run that lacks workers has no rates, because its old rates would mislead.
         began_at: when work on the submission began. ended_at: when its last part ended. worked_s: see RunSnapshot; None
         until the run has finished.
         """
@@ -335,7 +342,7 @@ class RunReader:
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
         if self.is_worked_on and not self.is_finished:
-            measured_until = time.time() - (self.quiet_s or 0.0)  # of the last report
+            measured_until = time.time() - (self.quiet_s or 0.0)  # the time of the last report
         if self.lacks_workers or began_at is None or measured_until is None:
             return None
         if measured_until <= began_at:
@@ -347,7 +354,10 @@ class RunReader:
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
-        """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
+        """Estimate the seconds left, from the running shards and the latest parts.
+
+        Returns None if they cannot be estimated, for example because the run lacks workers.
+        """
         if self.lacks_workers:
             return None
         # A worker that loads its model may have the name of a killed worker, whose shards it does not compute.
@@ -432,7 +442,10 @@ class RunReader:
         return safe_name(", ".join(missing), MAX_TEXT_CHARS)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
+        """Return "newer" or "older" if the plan is so, compared with all plans that the queue's workers can read.
+
+        Returns None if a worker can read the plan, or if nothing is known.
+        """
         readable_formats = set()
         for worker in listening_on(workers, self.facts["queue"]):
             sample = worker.sample
