@@ -187,7 +187,7 @@ def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
         variables = {**variables, EFFORT: checked_text(values[EFFORT], EFFORT)}
     choice = values.get("tool_choice")
     if forces_call(values):
-        sampling["tool_choice"] = _forced(choice, tools)
+        sampling["tool_choice"] = _forced_choice(choice, tools)
 
     options: dict[str, Any] = {}
     if variables:
@@ -200,12 +200,12 @@ def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
 
 
 def forces_call(values: Mapping[str, Any]) -> bool:
-    """Say whether a chat's keyword arguments ask for an answer that is a call of a tool."""
+    """Whether a chat's keyword arguments force its answer to be a call of a tool."""
     return values.get("tool_choice") not in (None, "auto", "none")
 
 
-def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a tool_choice that forces a call of one of these tools. Raises InvalidJob for any other choice."""
+def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
+    """Return a `tool_choice` in one form, if it forces a call of one of these tools. Raises InvalidJob if not."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)
@@ -224,7 +224,7 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
 
 
 def _function_in(value: object) -> dict[str, Any]:
-    """Return the function in an object {'type': 'function', 'function': {...}}; {} if there is none."""
+    """Return the inner object of {'type': 'function', 'function': {...}}; {} for a value of another form."""
     if not isinstance(value, dict) or value.get("type") != "function":
         return {}
     function = value.get("function")
@@ -232,7 +232,7 @@ def _function_in(value: object) -> dict[str, Any]:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """Return tools that a chat may call. Raises InvalidJob."""
+    """Return a chat's tools as they are. Raises InvalidJob if they are no list of functions with names."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
     for number, tool in enumerate(tools):

@@ -144,8 +144,8 @@ class PromptTask(Task):
         return n if isinstance(n, int) else 1
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
-        """Return OpenAI's response. A prompt that failed has its reason there. Raises RequestFailed if all failed."""
-        answers = [self._whole(answer) for answer in answers]
+        """Return OpenAI's response, with the error of each prompt that failed. Raises RequestFailed if all failed."""
+        answers = [self._failed_as_a_whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
@@ -165,15 +165,15 @@ class PromptTask(Task):
             head["system_fingerprint"] = fingerprint
         return {**head, **content}
 
-    def _whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer. If one of its samples has failed, return an answer in which all samples have failed.
+    def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
+        """Return an answer as it is; if one of its samples has failed, return one in which all samples have failed.
 
         With repairs, an answer has one sample, and is returned as it is.
         """
-        sample = answer.failed_sample
-        if sample is None or self.repairs.is_asked_for:
+        failed_sample = answer.failed_sample
+        if failed_sample is None or self.repairs.is_asked_for:
             return answer
-        return failed(sample.error, self.num_samples)
+        return failed(failed_sample.error, self.num_samples)
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
@@ -187,7 +187,7 @@ NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
-    """What a job of prompts asks. has_checks: whether answers are checked."""
+    """Tells the runner of a job's prompts what it needs to know. has_checks: whether answers are checked."""
 
     def __init__(self, *, has_checks: bool) -> None:
         self.has_checks = has_checks
@@ -202,8 +202,8 @@ class OpenPrompts(ItemsTask):
         self._context = context
         self._task = task
         self._began_at: float | None = None  # when `requests` was first called
-        self._shown_at = 0.0
-        self._shown: dict[str, int] = {}  # the progress that was returned last
+        self._progress_at = 0.0  # when the last progress was made
+        self._last_progress: dict[str, int] = {}  # the progress that was returned last
         # How many of the runner's answers are counted, and the characters and tokens of these answers.
         self._num_counted = 0
         self._num_chars = 0
@@ -244,7 +244,7 @@ class OpenPrompts(ItemsTask):
         return digests
 
     def _read_journal(self) -> dict[int, Progress]:
-        """Return how far an earlier execution came, by the indices of prompts that still ask the same."""
+        """Return how far an earlier execution came with each prompt that still asks the same, by the prompt's index."""
         journal = self._context.journal
         if journal is None or journal.stored is None:
             return {}
@@ -258,9 +258,10 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Add the tokens that were sent to a client that follows the job. The answer must go on after these tokens.
+        """Return an earlier execution's progress, with the tokens that were sent to a client that follows the job.
 
-        progress_of: how far an earlier execution came, by the prompts' indices.
+        The answer must go on after these tokens, because the client has them.
+        progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
         task = self._task
@@ -323,20 +324,23 @@ class OpenPrompts(ItemsTask):
             raise ResultTooLarge(self._context.max_result_bytes)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how many prompts are done. Returns None until the job has run for PROGRESS_AFTER_S."""
+        """Return how many prompts are done, counted at most every PROGRESS_EVERY_S.
+
+        Returns None until the job has run for PROGRESS_AFTER_S.
+        """
         if self._began_at is None:
             return None
         now = self._task.clock()
         if now - self._began_at < PROGRESS_AFTER_S:
             return None
-        if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
-            self._shown_at = now
-            self._shown = {
+        if not self._last_progress or now - self._progress_at >= PROGRESS_EVERY_S:
+            self._progress_at = now
+            self._last_progress = {
                 "prompts": self.runner.num_places,
                 "prompts_done": self.runner.counts.done,
                 "tokens": self._num_tokens,
             }
-        return self._shown
+        return self._last_progress
 
     def result(self) -> dict[str, Any]:
         """Return the job's response. Raises RequestFailed when every prompt failed."""

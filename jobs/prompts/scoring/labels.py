@@ -26,6 +26,7 @@ from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, u
 from jobs.tasks import Completion, Parts, Task
 
 MAX_LABELS = 1_000
+#: Takes the place of a prompt's or a chat's content, if `calibrate` names no prompt without content.
 CONTENT_FREE = "N/A"
 
 NOT_FINITE = "a label has no finite log-likelihood: its probability is not known"
@@ -136,7 +137,7 @@ def classify_task(
 ) -> Task:
     """Return the task of `jobs.classify`. Raises InvalidJob.
 
-    calibrate: true, or the prompt or messages without content.
+    calibrate: the prompt or messages without content; true for those that CONTENT_FREE makes.
     """
     model_name = parse_model(model)
     scoring = Labels.of(parse_labels("labels", labels), truncate_prompt_tokens)

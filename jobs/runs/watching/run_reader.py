@@ -289,13 +289,13 @@ class RunReader:
             awaited_adapters=self._awaited_adapters(workers),
             awaited_second=awaited_second,
             planned_by=self._planned_by(workers),
-            stopped=_shown(facts, "stopped"),
-            reuse_differs=_shown(facts, REUSE_DIFFERS),
+            stopped=_safe_fact(facts, "stopped"),
+            reuse_differs=_safe_fact(facts, REUSE_DIFFERS),
             too_many_errors=too_many_errors,
             deadline=stored.seconds(facts.get(DEADLINE)),
-            model=_shown(facts, "model_text"),
+            model=_safe_fact(facts, "model_text"),
             submitted_at=submitted_at,
-            submitted_by=_shown(facts, SUBMITTED_BY),
+            submitted_by=_safe_fact(facts, SUBMITTED_BY),
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
@@ -397,7 +397,7 @@ class RunReader:
         if status is JobStatus.FAILED:
             return failure_text(connection, facts["plan_job"])
         if status is None and PLAN_ERROR in facts:
-            return _shown(facts, PLAN_ERROR)
+            return _safe_fact(facts, PLAN_ERROR)
         if status is None and self.shards is None and "cancelled" not in facts:
             return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
         return None
@@ -424,7 +424,7 @@ class RunReader:
         model, _, _ = identity.partition("\n")  # further lines name adapters
         if model in models:
             return None
-        text = _shown(self.facts, text_fact)
+        text = _safe_fact(self.facts, text_fact)
         other_length = other_lengths(workers, queue, identity)
         if text and other_length:
             return f"{text}, but {other_length}"
@@ -476,7 +476,7 @@ def _alive(workers: Iterable[Worker]) -> set[str]:
     return {worker.name for worker in workers if not worker.is_silent}
 
 
-def _shown(facts: Mapping[str, str], name: str) -> str | None:
+def _safe_fact(facts: Mapping[str, str], name: str) -> str | None:
     """Return a fact's text, safe to show; None if it is missing."""
     if name not in facts:
         return None
