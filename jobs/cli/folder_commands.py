@@ -105,14 +105,14 @@ def _check_error_options(
 ) -> None:
     """Raise UsageError if options of `errors` do not go together."""
     if wait and retry is None:
-        raise click.UsageError("--wait is for --retry: without it nothing is awaited")
+        raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
     if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
             "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
         )
     if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
-            "--max-tokens is for --retry with --cut: without it only rows with an error are asked"
+            "--max-tokens is for --retry with --cut: without --cut only rows with an error are asked"
         )
     if export is not None and retry is not None:
         raise click.UsageError("--export and --retry each do something with the rows: give one")
@@ -277,7 +277,7 @@ def _errors_json(
 def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
-    """Return what `errors` prints for people: a table of reasons, and a table of the given rows if there are any."""
+    """Return what `errors` prints for people: a table of the reasons, and a table of the rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
@@ -300,7 +300,7 @@ def _errors_text(
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
-    """Return a row as `tail` prints it. prefix: the run's --output-prefix, with which its own columns begin."""
+    """Return a row as `tail` prints it. prefix: the text before the names of the columns that the run adds."""
     number = row["row"]
     error = row.get(f"{prefix}error")
     if error is not None:
@@ -312,7 +312,7 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     text = to_json(answer)
     present_values = [value for value in answer.values() if value is not None]
     if len(present_values) == 1 and isinstance(present_values[0], str):
-        text = present_values[0]  # if there is only a text, it is shown as it is
+        text = present_values[0]  # an answer that is only a text is shown as it is
     ending = ""
     if finish_reason not in (None, "stop"):
         ending = f" [{finish_reason}]"
@@ -352,7 +352,7 @@ def report(
     # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
-        text = _text_of(scored, file_name)
+        text = _file_text(scored, file_name)
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
@@ -377,7 +377,7 @@ def report(
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
     """Return rows of a run as examples, with their prompts if `has_prompts`.
 
-    If the rows cannot be read, returns None, or raises RunNotHere if prompts were asked for.
+    If the rows cannot be read, this raises RunNotHere with `has_prompts`, and returns None without it.
     """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
@@ -387,7 +387,7 @@ def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
         return None
 
 
-def _text_of(run: client.Run, name: str) -> str:
+def _file_text(run: client.Run, name: str) -> str:
     """Return the text of a file in a run's folder. For a folder on a disk, this works without pyarrow."""
     if is_stored(run.output):
         return reader_of(run).text(name)
@@ -488,8 +488,10 @@ def verify(
                 "sample": sample,
                 "seed": seed,
             }
-            asked_queue = queue or finished.queue
-            result = try_job(connection, asked_queue, "jobs.verify_rows", arguments, finished.model)
+            queue_of_job = queue or finished.queue
+            result = try_job(
+                connection, queue_of_job, "jobs.verify_rows", arguments, finished.model
+            )
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)

@@ -138,7 +138,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what a run's output folder says about it, without Redis."""
+    """Return, as JSON, what a run's output folder says about the run. Redis is not asked."""
     plan = output.plan
     return json.dumps(
         {
@@ -155,7 +155,7 @@ def output_json(output: RunOutput) -> str:
 
 
 def _output_text(output: RunOutput) -> str:
-    """Return in lines what a run's output folder says about it, without Redis."""
+    """Return, in lines, what a run's output folder says about the run. Redis is not asked."""
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
         f"run {output.plan.run}: {output.state}",
@@ -170,7 +170,7 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    """Return a table of the open runs and the runs that ended last. As JSON, return all runs of the list."""
+    """Return a table of the open runs and the runs that ended last. With `as_json`, return all listed runs as JSON."""
     print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
@@ -188,7 +188,11 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: print it again and again, on a terminal always at the top."""
+    """Print the text that `show` returns.
+
+    watch: whether to go on until Ctrl-C, with the present text every WATCH_EVERY_S. On a terminal, each text is printed
+    at the top of a cleared screen.
+    """
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):

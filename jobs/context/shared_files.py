@@ -98,11 +98,11 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) for a shard.
+        """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        The reader is the idle one of the key that stands nearest before the shard, or a new one. Only one reader of a
-        key is lent at a time, and other shards of the file wait for it. The reader is closed if the body of the `with`
-        raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are lent.
+        Among the key's idle readers, the one that stands nearest before the shard is lent. Without such a reader, a new
+        one is opened. Only one reader of a key is lent at a time, and other shards that need one wait. The reader is
+        closed if the body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard)
@@ -121,7 +121,7 @@ class SharedFiles:
                 self._close(reader)
 
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that stands nearest before a shard; None if there is none."""
+        """Take the idle reader of a key that stands nearest before a shard; None if none stands before it."""
         with self._lock:
             candidates = []
             for idle in self._idle:
@@ -183,9 +183,9 @@ class ShardBytes:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
-        """Add bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
+        """Add bytes of prompts that a shard takes. already_held: the bytes that the shard has now. Raises NoRoomYet."""
         with self._lock:
-            is_alone = self.held <= already_held
+            is_alone = self.held <= already_held  # no other shard holds any bytes
             if not is_alone and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes

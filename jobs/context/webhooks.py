@@ -87,7 +87,7 @@ def _send(
     headers: Mapping[str, str],
     body: bytes | None,
 ) -> int:
-    """Send a request over a connected socket, and return the status of the response. parts: the URL's."""
+    """Send a request over a connected socket, and return the status of the response. parts: the URL's parts."""
     target = parts.path or "/"
     if parts.query:
         target += f"?{parts.query}"

@@ -109,7 +109,7 @@ def generated(
     control_tokens: the model's control tokens. Before an answer or a reason is added to a text prompt, these tokens are
     broken in it (see with_breaks). In chats, the engine does this.
     """
-    if repairs.is_asked_for:
+    if repairs.may_ask_again:
         return _asked_until_accepted(request, repairs, row, control_tokens)
     return _answer_of_samples(asked_once(request))
 
@@ -323,7 +323,7 @@ def check_repairs(
         raise InvalidJob(
             "repair_template asks for a valid answer, and there is no check: give one too"
         )
-    if not options.is_asked_for:
+    if not options.may_ask_again:
         if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
             raise InvalidJob(
                 "max_attempts is for answers that are tried again: give a check, or continue_on_length"

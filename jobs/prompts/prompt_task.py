@@ -129,10 +129,10 @@ class PromptTask(Task):
         if self.way is not None:
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # for check functions
-        if self.repairs.is_asked_for and prompt.messages is not None:
+        if self.repairs.may_ask_again and prompt.messages is not None:
             without_pictures = with_pictures(prompt.messages, lambda picture: None)
             row = {"messages": without_pictures}
-        elif self.repairs.is_asked_for:
+        elif self.repairs.may_ask_again:
             row = {"prompt": without_breaks(prompt.prompt)}
         tokens_to_break = control_tokens if self.values_are_text else ()
         return generated(prompt, self.repairs, row, tokens_to_break)
@@ -171,7 +171,7 @@ class PromptTask(Task):
         With repairs, an answer has one sample, and is returned as it is.
         """
         failed_sample = answer.failed_sample
-        if failed_sample is None or self.repairs.is_asked_for:
+        if failed_sample is None or self.repairs.may_ask_again:
             return answer
         return failed(failed_sample.error, self.num_samples)
 
@@ -268,7 +268,7 @@ class OpenPrompts(ItemsTask):
         if journal is None or not journal.sent:
             return progress_of
         # Only a job of one request can be followed.
-        if len(task.prompts) != 1 or task.repairs.is_asked_for or task.way is not None:
+        if len(task.prompts) != 1 or task.repairs.may_ask_again or task.way is not None:
             return progress_of
         progress = progress_of.get(0, NOTHING)
         has_completion = bool(progress.replies or progress.received)

@@ -68,6 +68,6 @@ def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) 
     name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")
-    if repairs.is_asked_for:
+    if repairs.may_ask_again:
         other = "continue_on_length" if repairs.check is None else "check"
         raise InvalidJob(f"{name} and {other} do not go together: leave one out")
