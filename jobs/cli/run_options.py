@@ -68,7 +68,7 @@ def assignments(
 def column_list(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | None:
-    """Return the columns of a repeatable option, whose texts separate them by commas; None if it was not given."""
+    """Return the columns that a repeatable option lists, separated by commas; None if the option was not given."""
     if not texts:
         return None
     try:

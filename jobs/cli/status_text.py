@@ -121,8 +121,8 @@ class Lines:
         """Leave the lines as they are."""
 
 
-def _has_columns(file: TextIO) -> bool:
-    """Whether a file is a terminal of known width, on which a bar can be drawn."""
+def _can_draw_bar(file: TextIO) -> bool:
+    """Whether a progress bar can be drawn on a file: whether it is a terminal of known width."""
     with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     return False
@@ -260,7 +260,7 @@ def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
 def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, and with 130 on Ctrl-C."""
     click.echo(run)
-    display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
+    display = Bar(sys.stderr) if _can_draw_bar(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))
     with _ctrl_c_leaves_run_going(run, watch), closing(display):
         followed = follow(watch, time.sleep, display.show, display.warn)

@@ -114,6 +114,11 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
             "--watch shows all runs: to follow one run, repeat its `tokenmill submit` with --wait"
         )
     print_troubles(connection)
+    _print_status(connection, run, as_json)
+
+
+def _print_status(connection: redis.Redis, run: str, as_json: bool) -> None:
+    """Print the state of one run. run: the run's id or its output folder. Raises UnknownRun."""
     run, output = named_run(connection, run)
     try:
         snapshot = read_planned(connection, run)

@@ -311,9 +311,9 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -> str | None:
     """Return the rule that a user needs for a command; None if the command is permitted.
 
-    words: the command. refusal: why the server refuses the command; "" if it is permitted. key_pattern: the keys that
-    the command stands for; None if it stands for itself. Such a command needs no rule for its key, because the commands
-    with a pattern show which keys are missing.
+    words: the command. refusal: why the server refuses the command; "" if it is permitted.
+    key_pattern: the pattern of keys whose rule this command tests. None if it tests the rule of a command. Then a
+    refusal of its key gives no rule, because other commands test all keys.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"

@@ -65,16 +65,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
     The error's text begins with the name of the wrong argument.
     """
-    for name, value in body.items():
-        if name in _REFUSED and value not in _REFUSED[name]:
-            raise NotBuilt(f"{name} is not built: leave it out")
-        if name not in (*_REFUSED, *_SAME, *_CONVERTED):
-            raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
-
-    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
-        if not isinstance(body.get(name), kind | None):
-            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
-
+    _check_arguments(body)
     chat: dict[str, Any] = {"messages": _messages(body)}
     for name in _SAME:
         if body.get(name) is not None:
@@ -96,6 +87,19 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     if choice is not None and body.get("tools"):  # without tools, there is nothing to choose
         chat["tool_choice"] = choice
     return chat
+
+
+def _check_arguments(body: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an argument that is not built or not known, and for a list or object of another type."""
+    for name, value in body.items():
+        if name in _REFUSED and value not in _REFUSED[name]:
+            raise NotBuilt(f"{name} is not built: leave it out")
+        if name not in (*_REFUSED, *_SAME, *_CONVERTED):
+            raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
+
+    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), kind | None):
+            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -194,7 +194,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job. It holds all of them in memory, as Redis does."""
+    """Asks the prompts of one job, all of which are held in memory."""
 
     runner: ItemRunner[PromptAnswer]
 
@@ -232,9 +232,9 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return the digest by which the journal knows each prompt, by the prompt's index.
+        """Return, by index, the digest by which the journal knows each prompt.
 
-        It is computed when it is first needed, because most jobs end before they write a journal.
+        The digests are computed when they are first needed, because most jobs end before they write a journal.
         """
         clock = self._context.model.pinned(self._opened_at).clock
         digests = {}

@@ -198,7 +198,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _cancel_jobs(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> Cancelled:
-    """Take those of the jobs that wait off their queue, and ask workers to stop the others. Raises RunResubmitted."""
+    """Take the waiting jobs among these off their queue, and have workers stop the others. Raises RunResubmitted."""
     removed = remove_waiting(state, submission, queue_name, job_ids)
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):
@@ -225,7 +225,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> int:
-    """Take those of the jobs that wait off their queue, and delete them; return how many. Raises RunResubmitted."""
+    """Take the waiting jobs among these off their queue, and delete them; return how many. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
@@ -303,7 +303,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask the workers that hold any of the jobs to stop them. Return how many of the jobs are held."""
+    """Ask workers to stop those of the jobs that they hold; return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

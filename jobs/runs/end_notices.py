@@ -217,7 +217,8 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     """POST a notice to a URL whose host this worker may call; return the status of the response.
 
     The call is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed if the
-    last try fails too, WebhookRefused for any other status, and InvalidJob.
+    last try fails too, and WebhookRefused for any other status outside 2xx. Raises InvalidJob for a host that this
+    worker may not call, and for a content that is no small mapping.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

@@ -103,10 +103,7 @@ class Labels(Scoring):
         if not all(map(isfinite, scores)):
             return Scored(error=NOT_FINITE)
 
-        highest = max(scores)
-        weights = [exp(score - highest) for score in scores]
-        total = fsum(weights)
-        probabilities = [weight / total for weight in weights]
+        probabilities = _softmax(scores)
         best, second, *_ = sorted(probabilities, reverse=True)
         best_index = probabilities.index(best)
         values = {
@@ -116,6 +113,14 @@ class Labels(Scoring):
             "margin": best - second,
         }
         return Scored(values)
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    """Return probabilities that are proportional to the exponentials of scores."""
+    highest = max(scores)
+    weights = [exp(score - highest) for score in scores]
+    total = fsum(weights)
+    return [weight / total for weight in weights]
 
 
 def _logprobs(completion: Completion) -> list[float]:
@@ -137,7 +142,7 @@ def classify_task(
 ) -> Task:
     """Return the task of `jobs.classify`. Raises InvalidJob.
 
-    calibrate: the prompt or messages without content; true for those that CONTENT_FREE makes.
+    calibrate: the prompt or messages without content. If it is true, CONTENT_FREE takes the place of the content.
     """
     model_name = parse_model(model)
     scoring = Labels.of(parse_labels("labels", labels), truncate_prompt_tokens)

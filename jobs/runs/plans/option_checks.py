@@ -179,9 +179,8 @@ def refuse_generation_values(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    allowed: the names of values that say how a prompt is read.
-    request, owner: words for the message, about what generates nothing, such as "labels", and about what has the
-    values.
+    allowed: the names of values that say how a prompt is read. request: words for what generates nothing, such as
+    "labels". owner: words for what has the values. The message has both.
     """
     for name in values:
         # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.
@@ -229,10 +228,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], request: str) -> None:
-    """Raise InvalidJob if one of these options has a value.
-
-    request: words for the message, about what generates nothing.
-    """
+    """Raise InvalidJob if one of these options has a value. request: words for what generates nothing."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {request} do not go together: nothing is generated")

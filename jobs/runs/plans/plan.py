@@ -99,7 +99,7 @@ class Plan:
 
     seed: every row's seed is computed from this seed and the row's number.
     added_columns: columns that come after the files' own.
-    columns: the names and kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
+    columns: the names and kinds (jobs.parquet.formats.kinds) of the columns of text files, which have no types.
     as_json: columns of JSON lines that are read twice: as values of the type that all rows share, and as each row's own
     JSON. Prompts and outputs show the JSON, which does not depend on other rows.
     sizes: for each shard, the bytes of its rows.
@@ -223,7 +223,7 @@ class Plan:
     def _digest(self) -> str:
         """Return a digest of the seed and of the numbers by which rows are found.
 
-        A plan whose file was changed by hand has another digest than the one that it names.
+        If somebody changes these numbers in a plan's file, they no longer give the digest in the file.
         """
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)
@@ -297,12 +297,12 @@ def _model(content: dict[str, Any]) -> PinnedModel:
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Return the second model that a plan has written with `_as_object`; None if it has none."""
+    """Return the second model that a plan has written with `_as_object`; None if the plan has none."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Return what a plan has written about earlier runs; None if it has taken nothing."""
+    """Return what a plan has written about earlier runs; None if planning has taken nothing from any."""
     return None if content is None else Reused(**content)
 
 

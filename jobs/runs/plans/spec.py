@@ -386,7 +386,8 @@ def _from_json(schema: Any) -> Any:
 def _source(options: Mapping[str, Any]) -> str | None:
     """Return the name of the option that says what each row asks. Raises InvalidJob for more than one such option.
 
-    None: no option says it, or only `prompt_column` with the default column, which may stand beside another source.
+    Returns None if there is no such option. `prompt_column` with the default column does not count, because it may
+    stand beside another option.
     """
     possible = ["messages_column", "template", "prompts"]
     if options.get("prompt_column") != DEFAULT_PROMPT_COLUMN:

@@ -93,7 +93,10 @@ LISTED_S = 2 * RUN_TTL_S
 
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
-    """Keep the reasons of a part's errors. If it has no errors, forget the reasons of an earlier part of this shard."""
+    """Store the reasons of a part's errors, in place of the reasons of an earlier part of this shard.
+
+    If the part has no errors, or if MAX_PARTS other parts have reasons, the earlier reasons are only removed.
+    """
     key = run_key(run, "errors")
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
@@ -304,7 +307,7 @@ class RunState:
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change as one transaction, and return the result of `change`. `transact` says how it is called.
+        """Make a change as one transaction, as `transact` does, and return the result of `change`.
 
         Raises RunResubmitted if `submission` is not the last one any more.
         """
@@ -519,10 +522,9 @@ class RunState:
         return records
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change as one transaction, and return the result of `change`. Raises RunBusy.
+        """Make a change as one transaction, as `transact` does, and return the result of `change`. Raises RunBusy.
 
-        `change` is called as `transact` says. If a planner, submission or cancel came after its reads, it is called
-        again.
+        `change` is called again if a planner, submission or cancel came after its reads.
         """
         return self._change(change, self._turn_key, *watched)
 

@@ -139,15 +139,19 @@ def _figures(
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
     )
+    note = _note_on_figures(idle_s=manifest["seconds"] - seconds)
+    return f"<dl>{cells}</dl><p class=soft>{_text(note)}</p>"
+
+
+def _note_on_figures(idle_s: float) -> str:
+    """Return the text below the numbers at the top. idle_s: the seconds in which no worker had a shard."""
     note = (
         "Answer tokens are those of the output's rows. Tokens a second and tokens of workers are generated tokens:"
         " those of equal prompts count once, and those of every attempt at an answer count."
     )
-    idle_s = manifest["seconds"] - seconds
-    if idle_s >= 1:
-        idle = duration_text(idle_s)
-        note = f"Time and chart leave out {idle} during which no worker had a shard. {note}"
-    return f"<dl>{cells}</dl><p class=soft>{_text(note)}</p>"
+    if idle_s < 1:
+        return note
+    return f"Time and chart leave out {duration_text(idle_s)} during which no worker had a shard. {note}"
 
 
 #: The titles of arguments that say what a run asks, in the order in which they are shown.
@@ -205,7 +209,9 @@ def _arguments(manifest: Mapping[str, Any]) -> str:
         entries.append(("Output", arguments["output"]))
     if not entries:
         return ""
-    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in entries)
+    rows = ""
+    for title, value in entries:
+        rows += f"<tr><th>{title}</th><td>{_value_html(value)}</td></tr>"
     return f"<h2>What was asked</h2><table>{rows}</table>"
 
 
@@ -244,7 +250,7 @@ def _examples(examples: Examples | None) -> str:
     heads = "".join(f"<th>{_text(name)}</th>" for name in ("Row", *examples.columns))
     body = ""
     for row, values in examples.rows:
-        cells = "".join(f"<td>{_long(value)}</td>" for value in values)
+        cells = "".join(f"<td>{_value_html(value)}</td>" for value in values)
         body += f"<tr><td class=n>{row:,}</td>{cells}</tr>"
     return f"<h2>Examples</h2><table><tr>{heads}</tr>{body}</table>"
 
@@ -254,7 +260,7 @@ MAX_VALUE_CHARS = 1000
 MAX_VALUE_LINES = 40
 
 
-def _long(value: Any) -> str:
+def _value_html(value: Any) -> str:
     """Return the beginning of a value as HTML; "" for None. A text keeps its line breaks. Other values become JSON."""
     if value is None:
         return ""

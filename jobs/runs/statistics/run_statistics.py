@@ -296,21 +296,14 @@ class RunStatistics:
         self._left_out.update(part.left_out)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return the statistics in the manifest's form. Their times leave out when no worker had a shard."""
+        """Return the statistics in the manifest's form. Times in which no worker had a shard do not count."""
         all_parts: list[_Part] = []
         workers: list[dict[str, Any]] = []
         for name, parts in self._parts_by_worker.items():
             all_parts += parts
-            workers.append(
-                {
-                    "name": name,
-                    "rows": sum(part.rows for part in parts),
-                    "errors": sum(part.errors for part in parts),
-                    "generated_tokens": sum(part.tokens for part in parts),
-                    "seconds": _total_s(_busy_times(parts)),
-                }
-            )
+            workers.append(_worker_object(name, parts))
 
+        workers_by_rows = sorted(workers, key=lambda worker: -worker["rows"])
         busy = _busy_times(all_parts)
         return {
             "working_seconds": _total_s(busy),
@@ -320,11 +313,22 @@ class RunStatistics:
             "finish_reasons": dict(self._finish_reasons.most_common()),
             "labels": dict(self._labels.most_common(MAX_LABELS)),
             "left_out": dict(self._left_out.most_common(MAX_LABELS)),
-            "workers": sorted(workers, key=lambda worker: -worker["rows"])[:MAX_WORKERS],
+            "workers": workers_by_rows[:MAX_WORKERS],
             "num_workers": len(workers),
             "worker_seconds": sum(worker["seconds"] for worker in workers),
             "reasons": reasons.to_objects(MAX_REASONS),
         }
+
+
+def _worker_object(name: str, parts: Sequence[_Part]) -> dict[str, Any]:
+    """Return the statistics of one worker in the manifest's form. parts: the worker's parts."""
+    return {
+        "name": name,
+        "rows": sum(part.rows for part in parts),
+        "errors": sum(part.errors for part in parts),
+        "generated_tokens": sum(part.tokens for part in parts),
+        "seconds": _total_s(_busy_times(parts)),
+    }
 
 
 def _by_bound(lengths: Counter[int]) -> dict[str, int]:

@@ -60,13 +60,13 @@ _COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 
 
 def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of those of the runs that Redis knows. Raises RedisError.
+    """Return the progress of runs, without runs that Redis does not know. Raises RedisError.
 
     This is cheap enough for a long list: at most MAX_ENTRIES entries of each queue's registries are read.
     """
     workers = _workers(connection)
     snapshots = []
-    for reader in _read(connection, runs, workers, MAX_ENTRIES):
+    for reader in _filled_readers(connection, runs, workers, MAX_ENTRIES):
         if reader.seems_idle and reader.may_lack_jobs:
             reader.find_jobs(connection)
         snapshots.append(_snapshot(connection, reader, workers))
@@ -74,14 +74,13 @@ def read_run_list(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
 
 
 def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of those of the runs that Redis knows. Raises RedisError.
+    """Return the exact progress of runs, without runs that Redis does not know. Raises RedisError.
 
-    This is exact: all entries of the registries are read, and the jobs of a run that seems idle are looked up one by
-    one.
+    All entries of the registries are read, and the jobs of a run that seems idle are looked up one by one.
     """
     workers = _workers(connection)
     snapshots = []
-    for reader in _read(connection, runs, workers, max_entries=None):
+    for reader in _filled_readers(connection, runs, workers, max_entries=None):
         if reader.seems_idle:
             reader.find_jobs(connection)
         snapshots.append(_snapshot(connection, reader, workers))
@@ -131,7 +130,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return the runs that are not expected to end before their deadline, of the last `limit` submitted runs."""
+    """Return, of the last `limit` submitted runs, those that are not expected to end before their deadline."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
@@ -203,21 +202,15 @@ def _workers(connection: Redis) -> list[Worker]:
     return [worker for worker in read_workers(connection) if worker.queues]
 
 
-def _read(
+def _filled_readers(
     connection: Redis, runs: Iterable[str], workers: Collection[Worker], max_entries: int | None
 ) -> list[RunReader]:
-    """Collect the state of the runs that Redis knows: their queues, parts, progress and stopped jobs.
+    """Return a reader for each run that Redis knows, filled with its queues, parts, progress and stopped jobs.
 
     max_entries: the most entries that are read from a queue's registry; None for all.
     """
     readers = run_readers(connection, runs)
-    entries_of: dict[str, int | None] = {}  # by queue
-    for reader in readers:
-        for name in reader.queues:
-            if not reader.is_finished:
-                entries_of[name] = max_entries
-            entries_of.setdefault(name, 1)  # a finished run needs no entries, and 1 is the fewest
-    queues = {name: read_queue(connection, name, number) for name, number in entries_of.items()}
+    queues = _read_queues(connection, readers, max_entries)
     for reader in readers:
         reader.add_queues(queues)
     # Parts are read after the queues. So a shard that ends in between counts as done, and not as lost.
@@ -233,6 +226,25 @@ def _read(
         reader.is_worked_on = has_work and not served_queues.isdisjoint(reader.queues)
         reader.find_stopped(connection)
     return readers
+
+
+def _read_queues(
+    connection: Redis, readers: Sequence[RunReader], max_entries: int | None
+) -> dict[str, QueueJobs]:
+    """Read the queues of the readers' runs, each once; return their jobs by the queues' names.
+
+    max_entries: the most entries that are read from a registry; None for all.
+    """
+    entries_of: dict[str, int | None] = {}  # by queue
+    for reader in readers:
+        for name in reader.queues:
+            if not reader.is_finished:
+                entries_of[name] = max_entries
+            entries_of.setdefault(name, 1)  # a finished run needs no entries, and 1 is the fewest
+    queues = {}
+    for name, most in entries_of.items():
+        queues[name] = read_queue(connection, name, most)
+    return queues
 
 
 def run_readers(connection: Redis, runs: Iterable[str]) -> list[RunReader]:

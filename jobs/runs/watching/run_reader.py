@@ -237,22 +237,16 @@ class RunReader:
         submitted_at = submission / 1000 if submission else None  # the number is a time in ms
 
         rows = stored.count(facts.get("rows"))
-        rows_done = counts["rows"] + sum(shard.rows for shard in progress)
+        rows_under_way = sum(shard.rows for shard in progress)
+        tokens_under_way = sum(shard.tokens for shard in progress)
+        rows_done = counts["rows"] + rows_under_way
         if rows is not None:
             rows_done = min(rows_done, rows)
-        tokens_under_way = sum(shard.tokens for shard in progress)
 
         began_at = stored.seconds(facts.get("began_at"))
         ended_at = stored.seconds(facts.get("ended_at"))
         worked_s = stored.seconds(facts.get("worked_s")) if self.is_finished else None
         rates = self._rates(began_at, ended_at, worked_s)
-
-        limit = ErrorLimit.from_stored(facts.get("max_errors"))
-        too_many_errors = limit.excess(
-            counts["rows"] - counts["expired"],
-            counts["errors"] - counts["expired"],
-            is_whole=self.is_finished,
-        )
 
         failed_jobs = [job_id for job_id in self.failed.values() if job_id not in self.stopped]
         living = [worker for worker in workers if not worker.is_silent]
@@ -291,7 +285,7 @@ class RunReader:
             planned_by=self._planned_by(workers),
             stopped=_safe_fact(facts, "stopped"),
             reuse_differs=_safe_fact(facts, REUSE_DIFFERS),
-            too_many_errors=too_many_errors,
+            too_many_errors=self._too_many_errors(),
             deadline=stored.seconds(facts.get(DEADLINE)),
             model=_safe_fact(facts, "model_text"),
             submitted_at=submitted_at,
@@ -311,6 +305,16 @@ class RunReader:
             prompt_tokens=counts["prompt_tokens"],
             completion_tokens=counts["completion_tokens"],
             cached_tokens=counts["cached_tokens"],
+        )
+
+    def _too_many_errors(self) -> str | None:
+        """Return a sentence that says that too many rows have an error; None if the run's limit allows the errors."""
+        limit = ErrorLimit.from_stored(self.facts.get("max_errors"))
+        num_expired = self.counts["expired"]  # these rows do not count
+        return limit.excess(
+            self.counts["rows"] - num_expired,
+            self.counts["errors"] - num_expired,
+            is_whole=self.is_finished,
         )
 
     def _rates(
@@ -442,9 +446,9 @@ class RunReader:
         return safe_name(", ".join(missing), MAX_TEXT_CHARS)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return "newer" or "older" if the plan is so, compared with all plans that the queue's workers can read.
+        """Return whether the plan's format is "newer" or "older" than those that the queue's workers can read.
 
-        Returns None if a worker can read the plan, or if nothing is known.
+        Returns None if a worker can read the plan, or if the formats are not known.
         """
         readable_formats = set()
         for worker in listening_on(workers, self.facts["queue"]):
