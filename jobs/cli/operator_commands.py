@@ -335,21 +335,21 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
         findings.append(finding)
         if not as_json:
             _print_finding(finding)
-    levels = Counter(finding.level for finding in findings)
+    counts = Counter(finding.level for finding in findings)
+    faults = counts[Level.FAULT]
+    warnings = counts[Level.WARNING]
     if as_json:
         content = {
             "version": version("tokenmill"),
             "role": role,
-            "faults": levels[Level.FAULT],
-            "warnings": levels[Level.WARNING],
+            "faults": faults,
+            "warnings": warnings,
             "findings": [finding._asdict() for finding in findings],
         }
         click.echo(json.dumps(content, indent=2))
     else:
-        click.echo(
-            f"faults: {levels[Level.FAULT]}, warnings: {levels[Level.WARNING]}, ok: {levels[Level.OK]}"
-        )
-    context.exit(1 if levels[Level.FAULT] else 0)
+        click.echo(f"faults: {faults}, warnings: {warnings}, ok: {counts[Level.OK]}")
+    context.exit(1 if faults else 0)
 
 
 def _print_finding(finding: Finding) -> None:

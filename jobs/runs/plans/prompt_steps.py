@@ -133,15 +133,15 @@ LONGEST_ENDING = "_prompt_logprobs"
 
 def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]:
     """Return the names of the columns of one answer. The columns' types are in jobs/parquet/asks/ask.py."""
-    wanted = {
-        "completion": True,
-        "finish_reason": True,
-        "reasoning": sampling.get("separate_reasoning"),
-        "tool_calls": has_tools,
-        "tool_call_error": has_tools,
-        **{name: sampling.get(name) is not None for name in LOGPROBS},
-    }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+    names = ["completion", "finish_reason"]
+    if sampling.get("separate_reasoning"):
+        names.append("reasoning")
+    if has_tools:
+        names += ["tool_calls", "tool_call_error"]
+    for name in LOGPROBS:
+        if sampling.get(name) is not None:
+            names.append(name)
+    return names
 
 
 @dataclass(frozen=True)

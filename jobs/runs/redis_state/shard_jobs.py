@@ -338,15 +338,16 @@ class _ShardQueue:
         """
         job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, job_ids)
-        waiting_ids = set()
+        waiting_ids = set()  # of the jobs that should be on the queue
         for job in jobs:
             if job.status == JobStatus.QUEUED and not job.executions:
                 waiting_ids.add(job.id)
-        if waiting_ids and not waiting_ids <= self._ids_on_queue:
+        # Without such jobs, the queue is not read.
+        if not waiting_ids or waiting_ids <= self._ids_on_queue:
+            jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
+        else:
             # Some of these jobs came onto the queue after it was read, or are lost. So it is read again.
             jobs = read_earlier(self._connection, job_ids, self.keys)
-        else:
-            jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
         return [_ShardJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:

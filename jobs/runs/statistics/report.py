@@ -226,21 +226,28 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
     """Return the tables of counts: of answers by finish reason, label and check, and of lines by left-out argument."""
-    tables = []
-    for title, key in (("How answers ended", "finish_reasons"), ("Labels", "labels")):
-        counts = statistics.get(key) or {}
-        total = sum(counts.values())
-        rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
-        tables.append(_table(title, ("", "Answers", "Share"), rows))
+    # Manifests of older versions lack some of these counts.
+    finish_reasons = statistics.get("finish_reasons") or {}
+    labels = statistics.get("labels") or {}
+    left_out = statistics.get("left_out") or {}
+    tables = [_table_of_shares("How answers ended", finish_reasons)]
+    tables.append(_table_of_shares("Labels", labels))
     if manifest.get("arguments", {}).get("check"):
         failed = manifest["failed_checks"]
         passed = manifest["rows"] - manifest["errors"] - failed
         rows = [("passed", passed, ""), ("failed", failed, "")]
         tables.append(_table("Checks", ("", "Answers", ""), rows))
-    left_out = list((statistics.get("left_out") or {}).items())
-    tables.append(_table("Arguments that were left out", ("", "Lines"), left_out))
+    tables.append(_table("Arguments that were left out", ("", "Lines"), list(left_out.items())))
+
     sections = "".join(f"<section>{table}</section>" for table in tables if table)
     return f'<div class="pair">{sections}</div>' if sections else ""
+
+
+def _table_of_shares(title: str, counts: Mapping[str, int]) -> str:
+    """Return a table of counts of answers, each with its share of all; "" if there are no counts."""
+    total = sum(counts.values())
+    rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
+    return _table(title, ("", "Answers", "Share"), rows)
 
 
 def _examples(examples: Examples | None) -> str:

@@ -305,12 +305,12 @@ def _read_parts(connection: Redis, readers: Sequence[RunReader]) -> None:
         counts = next(replies)
         num_fields = next(replies)
         total, *records = next(replies)
-        with_part = set()
+        shards_with_part = set()
         for shard, record in zip(shards, records, strict=True):
             if record is not None:
-                with_part.add(shard)
+                shards_with_part.add(shard)
         num_parts = num_fields if total is None else num_fields - 1
-        reader.add_parts(_texts(_COUNTS, counts), num_parts, with_part)
+        reader.add_parts(_texts(_COUNTS, counts), num_parts, shards_with_part)
 
 
 def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:

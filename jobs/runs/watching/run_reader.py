@@ -113,18 +113,20 @@ class RunReader:
             self.failed.update(queue.failed.get(self.run, {}))
 
     def add_parts(
-        self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
+        self, counts: Mapping[str, str], num_parts: int, shards_with_part: Collection[int]
     ) -> None:
         """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: the shards that have a part and also a running or failed job. Another execution has written the part.
+        shards_with_part: the shards that have a part and also a running or failed job. Another execution has written
+        the part.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
-        self.running = {
-            shard: job_id for shard, job_id in self.started.items() if shard not in with_part
-        }
+        self.running: dict[int, str] = {}
+        for shard, job_id in self.started.items():
+            if shard not in shards_with_part:
+                self.running[shard] = job_id
 
         # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
         # a part and the run has not finished, the job has failed while it ended the run.
@@ -132,7 +134,7 @@ class RunReader:
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
         if not failed_at_end:
-            superseded.update(with_part)
+            superseded.update(shards_with_part)
         still_failed = sorted(self.failed.keys() - superseded)
         self.failed = {shard: self.failed[shard] for shard in still_failed}
 

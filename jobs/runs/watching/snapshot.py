@@ -347,7 +347,10 @@ def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.lrange(keys.waiting, 0, MAX_OTHERS - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
-    waiting_ids = [job_id for job_id in map(stored.text, waiting) if not _is_own(snapshot, job_id)]
+    waiting_ids = []
+    for job_id in map(stored.text, waiting):
+        if not _is_own(snapshot, job_id):
+            waiting_ids.append(job_id)
     running_ids = []  # all are ids of other jobs, because `obstacles` calls this only if the run has no running job
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
@@ -356,19 +359,25 @@ def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         return []
 
     count = f"{len(waiting_ids)} or more" if len(waiting) == MAX_OTHERS else str(len(waiting_ids))
-    other_runs: dict[str, None] = {}  # a set that keeps the order
-    for job_id in (*running_ids, *waiting_ids):
-        run, _, _ = job_id.partition("-")
-        if is_run_id(run):
-            other_runs[run] = None
     sentence = (
         f"other jobs on queue {snapshot.queue!r}: {count} waiting, {len(running_ids)} running"
     )
+    other_runs = _runs_of([*running_ids, *waiting_ids])
     if other_runs:
         sentence += f", some of run {', '.join(other_runs)}"
     return [
         f"{sentence}; each run gets its share of the workers, so this run need not wait for all these jobs"
     ]
+
+
+def _runs_of(job_ids: Sequence[str]) -> list[str]:
+    """Return the runs to which jobs belong, each once, in the order of the jobs."""
+    runs: dict[str, None] = {}  # a set that keeps the order
+    for job_id in job_ids:
+        run, _, _ = job_id.partition("-")
+        if is_run_id(run):
+            runs[run] = None
+    return list(runs)
 
 
 def _is_own(snapshot: RunSnapshot, job_id: str) -> bool:
