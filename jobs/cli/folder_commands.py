@@ -87,17 +87,17 @@ def errors(
     Otherwise the reasons that Redis keeps are shown.
     """
     _check_error_options(cut, retry, max_tokens, export, wait)
-    scored = client.run(run, connection=connection)
+    client_run = client.run(run, connection=connection)
     if export is not None:
-        _export_errors(scored, export, cut)
+        _export_errors(client_run, export, cut)
     elif retry is not None:
-        new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
+        new_run = retry_run(connection, reader_of(client_run).plan, retry, max_tokens)
         if wait:
             wait_for_end(connection, new_run)
         else:
             await_plan(connection, new_run)
     else:
-        _list_errors(connection, scored, limit, cut, as_json)
+        _list_errors(connection, client_run, limit, cut, as_json)
 
 
 def _check_error_options(
@@ -118,9 +118,9 @@ def _check_error_options(
         raise click.UsageError("--export and --retry each do something with the rows: give one")
 
 
-def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
+def _export_errors(client_run: client.Run, file: str, cut: bool) -> None:
     """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer too."""
-    reader = reader_of(scored)
+    reader = reader_of(client_run)
     from jobs.parquet.outputs.failed_file import export_failed  # needs pyarrow, as the reader does
 
     num_rows = export_failed(reader, file, cut=cut)
@@ -128,36 +128,36 @@ def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
 
 
 def _list_errors(
-    connection: redis.Redis, scored: client.Run, limit: int, cut: bool, as_json: bool
+    connection: redis.Redis, client_run: client.Run, limit: int, cut: bool, as_json: bool
 ) -> None:
     """Print the rows of a run that have an error, or only the reasons that Redis keeps. Arguments: see `errors`."""
     snapshot = None
     with suppress(UnknownRun):
-        snapshot = scored.status()
+        snapshot = client_run.status()
     if snapshot is not None:
         was_planned = snapshot.shards is not None
         if snapshot.plan_error is not None and not was_planned:
             raise click.ClickException(
-                f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
+                f"run {client_run.id} has no rows: its planning failed: {snapshot.plan_error}"
             )
 
     text_of_errors = _errors_json if as_json else _errors_text
     try:
-        reader = reader_of(scored)
+        reader = reader_of(client_run)
     except RunNotHere as error:
-        reasons = recorded_reasons(connection, scored.id)
+        reasons = recorded_reasons(connection, client_run.id)
         failed_checks = 0
         num_cut = 0
         if snapshot is not None:
             failed_checks = snapshot.failed_checks
             num_cut = snapshot.cut
-        click.echo(text_of_errors(scored.id, reasons, [], failed_checks, num_cut))
+        click.echo(text_of_errors(client_run.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
     reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
-    click.echo(text_of_errors(scored.id, reasons, rows, failed_checks, num_cut))
+    click.echo(text_of_errors(client_run.id, reasons, rows, failed_checks, num_cut))
 
 
 @click.command()
@@ -347,12 +347,12 @@ def report(
         raise click.UsageError(
             "--price-per-hour and --prompts make another page: name a file for it with --out"
         )
-    scored = client.run(run, connection=connection)
-    folder = scored.output
+    client_run = client.run(run, connection=connection)
+    folder = client_run.output
     # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
-        text = _file_text(scored, file_name)
+        text = _file_text(client_run, file_name)
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
@@ -363,7 +363,7 @@ def report(
             f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )
 
-    examples = _examples_of(scored, has_prompts=prompts)
+    examples = _examples_of(client_run, has_prompts=prompts)
     try:
         page = report_html(json.loads(text), price_per_hour, examples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -421,27 +421,27 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
     """
     run_id, output = named_run(connection, run)
     try:
-        planned = read_planned(connection, run_id)
+        snapshot = read_planned(connection, run_id)
     except UnknownRun:
         if output is None:
             raise
         _check_finished(run_id, output.state)
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
-    _check_finished(planned.run, planned.state)
+    _check_finished(snapshot.run, snapshot.state)
     # If there is no worker at all, `verify` waits for one, and then says so. These errors are about existing workers.
-    if planned.workers and planned.awaited_model is not None:
+    if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
-            f"{planned.awaited_model}: start one there"
+            f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "
+            f"{snapshot.awaited_model}: start one there"
         )
-    if planned.workers and planned.awaited_adapters is not None:
+    if snapshot.workers and snapshot.awaited_adapters is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} has the files of adapters "
-            f"{planned.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
+            f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} has the files of adapters "
+            f"{snapshot.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
         )
-    facts = RunState(connection, planned.run).facts()
-    return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))
+    facts = RunState(connection, snapshot.run).facts()
+    return _FinishedRun(snapshot.run, snapshot.queue, facts["output"], facts.get("model"))
 
 
 def _check_finished(run: str, state: str) -> None:

@@ -154,11 +154,11 @@ def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 
 def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
     """Raise ClickException if no job of this producer waits on a queue. The error lists producers whose jobs wait."""
-    waiting = list(read_producers(connection, queue).num_jobs)
-    if producer not in waiting:
-        others = f"there are {_names(waiting)}" if waiting else "none waits there"
+    producers = list(read_producers(connection, queue).num_jobs)
+    if producer not in producers:
+        hint = f"there are {_names(producers)}" if producers else "none waits there"
         raise click.ClickException(
-            f"no job of {safe_name(producer)} waits on queue {safe_name(queue)}: {others}"
+            f"no job of {safe_name(producer)} waits on queue {safe_name(queue)}: {hint}"
         )
 
 
@@ -296,10 +296,10 @@ def requeue_command(
 
 def _names(names: list[str]) -> str:
     """Return names or ids as a list for people: the first MAX_SHOWN of them, and how many more there are."""
-    shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
+    first_names = ", ".join(map(safe_name, names[:MAX_SHOWN]))
     if len(names) > MAX_SHOWN:
-        return f"{shown} and {len(names) - MAX_SHOWN} more"
-    return shown
+        return f"{first_names} and {len(names) - MAX_SHOWN} more"
+    return first_names
 
 
 #: The module with the checks of each role. It is imported late, because its package imports this package.

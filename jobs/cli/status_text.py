@@ -163,9 +163,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         )
         lines.append(f"shards   {done_and_started}, {_other_shards_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
-        left = left_text(snapshot)
-        if left:
-            lines.append(f"left     {left}")
+        time_left = left_text(snapshot)
+        if time_left:
+            lines.append(f"left     {time_left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])

@@ -40,7 +40,7 @@ def _by_name(pinned: Iterable[str]) -> dict[str, str]:
     return {name_of(adapter): adapter for adapter in pinned}
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     """Return names as an error lists them."""
     text = ", ".join(names[:MAX_LISTED])
     num_more = len(names) - MAX_LISTED
@@ -76,13 +76,13 @@ class Adapters:
         is_pinned_text = by_name.get(name_of(name)) == name
         if is_pinned_text:
             return name
-        names = _listed(sorted(by_name)) or "none"
+        names = _names_text(sorted(by_name)) or "none"
         raise UnknownAdapter(name, names)
 
     @property
-    def listed(self) -> str:
+    def names_text(self) -> str:
         """Return the adapters' names as an error lists them; "" if there are no adapters."""
-        return _listed(sorted(self._by_name))
+        return _names_text(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return sampling values with the pinned text of their adapter. Raises UnknownAdapter."""

@@ -105,9 +105,9 @@ class SharedFiles:
         closed if the body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
-            reader = self._nearest(key, shard)
+            reader = self._take_nearest(key, shard)
             if reader is None:
-                reader = self._opened(open_reader)
+                reader = self._open(open_reader)
             try:
                 yield reader
             except BaseException:  # the reader may have read another file than the planned one
@@ -120,7 +120,7 @@ class SharedFiles:
             if not is_used:
                 self._close(reader)
 
-    def _nearest(self, key: ReaderKey, shard: Any) -> Any:
+    def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:
         """Take the idle reader of a key that stands nearest before a shard; None if none stands before it."""
         with self._lock:
             candidates = []
@@ -134,7 +134,7 @@ class SharedFiles:
             self._idle.remove(nearest)
             return nearest.reader
 
-    def _opened(self, open_reader: Callable[[], R]) -> R:
+    def _open(self, open_reader: Callable[[], R]) -> R:
         """Open a reader, after closing an idle one if MAX_READERS are open. Raises NoRoomYet if none is idle."""
         with self._lock:
             replaced = None

@@ -142,7 +142,7 @@ def _asked_until_accepted(
         tally.add(completion, sent.continued)
         if completion.finish_reason == "error":
             if sent.continued and tally.answer is not None and repairs.check is not None:
-                # The continuation failed, so the cut answer is the answer. It was not checked before.
+                # The continuation failed, so the cut answer stays the answer. It was not checked before.
                 problem = yield Check(repairs, tally.answer.text, row)
             break
 
@@ -275,14 +275,15 @@ def _without_answers(
         return _repaired(request, repairs, reason, control_tokens)
     # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.
     text = repairs.text_behind(reason, is_chat=True)
-    *earlier, last = request.messages
-    if last["role"] != "user":
+    *earlier_messages, last_message = request.messages
+    if last_message["role"] != "user":
         return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
-    if isinstance(last["content"], str):
-        extended = {**last, "content": f"{last['content']}\n\n{text}"}
+    content = last_message["content"]
+    if isinstance(content, str):
+        extended = {**last_message, "content": f"{content}\n\n{text}"}
     else:
-        extended = {**last, "content": [*last["content"], {"type": "text", "text": text}]}
-    return replace(request, messages=[*earlier, extended])
+        extended = {**last_message, "content": [*content, {"type": "text", "text": text}]}
+    return replace(request, messages=[*earlier_messages, extended])
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:

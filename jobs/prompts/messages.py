@@ -53,9 +53,9 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if key not in MESSAGE_KEYS and not drops_keys:
-            known = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
+            read_keys = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
-                f"message {number} holds {brief(key)}, which is not built: {known}; in runs drop_unsupported "
+                f"message {number} holds {brief(key)}, which is not built: {read_keys}; in runs drop_unsupported "
                 "(--drop-unsupported) leaves others out"
             )
         fields[key] = value
@@ -214,8 +214,8 @@ def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
         return choice
     function = _function_in(choice)
     if not isinstance(function.get("name"), str):
-        known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
-        raise wrong_value_error("tool_choice", choice, known)
+        expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise wrong_value_error("tool_choice", choice, expected)
     if all(tool["function"]["name"] != function["name"] for tool in tools):
         raise InvalidValue(
             "tool_choice names {}, which is none of the tools", brief(function["name"])

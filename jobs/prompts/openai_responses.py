@@ -181,13 +181,13 @@ def _format(text: Any) -> dict[str, Any] | None:
         raise InvalidJob("text is no object")
     if text.get("verbosity") not in (None, "medium"):
         raise NotBuilt("text.verbosity is not built: leave it out")
-    wanted = text.get("format")
-    if wanted is None or wanted == {"type": "text"}:
+    text_format = text.get("format")
+    if text_format is None or text_format == {"type": "text"}:
         return None
-    if isinstance(wanted, dict) and wanted.get("type") == "json_object":
+    if isinstance(text_format, dict) and text_format.get("type") == "json_object":
         return {"type": "json_object"}
-    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": _without_type(wanted)}
+    if isinstance(text_format, dict) and text_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": _without_type(text_format)}
     raise InvalidJob("text.format has no type text, json_object or json_schema")
 
 

@@ -77,7 +77,7 @@ class PromptTask(Task):
         if model is not None and model not in context.model.names:
             # The name may be that of an adapter.
             if model not in context.adapters.names:
-                raise ModelNotServed(model, _served(context))
+                raise ModelNotServed(model, _served_text(context))
             if adapter not in (None, model):
                 raise InvalidJob("model and adapter each name an adapter: give one of them")
             adapter = model
@@ -125,7 +125,7 @@ class PromptTask(Task):
     ) -> Item[PromptAnswer]:
         """Return the item of one prompt. control_tokens: the model's control tokens."""
         if isinstance(prompt, Unusable):
-            return _ended(failed(prompt.reason, self.num_samples))
+            return _answered_item(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # for check functions
@@ -176,7 +176,7 @@ class PromptTask(Task):
         return failed(failed_sample.error, self.num_samples)
 
 
-def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
+def _answered_item(answer: PromptAnswer) -> Item[PromptAnswer]:
     """Return an item that asks nothing and returns this answer."""
     yield from ()  # makes this function a generator
     return answer
@@ -347,8 +347,8 @@ class OpenPrompts(ItemsTask):
         return self._task.result(self.runner.answers(), self._context)
 
 
-def _served(context: JobContext) -> str:
+def _served_text(context: JobContext) -> str:
     """Return the names of the model and adapters that a job may ask for here, for an error."""
     model = repr(context.model.name)
-    adapters = context.adapters.listed
+    adapters = context.adapters.names_text
     return f"{model}, and adapters {adapters}" if adapters else model

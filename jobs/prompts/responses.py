@@ -44,7 +44,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
-    if num_top is None or num_top is False:  # both show no log probabilities
+    if num_top is None or num_top is False:  # with either, no log probabilities are shown
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
@@ -189,17 +189,17 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
     content = []
     for row in rows:
         by_rank = sorted(row.values(), key=lambda entry: entry.rank)
-        top = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
-        content.append({**chat_token(_token_entry(row)), "top_logprobs": top})
+        likeliest = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
+        content.append({**chat_token(_token_entry(row)), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs` of a choice: for each position of the prompt, log probabilities by token id."""
-    shown: list[dict[str, Any] | None] = []
+    positions: list[dict[str, Any] | None] = []
     for row in rows:
         if row is None:
-            shown.append(None)
+            positions.append(None)
             continue
         entries = {}
         for token_id, entry in row.items():
@@ -208,8 +208,8 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
-        shown.append(entries)
-    return shown
+        positions.append(entries)
+    return positions
 
 
 def _token_entry(row: TokenLogprobs) -> Logprob:
@@ -297,10 +297,10 @@ def text_completion(
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
         choices.append({**choice, **_prompt_values(answer, sample, options)})
-    used = usage(answers)
+    token_counts = usage(answers)
     if options.prompt_only:
-        used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
-    return {"object": "text_completion", "choices": choices, "usage": used}
+        token_counts |= {"completion_tokens": 0, "total_tokens": token_counts["prompt_tokens"]}
+    return {"object": "text_completion", "choices": choices, "usage": token_counts}
 
 
 def chat_completion(

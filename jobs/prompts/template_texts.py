@@ -86,7 +86,9 @@ class _TokenBreaker:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            while self._pattern.search(value):  # again, because a token may stand within another
+            while self._pattern.search(
+                value
+            ):  # repeated, because a token may stand within another one
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
         if isinstance(value, dict):

@@ -175,24 +175,23 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
     facts = state.facts()
     num_shards = int(facts.get("shards", 0))
-    shards_with_part = state.recorded()
+    shards_with_part = state.recorded_shards()
     shards = [shard for shard in range(num_shards) if shard not in shards_with_part]
     job_ids = [shard_job_id(run, shard) for shard in shards]
     if "plan_job" in facts:
         job_ids.append(facts["plan_job"])
     cancelled = _cancel_jobs(state, submission, facts["queue"], job_ids)
-    removed = cancelled.removed
-    stopped = cancelled.stopped
     if "second_queue" in facts:  # the run is a cascade
         second_job_ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
-        cancelled = _cancel_jobs(state, submission, facts["second_queue"], second_job_ids)
-        removed += cancelled.removed
-        stopped += cancelled.stopped
+        second = _cancel_jobs(state, submission, facts["second_queue"], second_job_ids)
+        cancelled = Cancelled(
+            cancelled.removed + second.removed, cancelled.stopped + second.stopped
+        )
 
     # If the run had finished and no job was left to cancel, its notices were sent at its end.
-    if removed or stopped or "finished" not in facts:
+    if cancelled.removed or cancelled.stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
-    return Cancelled(removed, stopped)
+    return cancelled
 
 
 def _cancel_jobs(

@@ -312,7 +312,7 @@ class RunFolder:
         if submission is None:
             return False
         all_shards = set(range(len(self.plan.shards)))
-        waiting_shards = sorted(all_shards - self.state.recorded())
+        waiting_shards = sorted(all_shards - self.state.recorded_shards())
         with suppress(RunResubmitted):
             # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):

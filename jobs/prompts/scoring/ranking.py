@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.values import listed, truth, whole_number
+from jobs.context.values import checked_list, truth, whole_number
 from jobs.errors import check_limit
 from jobs.prompts.arguments import MAX_PROMPTS, Unusable, checked_text, parse_model, text_problem
 from jobs.prompts.messages import ChatOptions
@@ -133,7 +133,7 @@ def _check_size(instruction: str, query: str, num_documents: int) -> None:
 def _documents(documents: object) -> list[str]:
     """Return the texts of documents. Raises InvalidJob."""
     texts = []
-    entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
+    entries = checked_list("documents", documents, "a list of texts", 1, MAX_PROMPTS)
     for number, entry in enumerate(entries):
         has_only_text = isinstance(entry, dict) and entry.keys() == {"text"}
         document = entry["text"] if has_only_text else entry

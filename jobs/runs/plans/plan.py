@@ -199,8 +199,8 @@ class Plan:
 
     def first_row(self, shard: int) -> int:
         """Return the number of a shard's first row, counted over the whole input."""
-        planned = self.shards[shard]
-        return self._first_rows[planned.file] + planned.start
+        row_range = self.shards[shard]
+        return self._first_rows[row_range.file] + row_range.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold these rows, in ascending order."""
@@ -376,8 +376,8 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
-            wanted = max(min_rows, num_left // TAIL_SHARE)
-            rows = min(wanted, max_rows, num_rows_of_file - start, num_left)
+            rows_by_share = max(min_rows, num_left // TAIL_SHARE)
+            rows = min(rows_by_share, max_rows, num_rows_of_file - start, num_left)
             yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows

@@ -500,7 +500,7 @@ class RunState:
         counts = [stored.count(stored.text(field or b"")) for field in fields]
         return None in counts
 
-    def recorded(self) -> set[int]:
+    def recorded_shards(self) -> set[int]:
         """Return the shards that have a part."""
         fields = cast("list[bytes]", self.connection.hkeys(self._parts_key))
         return {int(field) for field in fields if field.isdigit()}

@@ -365,12 +365,12 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
 def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
     """Add tokens to the bins in which they were generated, as if evenly from `began` to `ended`."""
     last_bin = len(bins) - 1
-    first = min(last_bin, int(began / bin_s))
-    final = min(last_bin, int(ended / bin_s))
-    if first == final:
-        bins[first] += num_tokens
+    began_in = min(last_bin, int(began / bin_s))
+    ended_in = min(last_bin, int(ended / bin_s))
+    if began_in == ended_in:
+        bins[began_in] += num_tokens
         return
-    for index in range(first, final + 1):
+    for index in range(began_in, ended_in + 1):
         bin_start = index * bin_s
         bin_end = bin_start + bin_s
         overlap_s = min(ended, bin_end) - max(began, bin_start)

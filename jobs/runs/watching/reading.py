@@ -279,13 +279,13 @@ def read_queue(connection: Redis, name: str, max_entries: int | None) -> QueueJo
     max_entries: the most entries that are read from a registry; None for all.
     """
     keys = rq_jobs.QueueKeys(name)
-    last = -1 if max_entries is None else max_entries - 1  # -1 is the last entry of all
+    last_index = -1 if max_entries is None else max_entries - 1  # -1 is the last entry of all
     with connection.pipeline(transaction=False) as pipe:
         # A job moves through the keys in this order, so a job that moves while they are read is not missed.
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, last)
-        pipe.zrevrange(keys.failed, 0, last)
+        pipe.zrange(keys.started, 0, last_index)
+        pipe.zrevrange(keys.failed, 0, last_index)
         waiting, popped, started, failed = pipe.execute()
     return QueueJobs(waiting + popped, _jobs_by_run(started), _jobs_by_run(failed))
 

@@ -201,13 +201,13 @@ class RunReader:
 
     def find_jobs(self, connection: Redis) -> None:
         """Look up the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
-        recorded = RunState(connection, self.run).recorded()
-        planned = range(self.shards or 0)
-        unfinished = [shard for shard in planned if shard not in recorded]
+        shards_with_part = RunState(connection, self.run).recorded_shards()
+        all_shards = range(self.shards or 0)
+        unfinished = [shard for shard in all_shards if shard not in shards_with_part]
         # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
-            shards = unfinished or planned
+            shards = unfinished or all_shards
             job_ids = chain.from_iterable(map(self._job_ids, shards))
             self.claimed = num_held(connection, job_ids)
 
@@ -236,7 +236,8 @@ class RunReader:
         counts = self.counts
         progress = self.progress
         submission = _number(facts, "submission")
-        submitted_at = submission / 1000 if submission else None  # the number is a time in ms
+        # A submission's number is the time of the submission in milliseconds.
+        submitted_at = submission / 1000 if submission else None
 
         rows = stored.count(facts.get("rows"))
         rows_under_way = sum(shard.rows for shard in progress)
@@ -374,24 +375,24 @@ class RunReader:
                 running[shard] = progress
 
         state = RunState(connection, self.run)
-        recorded = state.recorded()
-        latest_shards = self._oldest_first(recorded)[-MAX_LATEST_PARTS:]
-        parts = PartsDone(recorded, state.parts_of(latest_shards), self.counts)
+        shards_with_part = state.recorded_shards()
+        latest_shards = self._oldest_first(shards_with_part)[-MAX_LATEST_PARTS:]
+        parts = PartsDone(shards_with_part, state.parts_of(latest_shards), self.counts)
 
         # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         return time_left(shares, self.shards, rows, parts, running, time.time())
 
-    def _oldest_first(self, recorded: Collection[int]) -> list[int]:
+    def _oldest_first(self, shards_with_part: Collection[int]) -> list[int]:
         """Return the shards that have a part, in the order in which the parts were probably done.
 
         Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
         Parts after the running shards come from an earlier submission, and count as the oldest.
         """
         last_running = max(self.running, default=-1)
-        before = sorted(shard for shard in recorded if shard <= last_running)
-        after = sorted(shard for shard in recorded if shard > last_running)
+        before = sorted(shard for shard in shards_with_part if shard <= last_running)
+        after = sorted(shard for shard in shards_with_part if shard > last_running)
         return after + before
 
     def _plan_error(self, connection: Redis) -> str | None:

@@ -121,9 +121,9 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     spans: the work that was done so far. now: Unix seconds. Returns None if no worker is busy, or if too little has
     been observed, unless no work is left.
     """
-    unknown = 0.0 if work <= 0 else None
+    without_rate = 0.0 if work <= 0 else None
     if not spans:
-        return unknown
+        return without_rate
     began_at = min(span.began_at for span in spans)
     known_until = max(span.ended_at for span in spans)
     half_time = (began_at + known_until) / 2
@@ -136,7 +136,7 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
         if span.is_under_way or now - span.ended_at < LATELY_S:
             busy_workers.add(span.worker)
     if rate <= 0 or not busy_workers or known_until - began_at < LEAST_S:
-        return unknown
+        return without_rate
     return work / rate / len(busy_workers)
 
 
