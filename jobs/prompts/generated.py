@@ -125,7 +125,7 @@ def _asked_until_accepted(
 ) -> Item[PromptAnswer]:
     """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
-    original = replace(request, sampling=_later_sampling(request))
+    original = replace(request, sampling=_later_sampling(request))  # repaired prompts begin with it
     # `prompt` asks for the present answer. `sent` is what the engine gets: `prompt`, or a continuation of its answer.
     prompt = request
     sent = request

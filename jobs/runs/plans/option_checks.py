@@ -77,7 +77,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
         usable_values = _BATCH_VALUES.get(name, ())
         if value not in usable_values:
             raise InvalidJob(
-                f"{name} does not go together with a batch file, whose lines say what is asked and whose output has "
+                f"{name} and a batch file do not go together: the file's lines say what is asked, and the output has "
                 f"OpenAI's form: leave {name} out, or score the file as jsonl"
             )
 

@@ -374,7 +374,7 @@ def test_rows_take_the_same_way_wherever_they_are_scored(runs: Runs, tmp_path: P
         ({"check": {"regex": "a"}, "check_columns": ["id"]}, "for a function"),
         (
             {"check": {"regex": "a"}, "input_format": "openai-batch"},
-            "whose lines say what is asked",
+            "the file's lines say what is asked",
         ),
     ],
 )
