@@ -429,7 +429,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(snapshot.run, snapshot.state)
-    # If there is no worker at all, `verify` waits for one, and then says so. These errors are about existing workers.
+    # These errors are about workers that exist. If there is none, `verify` waits for one before it says so.
     if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
             f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "

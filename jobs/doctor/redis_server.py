@@ -63,7 +63,7 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    # The last round trip compares the clocks. If the server does not say its time, its clock counts as exact.
+    # The clocks are compared at the last round trip. If the server does not say its time, its clock counts as exact.
     server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
     user, address = _user_and_address(url)
     return Server(

@@ -86,9 +86,8 @@ class _TokenBreaker:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            while self._pattern.search(
-                value
-            ):  # repeated, because a token may stand within another one
+            # This is repeated, because a token may stand within another one.
+            while self._pattern.search(value):
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
         if isinstance(value, dict):

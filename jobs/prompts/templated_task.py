@@ -42,7 +42,7 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     bytes_left = context.max_result_bytes
     for start in range(0, len(ids), MAX_READ_AT_ONCE):
         context.check_interrupted()
-        for end in _ends(context, ids[start : start + MAX_READ_AT_ONCE]):
+        for end in _read_ends(context, ids[start : start + MAX_READ_AT_ONCE]):
             bytes_left -= len(end.result.get(b"return_value") or b"")
             if bytes_left < 0:
                 raise InvalidJob(
@@ -89,7 +89,7 @@ class _End(NamedTuple):
     status: str
 
 
-def _ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
+def _read_ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
     """Read how jobs have ended, in the order of the ids."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:

@@ -115,8 +115,9 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     """
     if max_tokens is not None:
         _check_larger(plan.spec, max_tokens)
+    # Without facts of the old run, the new run is on the default queue and sends no notices.
     facts: Mapping[str, str] = {}
-    with suppress(UnknownRun):  # Redis has lost the old run; then the new run gets the defaults
+    with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     reuse = [plan.spec.output]
     if plan.reused is not None and plan.spec.only_new:

@@ -223,7 +223,7 @@ class Plan:
     def _digest(self) -> str:
         """Return a digest of the seed and of the numbers by which rows are found.
 
-        If somebody changes these numbers in a plan's file, they no longer give the digest in the file.
+        If somebody changes these numbers in a plan's file, their digest is no longer the one in the file.
         """
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)

@@ -353,7 +353,7 @@ class RunSpec:
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # None is no valid value of most names. Only the error about an unknown name counts here.
+            # Most names do not take None, so InvalidValue says nothing here. An unknown name raises another error.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 

@@ -406,7 +406,7 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark that the run has finished from Redis, if the mark in its folder was deleted. Raises RunBusy.
+        """Remove from Redis the mark of a finished run, if the mark in the run's folder was deleted. Raises RunBusy.
 
         has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both marks.
         """

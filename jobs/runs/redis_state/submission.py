@@ -151,30 +151,32 @@ class Submission:
         """
         check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)
-        own_arguments = {name: run_arguments.pop(name, None) for name in SUBMISSION_ARGUMENTS}
-        webhook = own_arguments[WEBHOOK]
+        submission_arguments = {
+            name: run_arguments.pop(name, None) for name in SUBMISSION_ARGUMENTS
+        }
+        webhook = submission_arguments[WEBHOOK]
         if webhook is not None:
             host_of(webhook)  # raises for a URL that is not valid
 
         deadline = None
-        if own_arguments[DEADLINE] is not None:
-            deadline = parse_deadline(DEADLINE, own_arguments[DEADLINE], now)
+        if submission_arguments[DEADLINE] is not None:
+            deadline = parse_deadline(DEADLINE, submission_arguments[DEADLINE], now)
         priority = 1
-        if own_arguments[PRIORITY] is not None:
-            priority = whole_number(PRIORITY, own_arguments[PRIORITY], MAX_PRIORITY)
-        reuse = own_arguments["reuse"]
+        if submission_arguments[PRIORITY] is not None:
+            priority = whole_number(PRIORITY, submission_arguments[PRIORITY], MAX_PRIORITY)
+        reuse = submission_arguments["reuse"]
         if reuse is None:
             reuse = []
         elif not isinstance(reuse, list | tuple):
             reuse = [reuse]
         submission = cls(
             queue=queue,
-            model=parse_model(own_arguments["model"]),
-            limit=ErrorLimit.parse(own_arguments["max_errors"]),
+            model=parse_model(submission_arguments["model"]),
+            limit=ErrorLimit.parse(submission_arguments["max_errors"]),
             webhook=webhook,
             reuse=tuple(map(run_path, reuse)),
-            on_end=_function(own_arguments[ON_END]),
-            reuse_from_any_model=truth(_ANY_MODEL, own_arguments[_ANY_MODEL]),
+            on_end=_function_name(submission_arguments[ON_END]),
+            reuse_from_any_model=truth(_ANY_MODEL, submission_arguments[_ANY_MODEL]),
             deadline=deadline,
             priority=priority,
         )
@@ -219,7 +221,7 @@ class Submission:
         return {name: value for name, value in arguments.items() if value}
 
 
-def _function(name: Any) -> str | None:
+def _function_name(name: Any) -> str | None:
     """Return a function's dotted name, or None. Raises InvalidValue."""
     if name is None:
         return None

@@ -118,8 +118,8 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
     """Return how many seconds the busy workers take for `work`, at their latest rate.
 
-    spans: the work that was done so far. now: Unix seconds. Returns None if no worker is busy, or if too little has
-    been observed, unless no work is left.
+    spans: the work that was done so far. now: Unix seconds.
+    Returns 0 if no work is left. Otherwise, returns None if no worker is busy, or if too little has been observed.
     """
     without_rate = 0.0 if work <= 0 else None
     if not spans:
