@@ -211,7 +211,10 @@ def _follow(
     old_shards: set[int],
     show_shard: Callable[[int], None],
 ) -> None:
-    """Show each shard that is not an old one, until the run ends or Ctrl-C is pressed."""
+    """Show each shard that is newly published, until the run ends or Ctrl-C is pressed.
+
+    old_shards: the shards that were published before.
+    """
     shown_shards = set(old_shards)
     try:
         while True:

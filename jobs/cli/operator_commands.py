@@ -68,7 +68,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # The workers have written these two. They may be old if Redis is full, but a producer's user may read no others.
+    # Workers have written these values. They are old if Redis is full, but a producer's user may read nothing newer.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):

@@ -539,7 +539,8 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
     def decorate(command: Any) -> Any:
         """Return a command with the options."""
-        for option in reversed(options):  # click shows the option that was added last first
+        # click lists the options of a command in the reverse order of their adding.
+        for option in reversed(options):
             command = option(command)
         return command
 

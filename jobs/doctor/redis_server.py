@@ -312,8 +312,8 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
     """Return the rule that a user needs for a command; None if the command is permitted.
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
-    key_pattern: the pattern of keys whose rule this command tests. None if it tests the rule of a command. Then a
-    refusal of its key gives no rule, because other commands test all keys.
+    key_pattern: the pattern of keys whose rule is tested by the command; None if the command's own rule is tested. Then
+    a refusal of its key gives no rule, because other commands test all keys.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"

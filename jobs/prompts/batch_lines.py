@@ -42,7 +42,7 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 ERROR_CODE = "invalid_request"
 #: The beginning of the error of a line whose endpoint is not the batch's endpoint.
 MISMATCHED = "mismatched endpoint"
-#: The error code of such a line.
+#: The error code of a line whose endpoint is not the batch's endpoint.
 MISMATCHED_CODE = "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"

@@ -26,7 +26,7 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text or a list of texts and pictures. It may be null if the message has tool calls, and becomes "".
+    A content is a text, or a list of texts and pictures. In a message with tool calls, null becomes "".
     drops_keys: whether keys that are not read are left out. Otherwise they are refused. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
@@ -93,7 +93,7 @@ def _part(part: object, number: int) -> dict[str, Any]:
         values = {key: value for key, value in part.items() if value is not None}
     is_image = values.keys() == {"type", "image"} and values["type"] == "image"
     if is_image and isinstance(values["image"], bytes):
-        return values  # this part was parsed before, because JSON has no bytes
+        return values  # JSON has no bytes, so this part has been parsed already
     if values.get("type") == "image_url":
         return {"type": "image", "image": _picture(values, number)}
     if values.keys() != {"type", "text"} or values["type"] != "text":
@@ -127,7 +127,7 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call of a tool in a message. Raises InvalidJob."""
+    """Return a tool call of a message in one form. Raises InvalidJob."""
     is_call = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_call else None
     if not isinstance(function, dict) or "name" not in function:

@@ -57,14 +57,14 @@ def picture_of(url: str, name: str) -> Picture:
 
 def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
     """Return a copy of messages or parts in which `replacement(picture)` takes the place of each picture, in order."""
-    changed = []
+    copies = []
     for part in value:
         if part.get("type") == "image":
             part = {**part, "image": replacement(part["image"])}
         elif isinstance(part.get("content"), list):
             part = {**part, "content": with_pictures(part["content"], replacement)}
-        changed.append(part)
-    return changed
+        copies.append(part)
+    return copies
 
 
 def pictures_in(value: Parts) -> list[Any]:

@@ -24,12 +24,12 @@ from jobs.prompts.template_texts import without_breaks
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Request, Task
 
-#: A job writes its progress once it is this old. So the many short jobs never write it.
+#: The seconds after which a job begins to write its progress. So the many short jobs never write it.
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: The beginning of a result's id, by the result's kind. Kinds that are missing here are used themselves. A list has no
-#: id.
+#: The beginning of a result's id, by the result's kind. For a kind that is missing here, the id begins with the kind
+#: itself. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",

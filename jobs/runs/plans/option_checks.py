@@ -46,7 +46,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
     return list(dict.fromkeys(columns)) or None
 
 
-#: Arguments that a run of batch files may have as well.
+#: Arguments that a run of batch files may have with any value.
 _BESIDE_BATCHES = (
     "batch_endpoint",
     "drop_unsupported",
@@ -67,7 +67,7 @@ _BATCH_VALUES = {
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that a run of batch files cannot have, such as one that their lines set."""
+    """Raise InvalidJob for an argument that a run of batch files cannot have, such as one that the files' lines set."""
     for name, value in arguments.items():
         is_empty = value in (None, False, "", [], {})
         if name in _BESIDE_BATCHES or is_empty:

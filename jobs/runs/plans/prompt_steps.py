@@ -102,10 +102,9 @@ def _parse_text(text: str, text_name: str) -> Pieces:
         for literal, column, form, conversion in Formatter().parse(text):
             is_name = column is None or _is_column_name(column)
             if form or conversion or not is_name:
-                num_before = sum(name is not None for _, name in pieces)
-                raise InvalidJob(
-                    f"{text_name}: field {num_before + 1} is no plain column name; {BRACES}"
-                )
+                names_before = [name for _, name in pieces if name is not None]
+                number = len(names_before) + 1
+                raise InvalidJob(f"{text_name}: field {number} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
         raise InvalidJob(f"{text_name}: {error}; {BRACES}") from None

@@ -542,7 +542,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         margin,
         ADAPTER not in spec.sampling,
-        "escalate_below asks a second model, which lacks the first one's adapter: leave it or escalate_below out",
+        "escalate_below asks a second model, which lacks the first one's adapter: leave adapter or escalate_below out",
     )
     _check_used(
         margin,

@@ -154,7 +154,7 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
 _CHUNK = 1000
 
 
-def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
+def count_held(connection: Redis, job_ids: Iterable[str]) -> int:
     """Return how many of the jobs are held by workers."""
     keys = map(rq_jobs.executions_key, job_ids)
     count = 0

@@ -26,8 +26,8 @@ DEADLINE = "deadline"
 #: The field of a run's hash that holds the last submission's priority; without it the priority is 1.
 PRIORITY = "priority"
 MAX_PRIORITY = 100
-#: Fields of a run's hash: the last submission whose end was notified, and the last one whose failure was. Both are
-#: numbers of submissions.
+#: Fields of a run's hash: the number of the last submission whose end was notified, and the number of the last
+#: submission whose failure was notified.
 END_NOTIFIED = "told_submission"
 FAILURE_NOTIFIED = "told_failed_submission"
 
@@ -105,7 +105,8 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that belong to a submission and not to its run. So does the queue, which is not here.
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue, which is not in this list,
+#: belongs to the submission too.
 SUBMISSION_ARGUMENTS = (
     "model",
     "max_errors",

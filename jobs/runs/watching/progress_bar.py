@@ -17,8 +17,8 @@ class Bar:
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stderr if file is None else file
-        make = tqdm_for_notebooks if file is None else tqdm
-        self._bar = make(
+        bar_class = tqdm_for_notebooks if file is None else tqdm
+        self._bar = bar_class(
             unit="row",
             total=0,
             dynamic_ncols=True,

@@ -23,7 +23,7 @@ from jobs.common.workers import (
 )
 from jobs.context.adapters import shown_adapter
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state.shard_jobs import num_held
+from jobs.runs.redis_state.shard_jobs import count_held
 from jobs.runs.redis_state.state import PLAN_ERROR, REUSE_DIFFERS, SUBMITTED_BY, RunState
 from jobs.runs.redis_state.submission import DEADLINE, ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED
@@ -209,7 +209,7 @@ class RunReader:
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or all_shards
             job_ids = chain.from_iterable(map(self._job_ids, shards))
-            self.claimed = num_held(connection, job_ids)
+            self.claimed = count_held(connection, job_ids)
 
         not_failed = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
@@ -256,7 +256,9 @@ class RunReader:
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
-        awaited_second = self._awaited(workers, self.queues[-1], "second_model", "second_text")
+        awaited_second = self._awaited_model(
+            workers, self.queues[-1], "second_model", "second_text"
+        )
         return RunSnapshot(
             run=self.run,
             output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -282,7 +284,7 @@ class RunReader:
             silent_workers=tuple(silent_workers),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
-            awaited_model=self._awaited_first(workers),
+            awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
             awaited_second=awaited_second,
             planned_by=self._planned_by(workers),
@@ -409,14 +411,14 @@ class RunReader:
             return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
         return None
 
-    def _awaited_first(self, workers: Collection[Worker]) -> str | None:
-        """Return the model that the planning job needs, or else the run's first model. See `_awaited`."""
+    def _awaited_first_model(self, workers: Collection[Worker]) -> str | None:
+        """Return the model that the planning job needs, or else the run's first model. See `_awaited_model`."""
         queue = self.facts["queue"]
         if self.plan_status in WAITING:
-            return self._awaited(workers, queue, "plan_model", "plan_model")
-        return self._awaited(workers, queue, "model", "model_text")
+            return self._awaited_model(workers, queue, "plan_model", "plan_model")
+        return self._awaited_model(workers, queue, "model", "model_text")
 
-    def _awaited(
+    def _awaited_model(
         self, workers: Collection[Worker], queue: str, identity_fact: str, text_fact: str
     ) -> str | None:
         """Return the text of a model that the run needs; None if a worker of the queue serves the model.
