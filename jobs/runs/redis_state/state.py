@@ -13,7 +13,7 @@ transaction is carried out only if the values that were read are still true:
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Self, TypeVar, cast
@@ -456,25 +456,26 @@ class RunState:
             if not is_lost:
                 records = self._records_of(pipe, [*unrecorded, *gone])
             fields: dict[Any, Any] = {_TOTAL: total}
-            counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
+            added_parts = []
             for shard, stats in unrecorded.items():
                 if shard not in records:
                     fields[str(shard)] = stats.to_record()
-                    counts.update(_counts(stats))
-            dropped = []
+                    added_parts.append(stats)
+            dropped_fields = []
+            dropped_parts = []
             for shard, record in gone.items():
                 if records.get(shard) == record:
-                    dropped.append(str(shard))
-                    counts.subtract(_counts(PartStats.from_text(record)))
+                    dropped_fields.append(str(shard))
+                    dropped_parts.append(PartStats.from_text(record))
 
             pipe.multi()
             if is_lost:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
-            if dropped:
-                pipe.hdel(self._parts_key, *dropped)
-            for name, count in counts.items():
-                pipe.hincrby(self._key, name, count)
+            if dropped_fields:
+                pipe.hdel(self._parts_key, *dropped_fields)
+            for name, change in _changes_of_totals(added_parts, dropped_parts).items():
+                pipe.hincrby(self._key, name, change)
             pipe.hset(self._parts_key, mapping=fields)
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
@@ -580,6 +581,21 @@ def _submission_facts(submission: Submission) -> dict[str, str | int]:
 def _counts(part: PartStats) -> dict[str, int]:
     """Return a part's numbers by their names in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
+
+
+def _changes_of_totals(
+    added_parts: Iterable[PartStats], dropped_parts: Iterable[PartStats]
+) -> Mapping[str, int]:
+    """Return by how much each total of a run changes, by the total's field.
+
+    Changes of 0 are returned too, so that each total's field is written.
+    """
+    changes = Counter(dict.fromkeys(TOTALS, 0))
+    for part in added_parts:
+        changes.update(_counts(part))
+    for part in dropped_parts:
+        changes.subtract(_counts(part))
+    return changes
 
 
 def _number(raw: bytes | None) -> int:

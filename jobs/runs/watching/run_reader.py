@@ -216,9 +216,9 @@ class RunReader:
             for shard in not_failed[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
-            jobs_of_shards = pipe.execute()  # how many jobs each of the shards has
+            job_counts = pipe.execute()  # by shard
         # Nobody runs a stopped job again, so its shard counts as gone too.
-        self.gone = jobs_of_shards.count(0) + len(self.stopped)
+        self.gone = job_counts.count(0) + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
         """Return the ids of a shard's jobs: one, or two in a cascade."""
