@@ -106,10 +106,10 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
-    submitted = client.run(run, connection=connection)
-    cancelled = submitted.cancel()
-    if submitted.status().finished and not cancelled.removed and not cancelled.stopped:
-        click.echo(f"run {submitted.id} is finished: nothing was left to cancel")
+    client_run = client.run(run, connection=connection)
+    cancelled = client_run.cancel()
+    if client_run.status().finished and not cancelled.removed and not cancelled.stopped:
+        click.echo(f"run {client_run.id} is finished: nothing was left to cancel")
     else:
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 

@@ -87,17 +87,17 @@ def errors(
     Otherwise the reasons that Redis keeps are shown.
     """
     _check_error_options(cut, retry, max_tokens, export, wait)
-    scored = client.run(run, connection=connection)
+    client_run = client.run(run, connection=connection)
     if export is not None:
-        _export_errors(scored, export, cut)
+        _export_errors(client_run, export, cut)
     elif retry is not None:
-        new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
+        new_run = retry_run(connection, reader_of(client_run).plan, retry, max_tokens)
         if wait:
             wait_for_end(connection, new_run)
         else:
             await_plan(connection, new_run)
     else:
-        _list_errors(connection, scored, limit, cut, as_json)
+        _list_errors(connection, client_run, limit, cut, as_json)
 
 
 def _check_error_options(
@@ -105,22 +105,22 @@ def _check_error_options(
 ) -> None:
     """Raise UsageError if options of `errors` do not go together."""
     if wait and retry is None:
-        raise click.UsageError("--wait is for --retry: without it nothing is awaited")
+        raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
     if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
             "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
         )
     if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
-            "--max-tokens is for --retry with --cut: without it only rows with an error are asked"
+            "--max-tokens is for --retry with --cut: without --cut only rows with an error are asked"
         )
     if export is not None and retry is not None:
         raise click.UsageError("--export and --retry each do something with the rows: give one")
 
 
-def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
+def _export_errors(client_run: client.Run, file: str, cut: bool) -> None:
     """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer too."""
-    reader = reader_of(scored)
+    reader = reader_of(client_run)
     from jobs.parquet.outputs.failed_file import export_failed  # needs pyarrow, as the reader does
 
     num_rows = export_failed(reader, file, cut=cut)
@@ -128,36 +128,36 @@ def _export_errors(scored: client.Run, file: str, cut: bool) -> None:
 
 
 def _list_errors(
-    connection: redis.Redis, scored: client.Run, limit: int, cut: bool, as_json: bool
+    connection: redis.Redis, client_run: client.Run, limit: int, cut: bool, as_json: bool
 ) -> None:
     """Print the rows of a run that have an error, or only the reasons that Redis keeps. Arguments: see `errors`."""
     snapshot = None
     with suppress(UnknownRun):
-        snapshot = scored.status()
+        snapshot = client_run.status()
     if snapshot is not None:
         was_planned = snapshot.shards is not None
         if snapshot.plan_error is not None and not was_planned:
             raise click.ClickException(
-                f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
+                f"run {client_run.id} has no rows: its planning failed: {snapshot.plan_error}"
             )
 
     text_of_errors = _errors_json if as_json else _errors_text
     try:
-        reader = reader_of(scored)
+        reader = reader_of(client_run)
     except RunNotHere as error:
-        reasons = recorded_reasons(connection, scored.id)
+        reasons = recorded_reasons(connection, client_run.id)
         failed_checks = 0
         num_cut = 0
         if snapshot is not None:
             failed_checks = snapshot.failed_checks
             num_cut = snapshot.cut
-        click.echo(text_of_errors(scored.id, reasons, [], failed_checks, num_cut))
+        click.echo(text_of_errors(client_run.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
     reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
-    click.echo(text_of_errors(scored.id, reasons, rows, failed_checks, num_cut))
+    click.echo(text_of_errors(client_run.id, reasons, rows, failed_checks, num_cut))
 
 
 @click.command()
@@ -211,7 +211,10 @@ def _follow(
     old_shards: set[int],
     show_shard: Callable[[int], None],
 ) -> None:
-    """Show each shard that is not an old one, until the run ends or Ctrl-C is pressed."""
+    """Show each shard that is newly published, until the run ends or Ctrl-C is pressed.
+
+    old_shards: the shards that were published before.
+    """
     shown_shards = set(old_shards)
     try:
         while True:
@@ -277,7 +280,7 @@ def _errors_json(
 def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, num_cut: int
 ) -> str:
-    """Return what `errors` prints for people: a table of reasons, and a table of the given rows if there are any."""
+    """Return what `errors` prints for people: a table of the reasons, and a table of the rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
     outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
     if not reasons.rows:
@@ -300,7 +303,7 @@ def _errors_text(
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
-    """Return a row as `tail` prints it. prefix: the run's --output-prefix, with which its own columns begin."""
+    """Return a row as `tail` prints it. prefix: the text before the names of the columns that the run adds."""
     number = row["row"]
     error = row.get(f"{prefix}error")
     if error is not None:
@@ -312,7 +315,7 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     text = to_json(answer)
     present_values = [value for value in answer.values() if value is not None]
     if len(present_values) == 1 and isinstance(present_values[0], str):
-        text = present_values[0]  # if there is only a text, it is shown as it is
+        text = present_values[0]  # an answer that is only a text is shown as it is
     ending = ""
     if finish_reason not in (None, "stop"):
         ending = f" [{finish_reason}]"
@@ -347,12 +350,12 @@ def report(
         raise click.UsageError(
             "--price-per-hour and --prompts make another page: name a file for it with --out"
         )
-    scored = client.run(run, connection=connection)
-    folder = scored.output
+    client_run = client.run(run, connection=connection)
+    folder = client_run.output
     # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
-        text = _text_of(scored, file_name)
+        text = _file_text(client_run, file_name)
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
@@ -363,7 +366,7 @@ def report(
             f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )
 
-    examples = _examples_of(scored, has_prompts=prompts)
+    examples = _examples_of(client_run, has_prompts=prompts)
     try:
         page = report_html(json.loads(text), price_per_hour, examples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -377,7 +380,7 @@ def report(
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
     """Return rows of a run as examples, with their prompts if `has_prompts`.
 
-    If the rows cannot be read, returns None, or raises RunNotHere if prompts were asked for.
+    If the rows cannot be read, this raises RunNotHere with `has_prompts`, and returns None without it.
     """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
@@ -387,7 +390,7 @@ def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
         return None
 
 
-def _text_of(run: client.Run, name: str) -> str:
+def _file_text(run: client.Run, name: str) -> str:
     """Return the text of a file in a run's folder. For a folder on a disk, this works without pyarrow."""
     if is_stored(run.output):
         return reader_of(run).text(name)
@@ -421,27 +424,27 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
     """
     run_id, output = named_run(connection, run)
     try:
-        planned = read_planned(connection, run_id)
+        snapshot = read_planned(connection, run_id)
     except UnknownRun:
         if output is None:
             raise
         _check_finished(run_id, output.state)
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
-    _check_finished(planned.run, planned.state)
-    # If there is no worker at all, `verify` waits for one, and then says so. These errors are about existing workers.
-    if planned.workers and planned.awaited_model is not None:
+    _check_finished(snapshot.run, snapshot.state)
+    # These errors are about workers that exist. If there is none, `verify` waits for one before it says so.
+    if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} serves its model "
-            f"{planned.awaited_model}: start one there"
+            f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "
+            f"{snapshot.awaited_model}: start one there"
         )
-    if planned.workers and planned.awaited_adapters is not None:
+    if snapshot.workers and snapshot.awaited_adapters is not None:
         raise InvalidJob(
-            f"run {planned.run} cannot be verified: no worker on queue {planned.queue!r} has the files of adapters "
-            f"{planned.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
+            f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} has the files of adapters "
+            f"{snapshot.awaited_adapters}: put these files into the folder of its TOKENMILL_ADAPTERS"
         )
-    facts = RunState(connection, planned.run).facts()
-    return _FinishedRun(planned.run, planned.queue, facts["output"], facts.get("model"))
+    facts = RunState(connection, snapshot.run).facts()
+    return _FinishedRun(snapshot.run, snapshot.queue, facts["output"], facts.get("model"))
 
 
 def _check_finished(run: str, state: str) -> None:
@@ -488,8 +491,10 @@ def verify(
                 "sample": sample,
                 "seed": seed,
             }
-            asked_queue = queue or finished.queue
-            result = try_job(connection, asked_queue, "jobs.verify_rows", arguments, finished.model)
+            queue_of_job = queue or finished.queue
+            result = try_job(
+                connection, queue_of_job, "jobs.verify_rows", arguments, finished.model
+            )
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)

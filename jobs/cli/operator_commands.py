@@ -38,6 +38,7 @@ from jobs.doctor.redis_server import Role, check_permissions, check_server, not_
 from jobs.queues import (
     REQUEUE_LIMIT,
     RESUBMIT,
+    QueueCounts,
     count_claimed,
     count_queues,
     head_ages,
@@ -67,7 +68,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # What the workers have written. It may be old if Redis is full, but a producer's user may read nothing else.
+    # Workers have written these values. They are old if Redis is full, but a producer's user may read nothing newer.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -76,13 +77,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     missing = []
     for queue in count_queues(connection, shown_names):
-        if queue.name not in known_names and not any(queue.counts.values()):
+        if queue.name in known_names or any(queue.counts.values()):
+            click.echo(_queue_line(queue, claimed.get(queue.name, 0)))
+        else:
             missing.append(queue.name)
-            continue
-        counts = [f"{count} {state}" for state, count in queue.counts.items()]
-        num_claimed = claimed.get(queue.name, 0)
-        counts.insert(1, f"{num_claimed} claimed")  # behind the waiting jobs
-        click.echo(f"queue {safe_name(queue.name)}: {', '.join(counts)}")
     for worker in workers:
         if worker.registered:
             click.echo(_worker_line(worker, is_suspended))
@@ -95,6 +93,13 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     if missing:
         existing = f"there are {_names(known_names)}" if known_names else "there is none"
         raise click.ClickException(f"no queue is named {_names(missing)}: {existing}")
+
+
+def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
+    """Return a queue's line of `info`. num_claimed: how many of its jobs workers have claimed."""
+    counts = [f"{count} {state}" for state, count in queue.counts.items()]
+    counts.insert(1, f"{num_claimed} claimed")  # behind the waiting jobs
+    return f"queue {safe_name(queue.name)}: {', '.join(counts)}"
 
 
 def _worker_line(worker: Worker, is_suspended: bool) -> str:
@@ -148,12 +153,12 @@ def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 
 
 def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
-    """Raise ClickException if no job of this producer waits on a queue. The error lists the producers whose jobs do."""
-    waiting = list(read_producers(connection, queue).num_jobs)
-    if producer not in waiting:
-        others = f"there are {_names(waiting)}" if waiting else "none waits there"
+    """Raise ClickException if no job of this producer waits on a queue. The error lists producers whose jobs wait."""
+    producers = list(read_producers(connection, queue).num_jobs)
+    if producer not in producers:
+        hint = f"there are {_names(producers)}" if producers else "none waits there"
         raise click.ClickException(
-            f"no job of {safe_name(producer)} waits on queue {safe_name(queue)}: {others}"
+            f"no job of {safe_name(producer)} waits on queue {safe_name(queue)}: {hint}"
         )
 
 
@@ -291,13 +296,13 @@ def requeue_command(
 
 def _names(names: list[str]) -> str:
     """Return names or ids as a list for people: the first MAX_SHOWN of them, and how many more there are."""
-    shown = ", ".join(map(safe_name, names[:MAX_SHOWN]))
+    first_names = ", ".join(map(safe_name, names[:MAX_SHOWN]))
     if len(names) > MAX_SHOWN:
-        return f"{shown} and {len(names) - MAX_SHOWN} more"
-    return shown
+        return f"{first_names} and {len(names) - MAX_SHOWN} more"
+    return first_names
 
 
-#: The modules with the checks of one role. They are imported late, because their packages import this package.
+#: The module with the checks of each role. It is imported late, because its package imports this package.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 #: Roles with rules of their own in Redis.
@@ -330,25 +335,25 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
         findings.append(finding)
         if not as_json:
             _print_finding(finding)
-    levels = Counter(finding.level for finding in findings)
+    counts = Counter(finding.level for finding in findings)
+    faults = counts[Level.FAULT]
+    warnings = counts[Level.WARNING]
     if as_json:
         content = {
             "version": version("tokenmill"),
             "role": role,
-            "faults": levels[Level.FAULT],
-            "warnings": levels[Level.WARNING],
+            "faults": faults,
+            "warnings": warnings,
             "findings": [finding._asdict() for finding in findings],
         }
         click.echo(json.dumps(content, indent=2))
     else:
-        click.echo(
-            f"faults: {levels[Level.FAULT]}, warnings: {levels[Level.WARNING]}, ok: {levels[Level.OK]}"
-        )
-    context.exit(1 if levels[Level.FAULT] else 0)
+        click.echo(f"faults: {faults}, warnings: {warnings}, ok: {counts[Level.OK]}")
+    context.exit(1 if faults else 0)
 
 
 def _print_finding(finding: Finding) -> None:
-    """Print a finding, and in a line of its own how to mend it."""
+    """Print a finding, and on the next line how to mend it."""
     level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
     click.echo(f"{level} {finding.subject:13} {finding.text}")
     if finding.mend:

@@ -68,7 +68,7 @@ def assignments(
 def column_list(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | None:
-    """Return the columns of a repeatable option that separates them by commas; None if the option was not given."""
+    """Return the columns that a repeatable option lists, separated by commas; None if the option was not given."""
     if not texts:
         return None
     try:
@@ -109,21 +109,26 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
             f"OUT is the file {output}: name a new or empty folder behind the inputs"
         )
     if "output_format" in arguments and not arguments["single_file"]:
-        raise click.UsageError("--output-format is that of one output file: add --single-file")
+        raise click.UsageError("--output-format is the format of a single file: add --single-file")
 
     template_path = arguments.pop("template_file", None)
     if template_path is not None:
-        template = _read("--template-file", template_path)
-        # Editors add a line break at the end of a file.
-        arguments["template"] = template.removesuffix("\n").removesuffix("\r")
+        arguments["template"] = _template_in(template_path)
         if template_path.endswith(JINJA_SUFFIXES):
             arguments.setdefault("template_format", "jinja")
-    templates = arguments.pop("prompt", None)
-    if templates is not None:
-        arguments["prompts"] = [
-            {"name": name, "template": template} for name, template in templates.items()
-        ]
+    templates_by_name = arguments.pop("prompt", None)
+    if templates_by_name is not None:
+        prompts = []
+        for name, template in templates_by_name.items():
+            prompts.append({"name": name, "template": template})
+        arguments["prompts"] = prompts
     return client.run_arguments(arguments)
+
+
+def _template_in(path: str) -> str:
+    """Return the template in a file, without the line break that editors add at its end. Raises UsageError."""
+    template = _read("--template-file", path)
+    return template.removesuffix("\n").removesuffix("\r")
 
 
 def _check_prompt_options(options: Mapping[str, Any]) -> None:
@@ -147,14 +152,17 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return a JSON schema. text: the schema, or the name of its file."""
+    """Return the JSON schema that an option names; None if it was not given. text: the schema, or its file's name."""
     if text is not None and not text.lstrip().startswith("{"):
         text = _read(parameter.opts[0], text)
     return json_value(dict)(context, parameter, text)
 
 
 def response_format(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return OpenAI's response_format. text: the whole format, only its schema, or the name of a file with one."""
+    """Return OpenAI's response_format; None if the option was not given.
+
+    text: the whole format, or only its schema, or the name of a file with either.
+    """
     value = schema(context, parameter, text)
     if value is None or value.get("type") in ("text", "json_object", "json_schema"):
         return value
@@ -347,7 +355,7 @@ _PROMPT = (
     ),
     _option(
         "--truncate-prompt-tokens",
-        "Read only this many last tokens of a prompt. -1 reads as many as fit.",
+        "Read this many tokens of a prompt, counted from its end. -1 reads as many as fit.",
         type=int,
     ),
     _option(
@@ -376,7 +384,7 @@ _PROMPT = (
     ),
     _option(
         "--dimensions",
-        "Keep this many first numbers of each embedding, scaled to length 1.",
+        "Keep this many numbers of each embedding, counted from its beginning and scaled to length 1.",
         type=int,
     ),
     _option(
@@ -530,7 +538,9 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
     """Return a decorator that adds all these options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options):  # click shows the option first that was added last
+        """Return a command with the options."""
+        # click lists the options of a command in the reverse order of their adding.
+        for option in reversed(options):
             command = option(command)
         return command
 

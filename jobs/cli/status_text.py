@@ -30,7 +30,7 @@ NO_WORKER_TEXT = (
 
 @contextmanager
 def errors_printed() -> Iterator[None]:
-    """Turn an error that a user can act on into one line, safe for a terminal, and exit status 1."""
+    """Turn an error that a user can act on into a ClickException: one line, safe for a terminal, and exit status 1."""
     cause: Exception
     try:
         yield
@@ -87,21 +87,24 @@ LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """Prints a line when a run's state changes, and every LINE_EVERY_S in between. clock: in seconds."""
+    """Prints a line when a run's state changes, and every LINE_EVERY_S in between.
+
+    clock: returns the present time in seconds, from any origin.
+    """
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file = file
         self._clock = clock
         self._state = ""
-        self._shown_at = 0.0
+        self._printed_at = 0.0  # by `clock`
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Print a run's progress, unless it was printed shortly before."""
         now = self._clock()
-        if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
+        if snapshot.state == self._state and now - self._printed_at < LINE_EVERY_S:
             return
         self._state = snapshot.state
-        self._shown_at = now
+        self._printed_at = now
         line = snapshot.state
         if snapshot.rows is not None:
             line += f": {snapshot.rows_done} of {snapshot.rows} rows"
@@ -118,8 +121,8 @@ class Lines:
         """Leave the lines as they are."""
 
 
-def _has_columns(file: TextIO) -> bool:
-    """Whether a file is a terminal of known width, on which a bar can be drawn."""
+def _can_draw_bar(file: TextIO) -> bool:
+    """Whether a progress bar can be drawn on a file: whether it is a terminal of known width."""
     with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     return False
@@ -155,14 +158,14 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         if snapshot.errors or snapshot.cut:
             option = " --cut" if snapshot.cut else ""
             lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
-        begun = (
+        done_and_started = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
-        lines.append(f"shards   {begun}, {_other_shards_text(snapshot)}")
+        lines.append(f"shards   {done_and_started}, {_other_shards_text(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
-        left = left_text(snapshot)
-        if left:
-            lines.append(f"left     {left}")
+        time_left = left_text(snapshot)
+        if time_left:
+            lines.append(f"left     {time_left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
@@ -180,7 +183,7 @@ def deadline_text(snapshot: RunSnapshot) -> str:
 
 
 def gone_text(num_gone_parts: int, folder: str) -> list[str]:
-    """Return the line that says how many parts are gone; nothing if none is."""
+    """Return a list with the line that says how many parts are gone; an empty list if none is gone."""
     if not num_gone_parts:
         return []
     parts = "part is" if num_gone_parts == 1 else "parts are"
@@ -189,7 +192,7 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
 
 
 def _other_shards_text(snapshot: RunSnapshot) -> str:
-    """Say how many shards are queued, failed or without a job, or how many are left if the run goes no further."""
+    """Say how many shards are queued, failed or without a job. Of a run that has stopped, say how many are left."""
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
         # No worker will run any of these shards.
@@ -231,7 +234,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 
 
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Say so if the run was finished already, and this submit had nothing to do."""
+    """Print that the run was finished already, if this submit found nothing to do."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
         text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
         click.echo(text, err=True)
@@ -257,7 +260,7 @@ def _ctrl_c_leaves_run_going(run: str, watch: Watch) -> Iterator[None]:
 def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, and with 130 on Ctrl-C."""
     click.echo(run)
-    display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
+    display = Bar(sys.stderr) if _can_draw_bar(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))
     with _ctrl_c_leaves_run_going(run, watch), closing(display):
         followed = follow(watch, time.sleep, display.show, display.warn)

@@ -37,7 +37,7 @@ TIMEOUT_S = 3600
 MAX_ROWS_READ = 1_000_000
 
 #: A run's time usually lies between these multiples of the time that its tried rows suggest. It did so in 22 of 23 runs
-#: of the demo's model, on two cores with other work. These runs were of each kind, and most took 5 to 30 s. Without
+#: of the demo's model, on two cores with other work. There were runs of each kind, and most took 5 to 30 s. Without
 #: other work, a run's time varies less.
 RANGE = (0.7, 2.4)
 
@@ -68,12 +68,12 @@ def preview(
 
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what a dry run has found, in lines. price_per_hour: the price of a worker's machine, in any currency."""
+    """Return, in lines, what a dry run has found. price_per_hour: the price of a worker's machine, in any currency."""
     return [*_lines_of_all_rows(result), *_lines_of_tried_rows(result, price_per_hour)]
 
 
 def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
-    """Return what a dry run has found without computing answers: rows that would fail, and tokens of prompts."""
+    """Return, in lines, what a dry run knows without any answer: rows that would fail, and tokens of prompts."""
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -94,14 +94,14 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what the rows suggest that a dry run has answered: the tokens of answers, the run's time and its cost."""
-    tried = result["num_tried"]
-    failed = result["num_failed"]
+    """Return, in lines, what the answered rows of a dry run suggest: tokens of answers, the run's time and its cost."""
+    num_tried = result["num_tried"]
+    num_failed = result["num_failed"]
     commonest = result.get("commonest_failure")  # missing if the worker's version is older
     why = f": {safe_name(commonest)}" if commonest else ""
-    if failed and failed == tried:
+    if num_failed and num_failed == num_tried:
         return [
-            f"but      all {tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
+            f"but      all {num_tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
         ]
 
     lines = []
@@ -110,7 +110,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     if result["completion_tokens"]:
         lines.append(
             f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-            f"are computed, as {tried} rows tell"
+            f"are computed, as {num_tried} rows tell"
         )
     lines.append(
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run"
@@ -120,8 +120,8 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
         lines.append(
             f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
         )
-    if failed:
-        lines.append(f"but      {failed} of the {tried} rows that were tried failed{why}")
+    if num_failed:
+        lines.append(f"but      {num_failed} of the {num_tried} rows that were tried failed{why}")
     if price_per_hour is not None:
         price = seconds / 3600 * price_per_hour
         low, high = [price_text(price * factor) for factor in RANGE]
@@ -163,7 +163,7 @@ def try_job(
     arguments: Mapping[str, Any],
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Enqueue a job and return its result. Raises TrialFailed if the job fails, or if no worker listens."""
+    """Enqueue a job, return its result, and delete the job. Raises TrialFailed if it fails, or if no worker listens."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
@@ -201,15 +201,15 @@ def _await_end(connection: redis.Redis, queue: str, job_id: str) -> JobStatus | 
         status = job_status(connection.hget(job_key(job_id), "status"))
         if status not in WAITING:
             return status
-        moment = time.monotonic()
-        if moment >= next_check_at:
-            next_check_at = moment + WORKERS_EVERY_S
+        now = time.monotonic()
+        if now >= next_check_at:
+            next_check_at = now + WORKERS_EVERY_S
             served_queues: set[str] = set()
             for worker in read_workers(connection):
                 served_queues.update(worker.queues)
             if queue in served_queues:
-                last_served_at = moment
-            elif moment - last_served_at > PATIENCE_S:
+                last_served_at = now
+            elif now - last_served_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, sorted(served_queues)))
         time.sleep(POLL_S)
 
@@ -240,7 +240,10 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a text, or any other value as JSON, for a terminal: without control characters, indented, cut if long."""
+    """Return a value as a terminal shows it: without control characters, its further lines indented, cut if long.
+
+    A text is shown as it is, and any other value as JSON.
+    """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     shown_text = text[:MAX_SHOWN_CHARS]
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in shown_text.split("\n")]

@@ -114,6 +114,11 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
             "--watch shows all runs: to follow one run, repeat its `tokenmill submit` with --wait"
         )
     print_troubles(connection)
+    _print_status(connection, run, as_json)
+
+
+def _print_status(connection: redis.Redis, run: str, as_json: bool) -> None:
+    """Print the state of one run. run: the run's id or its output folder. Raises UnknownRun."""
     run, output = named_run(connection, run)
     try:
         snapshot = read_planned(connection, run)
@@ -138,7 +143,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what a run's output folder says about it, without Redis."""
+    """Return, as JSON, what a run's output folder says about the run. Redis is not asked."""
     plan = output.plan
     return json.dumps(
         {
@@ -155,7 +160,7 @@ def output_json(output: RunOutput) -> str:
 
 
 def _output_text(output: RunOutput) -> str:
-    """Return in lines what a run's output folder says about it, without Redis."""
+    """Return, in lines, what a run's output folder says about the run. Redis is not asked."""
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
         f"run {output.plan.run}: {output.state}",
@@ -170,7 +175,7 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    """Return a table of the open runs and the runs that ended last. As JSON, return all runs of the list."""
+    """Return a table of the open runs and the runs that ended last. With `as_json`, return all listed runs as JSON."""
     print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
@@ -188,7 +193,11 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: print it again and again, on a terminal always at the top."""
+    """Print the text that `show` returns.
+
+    watch: whether to go on until Ctrl-C, with the present text every WATCH_EVERY_S. On a terminal, each text is printed
+    at the top of a cleared screen.
+    """
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):

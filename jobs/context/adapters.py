@@ -1,4 +1,4 @@
-"""Pins the LoRA adapters that jobs may name to their files.
+"""Pins LoRA adapters to their files.
 
 A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with these very files, or
 refuses. The keys of answers, of journals and of the engine's cache contain the pinned text.
@@ -40,7 +40,7 @@ def _by_name(pinned: Iterable[str]) -> dict[str, str]:
     return {name_of(adapter): adapter for adapter in pinned}
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     """Return names as an error lists them."""
     text = ", ".join(names[:MAX_LISTED])
     num_more = len(names) - MAX_LISTED
@@ -65,24 +65,24 @@ class Adapters:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return all texts by which a job may ask for an adapter: the names and the pinned texts."""
+        """Return all texts by which a job may name an adapter: the adapters' names, and their pinned texts."""
         return [*sorted(self._by_name), *self.pinned]
 
     def pin(self, name: str) -> str:
-        """Return the pinned text of an adapter. name: its name or its pinned text. Raises UnknownAdapter."""
+        """Return an adapter's pinned text. name: the adapter's name or its pinned text. Raises UnknownAdapter."""
         by_name = self._by_name  # one value for the whole call, because `refresh` may replace it
         if name in by_name:
             return by_name[name]
         is_pinned_text = by_name.get(name_of(name)) == name
         if is_pinned_text:
             return name
-        names = _listed(sorted(by_name)) or "none"
+        names = _names_text(sorted(by_name)) or "none"
         raise UnknownAdapter(name, names)
 
     @property
-    def listed(self) -> str:
+    def names_text(self) -> str:
         """Return the adapters' names as an error lists them; "" if there are no adapters."""
-        return _listed(sorted(self._by_name))
+        return _names_text(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return sampling values with the pinned text of their adapter. Raises UnknownAdapter."""
@@ -95,7 +95,7 @@ class Adapters:
 class LiveAdapters(Adapters):
     """The adapters that this process can use, as they were at the last `refresh`. Thread-safe.
 
-    find: returns the pinned adapters that can be used, and why each other adapter cannot, by its name.
+    find: returns the pinned adapters that can be used, and then, by name, why each other adapter cannot be used.
     """
 
     is_live = True
@@ -122,7 +122,7 @@ class PlannedAdapters(Adapters):
     """The adapters that a run has pinned. Any other name is pinned to no files, so the engine refuses its rows."""
 
     def pin(self, name: str) -> str:
-        """Return the pinned text of an adapter. name: its name or its pinned text."""
+        """Return an adapter's pinned text. name: the adapter's name or its pinned text."""
         try:
             return super().pin(name)
         except UnknownAdapter:

@@ -1,4 +1,4 @@
-"""Defines the answer of a row, and the memory of answers. With it, the shards of a process compute equal rows once."""
+"""Defines the answer of a row, and the memory by which the shards of one process compute equal rows once."""
 
 import sys
 import threading
@@ -70,7 +70,7 @@ class Answer:
 def failed_answer(
     reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
 ) -> Answer:
-    """Return the answer of a row that failed. n: how many completions the row asked for."""
+    """Return the answer of a row that failed. reason: the row's error. n: how many completions the row asked for."""
     answer = Answer(
         completion=None,
         finish_reason="error",
@@ -120,7 +120,7 @@ class AnswerMemo:
             return answer
 
     def put(self, key: bytes, answer: Any) -> None:
-        """Keep an answer."""
+        """Remember an answer, unless its key has one already. Drops old answers if all together exceed the limit."""
         with self._lock:
             if key in self._answers:
                 return

@@ -55,8 +55,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
     if "text" not in question:
         return {}
     if kind in ("agree_on", "tool"):
-        # The functions made for these kinds are our own. They raise nothing, and what they return is no reason but a
-        # hash or JSON, which must not be cut.
+        # The functions made for these kinds are our own. They raise nothing, and return a hash or JSON, which must not
+        # be cut like a reason.
         return {"outcome": check(question["row"], question["text"])}
     return {"outcome": _reason(check, question["row"], question["text"])}
 

@@ -52,7 +52,7 @@ class RepairOptions:
     repair_template: str | None = None
 
     @cached_property
-    def is_asked_for(self) -> bool:
+    def may_ask_again(self) -> bool:
         """Whether a prompt may be asked again."""
         return self.check is not None or self.continue_on_length
 
@@ -78,9 +78,9 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments into RepairOptions and all others.
+    """Split keyword arguments; return those that are no options of repairs, and then the RepairOptions.
 
-    Returns the other arguments, then the RepairOptions. Raises InvalidJob.
+    Raises InvalidJob.
     """
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
@@ -181,7 +181,7 @@ class Checks:
         """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
         This may take as long as importing a function.
-        question: what else the child is asked, such as the function's version.
+        question: further fields of the question to the child, which may ask for the function's version.
         """
         self.admit(options)
         try:

@@ -16,7 +16,7 @@ MAX_BYTES = 256 << 10
 
 
 def short_name(owner: str) -> str:
-    """Return a hash of a journal's owner, which is stored beside sent tokens. owner: see JobJournal."""
+    """Return a hash of a journal's owner. Sent tokens are stored with this hash. owner: see JobJournal."""
     return blake2b(owner.encode(), digest_size=8).hexdigest()
 
 
@@ -32,10 +32,10 @@ class SentTokens(NamedTuple):
 class JobJournal:
     """The journal of a job, as one execution reads and writes it.
 
-    Its first line is the owner. Each further line is the record of a prompt, as JSON.
+    The journal's first line is its owner. Each further line is the record of a prompt, as JSON.
     owner: a text that names the job, its time of creation, its payload and its model.
     stored: the journal when the job was claimed; None if there was none.
-    execution_id: the journal is written only while this execution holds the job; None if it is always written.
+    execution_id: the execution that must hold the job while the journal is written; None if none must.
     sent: the tokens that earlier executions have sent to a client that follows the job, in the order of sending.
     """
 

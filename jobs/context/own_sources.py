@@ -12,10 +12,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def own_files(module: str, path: Path) -> list[Path]:
-    """Return a module's file, and all files that it imports from its own package, directly or not.
+    """Return a module's file, and all files that the module imports from its own package, directly or not.
 
-    A module without a package may import modules from its folder. Their files are returned too, unless the module is
-    installed. Files of other packages are not returned. Only import statements are followed, anywhere in a file.
+    A module without a package may import modules from its folder. The files of these are returned too, unless the
+    module is installed. Files of other packages are not returned. Only import statements are followed, anywhere in a
+    file.
     """
     *packages, _ = module.split(".")
     num_folders = len(packages)  # the folders between the root of imports and the file
@@ -54,7 +55,10 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield each name that a file imports, split at its dots. `from a import b` yields a.b, as b may be a module."""
+    """Yield each name that a file imports, split at its dots.
+
+    `from a import b` yields the name a.b, because b may be a module.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):

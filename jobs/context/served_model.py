@@ -108,19 +108,23 @@ class ServedModel(PinnedModel):
 
 
 def is_served(pin: str, names: Collection[str]) -> bool:
-    """Whether a worker serves every line of a PinnedModel.pin. names: of the models and adapters that it serves."""
+    """Whether a worker serves the model and all adapters that a PinnedModel.pin names, one a line.
+
+    names: the names of the models and adapters that the worker serves.
+    """
     return all(line in names for line in pin.split("\n"))
 
 
 def clock_text(formats: Sequence[str] | None, now: float) -> str:
     """Return what a chat template writes for a time, one line for each format.
 
-    formats: see ServedModel.clock_formats. If they are None, a random text is returned, so that no two are equal.
+    formats: see ServedModel.clock_formats. For None, a random text is returned, so that no two texts are equal.
     now: Unix seconds.
     """
     if formats is None:
         return token_hex(8)
-    return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
+    local_time = datetime.fromtimestamp(now)
+    return "\n".join(map(local_time.strftime, formats))
 
 
 #: Stands for formats that are not known.

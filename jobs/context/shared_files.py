@@ -98,16 +98,16 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a RowReader (jobs/parquet/tables) for a shard.
+        """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        The reader is the idle one of the key that stands nearest before the shard, or a new one. Only one reader of a
-        key is lent at a time, and other shards of the file wait for it. The reader is closed if the body of the `with`
-        raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS readers are lent.
+        Among the key's idle readers, the one that stands nearest before the shard is lent. Without such a reader, a new
+        one is opened. Only one reader of a key is lent at a time, and other shards that need one wait. The reader is
+        closed if the body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
-            reader = self._nearest(key, shard)
+            reader = self._take_nearest(key, shard)
             if reader is None:
-                reader = self._opened(open_reader)
+                reader = self._open(open_reader)
             try:
                 yield reader
             except BaseException:  # the reader may have read another file than the planned one
@@ -120,8 +120,8 @@ class SharedFiles:
             if not is_used:
                 self._close(reader)
 
-    def _nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that stands nearest before a shard; None if there is none."""
+    def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:
+        """Take the idle reader of a key that stands nearest before a shard; None if none stands before it."""
         with self._lock:
             candidates = []
             for idle in self._idle:
@@ -134,7 +134,7 @@ class SharedFiles:
             self._idle.remove(nearest)
             return nearest.reader
 
-    def _opened(self, open_reader: Callable[[], R]) -> R:
+    def _open(self, open_reader: Callable[[], R]) -> R:
         """Open a reader, after closing an idle one if MAX_READERS are open. Raises NoRoomYet if none is idle."""
         with self._lock:
             replaced = None
@@ -183,9 +183,9 @@ class ShardBytes:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
-        """Add bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
+        """Add bytes of prompts that a shard takes. already_held: the bytes that the shard has now. Raises NoRoomYet."""
         with self._lock:
-            is_alone = self.held <= already_held
+            is_alone = self.held <= already_held  # no other shard holds any bytes
             if not is_alone and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes

@@ -14,7 +14,7 @@ class Caller(Protocol):
     """A call that is watched. It is interrupted if it shows no sign of life for long."""
 
     def check_while_waiting_for(self, holder: Any) -> None:
-        """Raise the call's interrupt if it has one. Otherwise, count the holder's last sign of life as its own.
+        """Raise the call's interrupt if it has one. Otherwise, count the holder's last sign of life as the call's own.
 
         holder: the call that has the turn; None if that is not known.
         """

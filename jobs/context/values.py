@@ -25,8 +25,8 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
         )
     is_too_large = most is not None and type(value) is int and value > most
     if type(value) is not int or value < 1 or is_too_large:
-        until = "on" if most is None else f"to {most}"
-        raise wrong_value_error(name, value, f"an integer from 1 {until}")
+        upper_end = "on" if most is None else f"to {most}"
+        raise wrong_value_error(name, value, f"an integer from 1 {upper_end}")
     return value
 
 
@@ -37,8 +37,11 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
-def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list of `least` to `most` values. kind_of_list: words for the error about a value that is no list."""
+def checked_list(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
+    """Return a list as it is, if it has `least` to `most` values.
+
+    kind_of_list: words for the error about a value that is no list.
+    """
     if not isinstance(value, list | tuple):
         raise wrong_value_error(name, value, kind_of_list)
     if not least <= len(value) <= most:

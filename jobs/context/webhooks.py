@@ -25,7 +25,7 @@ _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connec
 
 def host_of(url: Any) -> str:
     """Return a URL's host. Raises InvalidJob if the text is no URL of http or https, or names a user."""
-    return str(_parsed(url).hostname)
+    return str(_parsed_url(url).hostname)
 
 
 def check_host(url: str, hosts: Collection[str]) -> None:
@@ -55,10 +55,10 @@ def call_webhook(
     came within DEADLINE_S.
     """
     check_host(url, hosts)
-    parts = _parsed(url)
+    parts = _parsed_url(url)
     deadline = time.monotonic() + DEADLINE_S
     addresses = _allowed_addresses(parts, hosts, resolve)
-    sock = _connected(addresses)
+    sock = _connect(addresses)
     sock.settimeout(DEADLINE_S)  # limits a single read; the timer limits the whole call
     # TLS takes over `sock`. So the timer shuts the connection down by a copy.
     copy = sock.dup()
@@ -87,7 +87,7 @@ def _send(
     headers: Mapping[str, str],
     body: bytes | None,
 ) -> int:
-    """Send a request over a connected socket, and return the status of the response. parts: the URL's."""
+    """Send a request over a connected socket, and return the status of the response. parts: the URL's parts."""
     target = parts.path or "/"
     if parts.query:
         target += f"?{parts.query}"
@@ -114,7 +114,7 @@ def _shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _parsed(url: Any) -> SplitResult:
+def _parsed_url(url: Any) -> SplitResult:
     """Return the parts of a URL of http or https. Raises InvalidJob."""
     parts = _split_url(url)
     if parts is None:
@@ -172,7 +172,7 @@ def _may_call(address: str, hosts: Collection[str]) -> bool:
     return is_public or str(ip) in hosts
 
 
-def _connected(addresses: list[tuple[str, int]]) -> socket.socket:
+def _connect(addresses: list[tuple[str, int]]) -> socket.socket:
     """Connect to the first address that answers. Raises OSError if none does.
 
     Each address may take an equal share of DEADLINE_S.

@@ -1,4 +1,4 @@
-"""Findings of the doctor, each with what to do about it; and checks of the installation."""
+"""Findings of the doctor, each with a remedy, and checks of the installation."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Level(StrEnum):
-    """How serious a finding is. FAULT: work fails, or is lost."""
+    """How serious a finding is. A FAULT makes work fail, or loses it."""
 
     OK = "ok"
     WARNING = "warning"
@@ -44,7 +44,7 @@ def fault_of(subject: str, error: str) -> Finding:
 
 
 class Examination(NamedTuple):
-    """Some checks of a subject. check: makes them and yields findings. limit_s: the most seconds that they may take."""
+    """Checks of a subject. check: makes the checks, and yields findings. limit_s: the most seconds that they take."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -52,7 +52,10 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry out examinations in turn, and yield their findings. One that takes too long, or raises, becomes a fault."""
+    """Carry out examinations in turn, and yield their findings.
+
+    An examination that takes too long, or raises, yields a fault after its other findings.
+    """
     for examination in examinations:
         findings: list[Finding] = []
         # A thread whose system call hangs, for example on a network mount, cannot be ended. It is left behind.
@@ -72,7 +75,7 @@ def _examine(examination: Examination, findings: list[Finding]) -> None:
     try:
         for finding in examination.check():
             findings.append(finding)
-    except Exception as error:  # noqa: BLE001  # a check that raises must not hide the others
+    except Exception as error:  # noqa: BLE001  # a check that raises must not hide other findings
         problem = f"it cannot be checked ({type(error).__name__}: {error})"
         remedy = "mend what the error names, then look again"
         findings.append(fault(examination.subject, problem, remedy))

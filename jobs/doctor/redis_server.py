@@ -63,7 +63,7 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    # From the last round trip. If the server does not say its time, its clock counts as exact.
+    # The clocks are compared at the last round trip. If the server does not say its time, its clock counts as exact.
     server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
     user, address = _user_and_address(url)
     return Server(
@@ -78,9 +78,9 @@ def reach(url: str) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
-    """Return the fault for a server that does not serve us."""
+    """Return the fault for a server that does not serve us. error: what the client raised."""
     user, address = _user_and_address(url)
-    # This holds unless one of the cases below fits better.
+    # This is the fault unless one of the cases below fits better.
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
@@ -229,7 +229,7 @@ def _durability(server: Server) -> Iterator[Finding]:
 def _can_be_replayed(client: Any) -> bool:
     """Whether a restarted server would carry out the writes in its append-only file; True if that is not known.
 
-    Redis 7 and 8 carry them out as the default user, even if nobody can log in as that user.
+    Redis 7 and 8 carry out these writes as the default user, even if nobody can log in as that user.
     """
     writes = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
     try:
@@ -290,29 +290,41 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
-    key_patterns = [prefixed(pattern) for pattern in KEYS[role].split()]
-    # The key patterns, each by a command that needs the right to such a key.
-    writes: dict[tuple[str, ...], str] = {}
-    for pattern in key_patterns:
-        writes["set", pattern.replace("*", "a"), "1"] = pattern
+    # For each key pattern of the role, a command that needs the right to such a key.
+    pattern_of: dict[tuple[str, ...], str] = {}
+    for pattern in map(prefixed, KEYS[role].split()):
+        command = ("set", pattern.replace("*", "a"), "1")
+        pattern_of[command] = pattern
     missing_rules: dict[str, None] = {}  # a set that keeps its order
-    for words, refusal in _refusals(server.client, [*writes, *commands_of(role)]):
-        if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
-            if tuple(words) in writes:
-                missing_rules[f"~{writes[tuple(words)]}"] = None
-        elif " channel" in refusal:
-            missing_rules[f"&{RQ}:pubsub:*"] = None
-        elif refusal:
-            command, *arguments = words
-            if command in ("script", "memory"):
-                command = f"{command}|{arguments[0]}"  # a rule names the subcommand too
-            missing_rules[f"+{command}"] = None
+    for words, refusal in _refusals(server.client, [*pattern_of, *commands_of(role)]):
+        rule = _missing_rule(words, refusal, pattern_of.get(tuple(words)))
+        if rule is not None:
+            missing_rules[rule] = None
     if not missing_rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
     lacks = " ".join(missing_rules)
     mend = f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all)"
     yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
+
+
+def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -> str | None:
+    """Return the rule that a user needs for a command; None if the command is permitted.
+
+    words: the command. refusal: why the server refuses the command; "" if it is permitted.
+    key_pattern: the pattern of keys whose rule is tested by the command; None if the command's own rule is tested. Then
+    a refusal of its key gives no rule, because other commands test all keys.
+    """
+    if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
+        return None if key_pattern is None else f"~{key_pattern}"
+    if " channel" in refusal:
+        return f"&{RQ}:pubsub:*"
+    if not refusal:
+        return None
+    command, *arguments = words
+    if command in ("script", "memory"):
+        command = f"{command}|{arguments[0]}"  # a rule names the subcommand too
+    return f"+{command}"
 
 
 def _refusals(

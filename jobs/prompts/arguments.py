@@ -78,7 +78,10 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt that cannot be asked, in a list whose other prompts are asked. reason: why it cannot be."""
+    """Takes the place of a prompt that cannot be asked, in a list whose other prompts are asked.
+
+    reason: why the prompt cannot be asked.
+    """
 
     reason: str
 
@@ -139,7 +142,7 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 
 
 def one_prompt(prompt: object, name: str) -> Prompt:
-    """Return one prompt: a string or token ids. name: names it in errors. Raises InvalidJob."""
+    """Return one prompt: a string or token ids. name: the prompt's name in errors. Raises InvalidJob."""
     if isinstance(prompt, list) and _are_token_ids(prompt):
         check_limit(len(prompt), MAX_PROMPT_BYTES, f"{name} has {{}} token ids", "shorten it")
         return list(prompt)
@@ -230,7 +233,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without arguments of NEUTRAL and FOR_OPERATORS.
+    """Return the values that change something, under our names. Arguments of NEUTRAL and FOR_OPERATORS are left out.
 
     Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
     """
@@ -251,15 +254,23 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     if used.get("parallel_tool_calls") is True:
         # The default is left out, so that equal requests have equal values.
         del used["parallel_tool_calls"]
-    # max_completion_tokens is OpenAI's newer name for max_tokens.
-    max_completion_tokens = used.pop("max_completion_tokens", None)
+    return with_structured_outputs(_with_max_tokens(used))
+
+
+def _with_max_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which `max_tokens` has the value of max_completion_tokens, OpenAI's newer name for it.
+
+    Raises InvalidJob if both names have values that differ.
+    """
+    renamed = dict(values)
+    max_completion_tokens = renamed.pop("max_completion_tokens", None)
     if max_completion_tokens is not None:
-        if used.get("max_tokens") not in (None, max_completion_tokens):
+        if renamed.get("max_tokens") not in (None, max_completion_tokens):
             raise InvalidJob(
                 "max_tokens and max_completion_tokens are one value, and differ: send one of them"
             )
-        used["max_tokens"] = max_completion_tokens
-    return with_structured_outputs(used)
+        renamed["max_tokens"] = max_completion_tokens
+    return renamed
 
 
 def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
@@ -267,7 +278,7 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     for neutral in NEUTRAL[name]:
-        # In Python 1 and true are equal, but here they mean different things.
+        # In Python, 1 equals True. Here they mean different things.
         have_same_kind = isinstance(value, bool) is isinstance(neutral, bool)
         if have_same_kind and value == neutral:
             return True
@@ -313,10 +324,10 @@ def _form_of(response_format: Any) -> dict[str, Any] | None:
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
-    described = response_format.get("json_schema")
-    if not isinstance(described, dict):
+    named_schema = response_format.get("json_schema")
+    if not isinstance(named_schema, dict):
         raise wrong_value_error(
-            "json_schema of response_format", described, '{"name": ..., "schema": ...}'
+            "json_schema of response_format", named_schema, '{"name": ..., "schema": ...}'
         )
-    schema = described.get("schema")
+    schema = named_schema.get("schema")
     return {"json_object": True} if schema is None else {"json": schema}

@@ -37,12 +37,12 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     RESPONSES: (lambda **body: chat_task(**chat_of(body)), "input"),
 }
 
-#: The error code of a line that was not answered. The line is at fault, because after any other error its shard is
-#: tried again.
+#: The error code of a line that was not answered. It blames the line: after an error that is not the line's fault, the
+#: line's shard is tried again.
 ERROR_CODE = "invalid_request"
 #: The beginning of the error of a line whose endpoint is not the batch's endpoint.
 MISMATCHED = "mismatched endpoint"
-#: The error code of such a line.
+#: The error code of a line whose endpoint is not the batch's endpoint.
 MISMATCHED_CODE = "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
@@ -76,9 +76,9 @@ def line_task(
 ) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: the seed for a line that names no seed. aliases: names of models in place of which the served model answers;
-    "*" stands for any name. endpoint: the only endpoint that a line may name; None for any.
-    drops: takes the names of unsupported arguments, which are left out; with None, they are refused.
+    seed: the seed for a line that names no seed. aliases: the names of models for which the served model answers; "*"
+    stands for any name. endpoint: the only endpoint that a line may name; None for any.
+    drops: collects the names of unsupported arguments, which are left out. With None, such arguments are refused.
     """
     _check_line(line, endpoint)
     url = line["url"]
@@ -102,7 +102,10 @@ def line_task(
 
 
 def _check_line(line: Mapping[str, Any], endpoint: str | None) -> None:
-    """Raise InvalidJob unless a line is a POST request to the endpoint, or to any of ours if that is None."""
+    """Raise InvalidJob unless a line is a POST request to an endpoint that we serve.
+
+    endpoint: the only endpoint that the line may name; None for any.
+    """
     if custom_id(line) is None:
         raise wrong_value_error("custom_id", line.get("custom_id"), "a text that names the line")
     if line.get("method") != "POST":
@@ -174,13 +177,13 @@ def _is_supported(
         return openai_responses.is_served(name, value)
     if name in FOR_OPERATORS or name in _KNOWN[url]:
         return True
-    if url == EMBEDDINGS or name in CHAT_ONLY:  # no argument of this endpoint
+    if url == EMBEDDINGS or name in CHAT_ONLY:  # the endpoint has no such argument
         return False
     return is_sampling_value(name)
 
 
 def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
-    """Return a message without keys that are not read. The names of these keys are added to left_out."""
+    """Return a message without keys that are not read. left_out: a dict to which the names of these keys are added."""
     if not isinstance(message, dict):
         return message
     supported = {}

@@ -109,23 +109,23 @@ def generated(
     control_tokens: the model's control tokens. Before an answer or a reason is added to a text prompt, these tokens are
     broken in it (see with_breaks). In chats, the engine does this.
     """
-    if repairs.is_asked_for:
-        return _tried(request, repairs, row, control_tokens)
-    return _sampled(asked_once(request))
+    if repairs.may_ask_again:
+        return _asked_until_accepted(request, repairs, row, control_tokens)
+    return _answer_of_samples(asked_once(request))
 
 
-def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Return an item with the answer to the samples of another item."""
+def _answer_of_samples(item: Item[Samples]) -> Item[PromptAnswer]:
+    """Return an item whose answer has the samples of another item."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 
-def _tried(
+def _asked_until_accepted(
     request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
 ) -> Item[PromptAnswer]:
-    """Ask until an answer is accepted, or no attempts are left; see RepairOptions."""
+    """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
-    first = replace(request, sampling=_later_sampling(request))
+    original = replace(request, sampling=_later_sampling(request))  # repaired prompts begin with it
     # `prompt` asks for the present answer. `sent` is what the engine gets: `prompt`, or a continuation of its answer.
     prompt = request
     sent = request
@@ -133,16 +133,16 @@ def _tried(
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [sent]  # one request with one sample
         if problem is not None and not sent.continued and _is_refused(completion):
-            # With the earlier answers, the prompt exceeds the model's length. So they are left out. The refused request
-            # does not count as an attempt.
-            prompt = _without_answers(first, repairs, problem, attempt, control_tokens)
+            # This prompt repeats earlier answers, and exceeds the model's length with them. So they are left out. The
+            # refused request does not count as an attempt.
+            prompt = _without_answers(original, repairs, problem, attempt, control_tokens)
             sent = prompt
             [[completion]] = yield [sent]
 
         tally.add(completion, sent.continued)
         if completion.finish_reason == "error":
             if sent.continued and tally.answer is not None and repairs.check is not None:
-                # The continuation failed, so the cut answer is the answer. It was not checked before.
+                # The continuation failed, so the cut answer stays the answer. It was not checked before.
                 problem = yield Check(repairs, tally.answer.text, row)
             break
 
@@ -159,9 +159,9 @@ def _tried(
         if problem is None or not has_attempts_left:
             break
         if _had_no_room(completion, prompt):
-            prompt = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
+            prompt = _without_answers(original, repairs, problem, attempt + 1, control_tokens)
         else:
-            prompt = replace(prompt, sampling=_sampling_of(first, attempt + 1))
+            prompt = replace(prompt, sampling=_sampling_of(original, attempt + 1))
             prompt = _repaired(prompt, repairs, problem, control_tokens, answer=completion.text)
         sent = prompt
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
@@ -190,7 +190,7 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. If this attempt did not continue it, that answer was not valid. So the row now
+            # The previous answer stays. Unless this attempt continued it, a check has refused that answer. So the row
             # has an error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
@@ -233,9 +233,12 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
     return is_cut and type(limit) is int and len(completion.token_ids) < limit
 
 
-def _sampling_of(first: Request, attempt: int) -> dict[str, Any]:
-    """Return the sampling values of an attempt. Its seed follows from the seed of the first attempt."""
-    return reseeded(first.sampling, f"attempt {attempt}")
+def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
+    """Return the sampling values of a later attempt. Its seed follows from the seed of the first attempt.
+
+    original: the first attempt's request, without the values that only this request has.
+    """
+    return reseeded(original.sampling, f"attempt {attempt}")
 
 
 def _repaired(
@@ -256,29 +259,31 @@ def _repaired(
 
 
 def _without_answers(
-    first: Request,
+    original: Request,
     repairs: RepairOptions,
     reason: str,
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the first request followed by the reason, without the answers in between, for which there is no room.
+    """Return the request of a later attempt without the earlier answers, for which there is no room.
 
-    reason: why the last answer is not valid.
+    The original prompt is followed only by the reason. original: see `_sampling_of`. reason: why the last answer is not
+    valid.
     """
-    request = replace(first, sampling=_sampling_of(first, attempt))
+    request = replace(original, sampling=_sampling_of(original, attempt))
     if request.messages is None:
         return _repaired(request, repairs, reason, control_tokens)
     # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.
     text = repairs.text_behind(reason, is_chat=True)
-    *earlier, last = request.messages
-    if last["role"] != "user":
+    *earlier_messages, last_message = request.messages
+    if last_message["role"] != "user":
         return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
-    if isinstance(last["content"], str):
-        extended = {**last, "content": f"{last['content']}\n\n{text}"}
+    content = last_message["content"]
+    if isinstance(content, str):
+        extended = {**last_message, "content": f"{content}\n\n{text}"}
     else:
-        extended = {**last, "content": [*last["content"], {"type": "text", "text": text}]}
-    return replace(request, messages=[*earlier, extended])
+        extended = {**last_message, "content": [*content, {"type": "text", "text": text}]}
+    return replace(request, messages=[*earlier_messages, extended])
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
@@ -289,7 +294,7 @@ def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
 
 
 def _repaired_prompt(request: Request, text_behind: str) -> Request:
-    """Return a prompt followed by a text: its answer, and what asks for another answer."""
+    """Return a prompt followed by a text. text_behind: the prompt's answer, and words that ask for another answer."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
         return replace(request, prompt=f"{request.prompt}{text_behind}")
@@ -319,7 +324,7 @@ def check_repairs(
         raise InvalidJob(
             "repair_template asks for a valid answer, and there is no check: give one too"
         )
-    if not options.is_asked_for:
+    if not options.may_ask_again:
         if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
             raise InvalidJob(
                 "max_attempts is for answers that are tried again: give a check, or continue_on_length"
@@ -348,7 +353,7 @@ def check_repairs(
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return sampling values with another seed, which follows from their seed and `name`.
 
-    Without a seed, they are returned as they are.
+    Values without a seed are returned as they are.
     """
     if sampling.get("seed") is None:
         return dict(sampling)

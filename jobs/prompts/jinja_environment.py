@@ -18,7 +18,7 @@ from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
 #: The types whose values a template may write.
-_WRITTEN = (
+_WRITABLE = (
     str,
     int,
     float,
@@ -30,13 +30,13 @@ _WRITTEN = (
     UUID,
 )
 #: Tags that read other templates.
-_UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+_REFUSED_TAGS = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
 #: A filter and a global of Jinja that give another text in each rendering.
 _RANDOM_FILTER = "random"
 _RANDOM_GLOBAL = "lipsum"
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return the text of a value in a template. Raises TemplateProblem."""
     if value is None:
         raise TemplateProblem(
@@ -44,7 +44,7 @@ def _written(value: Any) -> str:
         )
     if isinstance(value, list | dict | tuple):
         return to_json(value)
-    if not isinstance(value, _WRITTEN):
+    if not isinstance(value, _WRITABLE):
         raise TemplateProblem(f"a value of type {type(value).__name__} has no text")
     return str(value)
 
@@ -70,16 +70,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             undefined=jinja2.StrictUndefined,
             # With `pass_context`, Jinja calls this only while it renders, and not for constants while it compiles.
-            finalize=jinja2.pass_context(lambda context, value: _written(value)),
+            finalize=jinja2.pass_context(lambda context, value: _value_text(value)),
             optimized=False,  # so that a mistake fails its row, and not the run
             keep_trailing_newline=True,
         )
         del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
-        self.filters |= {"join": self._join, "string": _written, "tojson": to_json}
+        self.filters |= {"join": self._join, "string": _value_text, "tojson": to_json}
 
     def joined(self, separator: str, items: Iterable[Any]) -> str:
         """Join the texts of values. The code for `~` calls this method."""
-        return separator.join(map(_written, items))
+        return separator.join(map(_value_text, items))
 
     def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         """Join values for Jinja's filter `join`. The parameters have Jinja's names, because templates may name them."""
@@ -88,14 +88,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.joined(d, value)
 
     def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        """Return a template, and the names of its variables that have no value in it. Raises TemplateProblem."""
+        """Return a compiled template, and the names of the variables whose values it needs. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
-            unserved = next(tree.find_all(_UNSERVED), None)
-            if unserved is not None:
-                kind = type(unserved).__name__.lower()
+            refused_tag = next(tree.find_all(_REFUSED_TAGS), None)
+            if refused_tag is not None:
+                kind = type(refused_tag).__name__.lower()
                 raise TemplateProblem(
-                    f"the template, line {unserved.lineno}: {kind} reads other templates, and there are none"
+                    f"the template, line {refused_tag.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
             # With an optimizer, a mistake in a constant would fail the run; see `optimized`.
@@ -117,7 +117,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return a compiled template as `compiled` does. The last templates are cached."""
+    """Return what `_Environment.compiled` returns for a template. The last templates are cached."""
     return _environment.compiled(text)
 
 

@@ -26,7 +26,7 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text or a list of texts and pictures. It may be null if the message has tool calls, and becomes "".
+    A content is a text, or a list of texts and pictures. In a message with tool calls, null becomes "".
     drops_keys: whether keys that are not read are left out. Otherwise they are refused. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
@@ -53,9 +53,9 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if key not in MESSAGE_KEYS and not drops_keys:
-            known = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
+            read_keys = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
-                f"message {number} holds {brief(key)}, which is not built: {known}; in runs drop_unsupported "
+                f"message {number} holds {brief(key)}, which is not built: {read_keys}; in runs drop_unsupported "
                 "(--drop-unsupported) leaves others out"
             )
         fields[key] = value
@@ -93,7 +93,7 @@ def _part(part: object, number: int) -> dict[str, Any]:
         values = {key: value for key, value in part.items() if value is not None}
     is_image = values.keys() == {"type", "image"} and values["type"] == "image"
     if is_image and isinstance(values["image"], bytes):
-        return values  # this part was parsed before, because JSON has no bytes
+        return values  # JSON has no bytes, so this part has been parsed already
     if values.get("type") == "image_url":
         return {"type": "image", "image": _picture(values, number)}
     if values.keys() != {"type", "text"} or values["type"] != "text":
@@ -127,7 +127,7 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call of a tool in a message. Raises InvalidJob."""
+    """Return a tool call of a message in one form. Raises InvalidJob."""
     is_call = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_call else None
     if not isinstance(function, dict) or "name" not in function:
@@ -187,7 +187,7 @@ def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
         variables = {**variables, EFFORT: checked_text(values[EFFORT], EFFORT)}
     choice = values.get("tool_choice")
     if forces_call(values):
-        sampling["tool_choice"] = _forced(choice, tools)
+        sampling["tool_choice"] = _forced_choice(choice, tools)
 
     options: dict[str, Any] = {}
     if variables:
@@ -200,12 +200,12 @@ def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
 
 
 def forces_call(values: Mapping[str, Any]) -> bool:
-    """Say whether a chat's keyword arguments ask for an answer that is a call of a tool."""
+    """Whether a chat's keyword arguments force its answer to be a call of a tool."""
     return values.get("tool_choice") not in (None, "auto", "none")
 
 
-def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a tool_choice that forces a call of one of these tools. Raises InvalidJob for any other choice."""
+def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
+    """Return a `tool_choice` in one form, if it forces a call of one of these tools. Raises InvalidJob if not."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)
@@ -214,8 +214,8 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
         return choice
     function = _function_in(choice)
     if not isinstance(function.get("name"), str):
-        known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
-        raise wrong_value_error("tool_choice", choice, known)
+        expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise wrong_value_error("tool_choice", choice, expected)
     if all(tool["function"]["name"] != function["name"] for tool in tools):
         raise InvalidValue(
             "tool_choice names {}, which is none of the tools", brief(function["name"])
@@ -224,7 +224,7 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
 
 
 def _function_in(value: object) -> dict[str, Any]:
-    """Return the function in an object {'type': 'function', 'function': {...}}; {} if there is none."""
+    """Return the inner object of {'type': 'function', 'function': {...}}; {} for a value of another form."""
     if not isinstance(value, dict) or value.get("type") != "function":
         return {}
     function = value.get("function")
@@ -232,7 +232,7 @@ def _function_in(value: object) -> dict[str, Any]:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """Return tools that a chat may call. Raises InvalidJob."""
+    """Return a chat's tools as they are. Raises InvalidJob if they are no list of functions with names."""
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
     for number, tool in enumerate(tools):

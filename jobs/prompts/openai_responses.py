@@ -38,7 +38,7 @@ _SAME = (
     "service_tier",
 )
 #: Arguments that have another name or form in a chat, or that only the response object repeats.
-_OWN = (
+_CONVERTED = (
     "input",
     "instructions",
     "max_output_tokens",
@@ -54,27 +54,18 @@ _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
-    """Whether a body's argument is known, and its value is supported."""
+    """Whether an argument of a body is known, and has a value that is supported."""
     if name in _REFUSED:
         return value in _REFUSED[name]
-    return name in _SAME or name in _OWN
+    return name in _SAME or name in _CONVERTED
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `jobs.chat` for a body.
+    """Return the arguments of `jobs.chat` for a body. Raises InvalidJob.
 
-    Raises InvalidJob. Its text begins with the name of the wrong argument.
+    The error's text begins with the name of the wrong argument.
     """
-    for name, value in body.items():
-        if name in _REFUSED and value not in _REFUSED[name]:
-            raise NotBuilt(f"{name} is not built: leave it out")
-        if name not in (*_REFUSED, *_SAME, *_OWN):
-            raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
-
-    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
-        if not isinstance(body.get(name), kind | None):
-            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
-
+    _check_arguments(body)
     chat: dict[str, Any] = {"messages": _messages(body)}
     for name in _SAME:
         if body.get(name) is not None:
@@ -98,6 +89,19 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
+def _check_arguments(body: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an argument that is not built or not known, or that is no list or object but must be one."""
+    for name, value in body.items():
+        if name in _REFUSED and value not in _REFUSED[name]:
+            raise NotBuilt(f"{name} is not built: leave it out")
+        if name not in (*_REFUSED, *_SAME, *_CONVERTED):
+            raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
+
+    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), kind | None):
+            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+
+
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a chat's messages for a body's instructions and input. Raises InvalidJob."""
     messages: list[dict[str, Any]] = []
@@ -116,7 +120,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. Calls that follow one another become one message.
+    """Add an item of the input to the messages. A call becomes part of the assistant's message before it, if any.
 
     number: the item's index in the input, for errors.
     """
@@ -177,13 +181,13 @@ def _format(text: Any) -> dict[str, Any] | None:
         raise InvalidJob("text is no object")
     if text.get("verbosity") not in (None, "medium"):
         raise NotBuilt("text.verbosity is not built: leave it out")
-    wanted = text.get("format")
-    if wanted is None or wanted == {"type": "text"}:
+    text_format = text.get("format")
+    if text_format is None or text_format == {"type": "text"}:
         return None
-    if isinstance(wanted, dict) and wanted.get("type") == "json_object":
+    if isinstance(text_format, dict) and text_format.get("type") == "json_object":
         return {"type": "json_object"}
-    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": _without_type(wanted)}
+    if isinstance(text_format, dict) and text_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": _without_type(text_format)}
     raise InvalidJob("text.format has no type text, json_object or json_schema")
 
 
@@ -191,7 +195,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     """Return a chat's tool for a body's tool. Raises InvalidValue."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        raise InvalidValue("tools has a {}, which is not built: functions alone are", brief(kind))
+        raise InvalidValue("tools has a {}, which is not built: only functions are", brief(kind))
     return {"type": "function", "function": _without_type(tool)}
 
 
@@ -258,9 +262,9 @@ def response_with(
     name: str,
     created_at: int,
 ) -> dict[str, Any]:
-    """Return a response object with these items of output. answer: the chat.completion; None while it is not there.
+    """Return a response object with these items of output.
 
-    Other arguments: see response_object.
+    answer: the chat.completion; None while the response is in progress. Other arguments: see response_object.
     """
     status = "in_progress"
     model = body.get("model") or ""

@@ -35,7 +35,7 @@ def is_url(text: str) -> bool:
 def picture_of(url: str, name: str) -> Picture:
     """Return the bytes in a data: URL, or the text itself if it is a path. Raises InvalidJob for any other URL.
 
-    name: names the picture in errors.
+    name: the picture's name in errors.
     """
     data = _DATA_URL.match(url)
     if data is not None:
@@ -44,13 +44,12 @@ def picture_of(url: str, name: str) -> Picture:
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
     is_other_data = url[:5].lower() == "data:"
-    is_path = not is_url(url)
-    if not is_path and not is_other_data:  # the URL is not shown, because it may hold keys
+    if is_url(url) and not is_other_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"
         )
     has_path_length = 0 < len(url) <= MAX_PATH_CHARS
-    if is_path and has_path_length:
+    if has_path_length and not is_other_data:
         return url
     expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
     raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
@@ -58,14 +57,14 @@ def picture_of(url: str, name: str) -> Picture:
 
 def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
     """Return a copy of messages or parts in which `replacement(picture)` takes the place of each picture, in order."""
-    changed = []
+    copies = []
     for part in value:
         if part.get("type") == "image":
             part = {**part, "image": replacement(part["image"])}
         elif isinstance(part.get("content"), list):
             part = {**part, "content": with_pictures(part["content"], replacement)}
-        changed.append(part)
-    return changed
+        copies.append(part)
+    return copies
 
 
 def pictures_in(value: Parts) -> list[Any]:
@@ -76,15 +75,15 @@ def pictures_in(value: Parts) -> list[Any]:
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    """Return messages or parts with these pictures in place of their own, in order."""
+    """Return a copy of messages or parts in which these pictures replace the present ones, in order."""
     replacements = iter(pictures)
     return with_pictures(value, lambda _: next(replacements))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
-    """Return the bytes of a prompt's pictures. Raises the errors of `read`.
+    """Return the bytes of a prompt's pictures. Raises InvalidJob if they exceed MAX_BYTES or MAX_PICTURES.
 
-    Raises InvalidJob if the pictures exceed MAX_BYTES or MAX_PICTURES.
+    read: returns the bytes of a picture that is a path. Its errors are raised.
     """
     files: list[bytes] = []
     size = 0
@@ -117,7 +116,7 @@ class DecodedPicture(NamedTuple):
 def decode(file: bytes, name: str, most: int) -> DecodedPicture:
     """Have a child decode a picture. Raises InvalidJob.
 
-    name: names the picture in errors. most: the most pixels that it may have.
+    name: the picture's name in errors. most: the most pixels that the picture may have.
     """
     question = {"most": most}
     try:
@@ -132,9 +131,9 @@ def decode(file: bytes, name: str, most: int) -> DecodedPicture:
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
-    """Return a task for messages that may have pictures. Pictures in files are loaded when the task is opened.
+    """Return a task for messages that may have pictures. Raises InvalidJob.
 
-    make: makes the task from messages with loaded pictures. Raises InvalidJob.
+    Pictures in files are loaded when the task is opened. make: makes the task from messages with loaded pictures.
     """
     pictures = pictures_in(messages)
 

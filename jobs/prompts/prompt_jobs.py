@@ -83,7 +83,8 @@ def _checked_way(
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
     """Return the task for the one argument that says what to ask. Raises InvalidJob if none or several say it.
 
-    make: called with "prompt" or "messages" and its value; returns the task. A template is filled in before.
+    make: called with "prompt" or "messages" and its value; returns the task. For a template, the value is what the
+    filled template gives.
     values_are_text: whether control tokens in the answers that fill in a template are read as plain text.
     sources: the possible arguments by name; None for an argument that is not given.
     """

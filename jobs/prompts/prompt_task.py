@@ -24,12 +24,12 @@ from jobs.prompts.template_texts import without_breaks
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Request, Task
 
-#: A job writes its progress once it is this old. So the many short jobs never write it.
+#: The seconds after which a job begins to write its progress. So the many short jobs never write it.
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: The beginning of a result's id, by the result's kind. Kinds that are missing here are used themselves. A list has no
-#: id.
+#: The beginning of a result's id, by the result's kind. For a kind that is missing here, the id begins with the kind
+#: itself. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",
@@ -77,7 +77,7 @@ class PromptTask(Task):
         if model is not None and model not in context.model.names:
             # The name may be that of an adapter.
             if model not in context.adapters.names:
-                raise ModelNotServed(model, _served(context))
+                raise ModelNotServed(model, _served_text(context))
             if adapter not in (None, model):
                 raise InvalidJob("model and adapter each name an adapter: give one of them")
             adapter = model
@@ -125,14 +125,14 @@ class PromptTask(Task):
     ) -> Item[PromptAnswer]:
         """Return the item of one prompt. control_tokens: the model's control tokens."""
         if isinstance(prompt, Unusable):
-            return _ended(failed(prompt.reason, self.num_samples))
+            return _answered_item(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # for check functions
-        if self.repairs.is_asked_for and prompt.messages is not None:
+        if self.repairs.may_ask_again and prompt.messages is not None:
             without_pictures = with_pictures(prompt.messages, lambda picture: None)
             row = {"messages": without_pictures}
-        elif self.repairs.is_asked_for:
+        elif self.repairs.may_ask_again:
             row = {"prompt": without_breaks(prompt.prompt)}
         tokens_to_break = control_tokens if self.values_are_text else ()
         return generated(prompt, self.repairs, row, tokens_to_break)
@@ -144,8 +144,8 @@ class PromptTask(Task):
         return n if isinstance(n, int) else 1
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
-        """Return OpenAI's response. A prompt that failed has its reason there. Raises RequestFailed if all failed."""
-        answers = [self._whole(answer) for answer in answers]
+        """Return OpenAI's response, with the error of each prompt that failed. Raises RequestFailed if all failed."""
+        answers = [self._failed_as_a_whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
@@ -165,18 +165,18 @@ class PromptTask(Task):
             head["system_fingerprint"] = fingerprint
         return {**head, **content}
 
-    def _whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer. If one of its samples has failed, return an answer in which all samples have failed.
+    def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
+        """Return an answer as it is; if one of its samples has failed, return one in which all samples have failed.
 
         With repairs, an answer has one sample, and is returned as it is.
         """
-        sample = answer.failed_sample
-        if sample is None or self.repairs.is_asked_for:
+        failed_sample = answer.failed_sample
+        if failed_sample is None or self.repairs.may_ask_again:
             return answer
-        return failed(sample.error, self.num_samples)
+        return failed(failed_sample.error, self.num_samples)
 
 
-def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
+def _answered_item(answer: PromptAnswer) -> Item[PromptAnswer]:
     """Return an item that asks nothing and returns this answer."""
     yield from ()  # makes this function a generator
     return answer
@@ -187,14 +187,14 @@ NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
-    """What a job of prompts asks. has_checks: whether answers are checked."""
+    """Tells the runner of a job's prompts what it needs to know. has_checks: whether answers are checked."""
 
     def __init__(self, *, has_checks: bool) -> None:
         self.has_checks = has_checks
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job. It holds all of them in memory, as Redis does."""
+    """Asks the prompts of one job, all of which are held in memory."""
 
     runner: ItemRunner[PromptAnswer]
 
@@ -202,8 +202,8 @@ class OpenPrompts(ItemsTask):
         self._context = context
         self._task = task
         self._began_at: float | None = None  # when `requests` was first called
-        self._shown_at = 0.0
-        self._shown: dict[str, int] = {}  # the progress that was returned last
+        self._progress_at = 0.0  # when the last progress was made
+        self._last_progress: dict[str, int] = {}  # the progress that was returned last
         # How many of the runner's answers are counted, and the characters and tokens of these answers.
         self._num_counted = 0
         self._num_chars = 0
@@ -232,9 +232,9 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return the digest by which the journal knows each prompt, by the prompt's index.
+        """Return, by index, the digest by which the journal knows each prompt.
 
-        It is computed when it is first needed, because most jobs end before they write a journal.
+        The digests are computed when they are first needed, because most jobs end before they write a journal.
         """
         clock = self._context.model.pinned(self._opened_at).clock
         digests = {}
@@ -244,7 +244,7 @@ class OpenPrompts(ItemsTask):
         return digests
 
     def _read_journal(self) -> dict[int, Progress]:
-        """Return how far an earlier execution came, by the indices of prompts that still ask the same."""
+        """Return how far an earlier execution came with each prompt that still asks the same, by the prompt's index."""
         journal = self._context.journal
         if journal is None or journal.stored is None:
             return {}
@@ -258,16 +258,17 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Add the tokens that were sent to a client that follows the job. The answer must go on after these tokens.
+        """Return an earlier execution's progress, with the tokens that were sent to a client that follows the job.
 
-        progress_of: how far an earlier execution came, by the prompts' indices.
+        The answer must go on after these tokens, because the client has them.
+        progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
         task = self._task
         if journal is None or not journal.sent:
             return progress_of
         # Only a job of one request can be followed.
-        if len(task.prompts) != 1 or task.repairs.is_asked_for or task.way is not None:
+        if len(task.prompts) != 1 or task.repairs.may_ask_again or task.way is not None:
             return progress_of
         progress = progress_of.get(0, NOTHING)
         has_completion = bool(progress.replies or progress.received)
@@ -323,28 +324,31 @@ class OpenPrompts(ItemsTask):
             raise ResultTooLarge(self._context.max_result_bytes)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how many prompts are done. Returns None until the job has run for PROGRESS_AFTER_S."""
+        """Return how many prompts are done, counted at most every PROGRESS_EVERY_S.
+
+        Returns None until the job has run for PROGRESS_AFTER_S.
+        """
         if self._began_at is None:
             return None
         now = self._task.clock()
         if now - self._began_at < PROGRESS_AFTER_S:
             return None
-        if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
-            self._shown_at = now
-            self._shown = {
+        if not self._last_progress or now - self._progress_at >= PROGRESS_EVERY_S:
+            self._progress_at = now
+            self._last_progress = {
                 "prompts": self.runner.num_places,
                 "prompts_done": self.runner.counts.done,
                 "tokens": self._num_tokens,
             }
-        return self._shown
+        return self._last_progress
 
     def result(self) -> dict[str, Any]:
         """Return the job's response. Raises RequestFailed when every prompt failed."""
         return self._task.result(self.runner.answers(), self._context)
 
 
-def _served(context: JobContext) -> str:
+def _served_text(context: JobContext) -> str:
     """Return the names of the model and adapters that a job may ask for here, for an error."""
     model = repr(context.model.name)
-    adapters = context.adapters.listed
+    adapters = context.adapters.names_text
     return f"{model}, and adapters {adapters}" if adapters else model

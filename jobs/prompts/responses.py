@@ -44,7 +44,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
-    if num_top is None or num_top is False:  # both show no log probabilities
+    if num_top is None or num_top is False:  # with either, no log probabilities are shown
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
@@ -89,9 +89,9 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values, without those of NAMES that are null or false.
+    """Return a run's sampling values. Arguments of NAMES that are null or false are left out.
 
-    Raises InvalidJob for a value of NAMES that a run cannot have.
+    Raises InvalidJob for an argument of NAMES with a value that a run cannot have.
     """
     remaining: dict[str, Any] = {}
     for name, value in values.items():
@@ -153,7 +153,7 @@ def text_logprobs(
 
 
 def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list[int]:
-    """Return where in a text each of its tokens begins, in characters.
+    """Return the offset in characters at which each token of a text begins.
 
     A token that the text leaves out, such as a special token, takes no characters. A token that is part of a character
     begins where the character begins.
@@ -163,7 +163,8 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
     offset = 0
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for token, partial_bytes in tokens:
-        if partial_bytes is None and token and text.startswith(INCOMPLETE + token, offset):
+        is_whole = partial_bytes is None and token != ""
+        if is_whole and text.startswith(INCOMPLETE + token, offset):
             # The bytes before this token never became a whole character.
             offset += len(INCOMPLETE)
             decoder.reset()
@@ -188,17 +189,17 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
     content = []
     for row in rows:
         by_rank = sorted(row.values(), key=lambda entry: entry.rank)
-        top = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
-        content.append({**chat_token(_token_entry(row)), "top_logprobs": top})
+        likeliest = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
+        content.append({**chat_token(_token_entry(row)), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs` of a choice: for each position of the prompt, log probabilities by token id."""
-    shown: list[dict[str, Any] | None] = []
+    positions: list[dict[str, Any] | None] = []
     for row in rows:
         if row is None:
-            shown.append(None)
+            positions.append(None)
             continue
         entries = {}
         for token_id, entry in row.items():
@@ -207,8 +208,8 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
-        shown.append(entries)
-    return shown
+        positions.append(entries)
+    return positions
 
 
 def _token_entry(row: TokenLogprobs) -> Logprob:
@@ -238,7 +239,7 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def text_token(entry: Logprob) -> str:
-    """Return a token in the form of `text_completion`. A part of a character is shown by its bytes."""
+    """Return a token in the form of `text_completion`. A token that is only part of a character becomes its bytes."""
     if entry.partial_bytes is None:
         return entry.decoded_token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
@@ -256,9 +257,9 @@ def chat_token(entry: Logprob) -> dict[str, Any]:
 
 
 def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
-    """Return calls as OpenAI's `tool_calls`.
+    """Return calls as OpenAI's `tool_calls`, with ids.
 
-    seed: a text that names the answer. The ids are hashes of it, so a repeated answer has the same ids.
+    seed: a text that names the answer. The ids are hashes of this text, so a repeated answer has the same ids.
     """
     tool_calls = []
     for number, function in enumerate(calls):
@@ -296,10 +297,10 @@ def text_completion(
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
         choices.append({**choice, **_prompt_values(answer, sample, options)})
-    used = usage(answers)
+    token_counts = usage(answers)
     if options.prompt_only:
-        used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
-    return {"object": "text_completion", "choices": choices, "usage": used}
+        token_counts |= {"completion_tokens": 0, "total_tokens": token_counts["prompt_tokens"]}
+    return {"object": "text_completion", "choices": choices, "usage": token_counts}
 
 
 def chat_completion(
@@ -336,7 +337,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return a choice's fields about its prompt: log probabilities, attempts, and what the way to the answer adds."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and columns of the way to the answer."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)

@@ -16,9 +16,9 @@ MAX_TEMPLATE_MESSAGES = 100
 
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
-    """Return a template's texts and, for a chat, their roles; the roles of a prompt's template are None.
+    """Return a template's texts, and for a chat's template also their roles; else None in place of the roles.
 
-    The texts may be templates of any kind. Raises InvalidJob.
+    The texts may be in any template language. Raises InvalidJob.
     """
     texts = [template]
     roles: tuple[str, ...] | None = None
@@ -86,7 +86,8 @@ class _TokenBreaker:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            while self._pattern.search(value):  # again, because a token may stand within another
+            # This is repeated, because a token may stand within another one.
+            while self._pattern.search(value):
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
         if isinstance(value, dict):
@@ -138,7 +139,7 @@ class TemplateProblem(Exception):
 class JinjaTexts:
     """The Jinja template of a prompt, or those of a chat's messages. Raises InvalidValue if one cannot be compiled.
 
-    names: the variables of the templates that have no value in the templates themselves.
+    names: the variables that the templates use and do not set themselves.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:

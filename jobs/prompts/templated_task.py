@@ -29,10 +29,10 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 
 
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
-    """Read the results of the jobs on which this job depends. Raises AnswerMissing or InvalidJob.
+    """Return the results of the jobs on which a job depends, as a template's values. Raises AnswerMissing, InvalidJob.
 
-    Returns the values of a template. `results` is a list of what the jobs returned. `answers` is a list of the texts in
-    these results. Both lists have None for a failed job.
+    `results` is a list of what the jobs returned. `answers` is a list of the texts in these results. Both lists have
+    None for a failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -42,7 +42,7 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     bytes_left = context.max_result_bytes
     for start in range(0, len(ids), MAX_READ_AT_ONCE):
         context.check_interrupted()
-        for end in _ends(context, ids[start : start + MAX_READ_AT_ONCE]):
+        for end in _read_ends(context, ids[start : start + MAX_READ_AT_ONCE]):
             bytes_left -= len(end.result.get(b"return_value") or b"")
             if bytes_left < 0:
                 raise InvalidJob(
@@ -89,7 +89,7 @@ class _End(NamedTuple):
     status: str
 
 
-def _ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
+def _read_ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
     """Read how jobs have ended, in the order of the ids."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
@@ -159,7 +159,7 @@ def templated_task(
     wants_chat = argument == "messages_template"
     if is_chat != wants_chat:
         raise InvalidJob(
-            f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list"
+            f"{argument} is a {type(template).__name__}: prompt_template must be a text, and messages_template a list"
         )
 
     def filled(context: JobContext) -> Task:

@@ -65,7 +65,8 @@ def submit_run(
     """Enqueue the planning of a run, unless a worker holds the planning job already; return the run's id.
 
     check_run: raises errors that planning would raise. arguments: those of jobs.score_parquet.
-    Raises InvalidJob or UnsupportedScheme before anything is enqueued, and PlanningUnderWay.
+    Raises InvalidJob or UnsupportedScheme for wrong arguments, and PlanningUnderWay if a worker already plans the run
+    for another model. Then nothing is enqueued.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)
@@ -73,7 +74,7 @@ def submit_run(
     run = spec.run
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
-    # The output is passed on as it was named, because its real path may be another one on the worker's machine.
+    # The job gets the output's path as the caller wrote it, because its links may lead elsewhere on a worker's machine.
     planning_arguments = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
@@ -97,7 +98,7 @@ def submit_run(
 
 
 def submitter() -> str:
-    """Return the user of this process and its machine."""
+    """Return the user of this process and the name of this machine, as user@machine."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container's user may have no name
@@ -114,6 +115,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     """
     if max_tokens is not None:
         _check_larger(plan.spec, max_tokens)
+    # Without facts of the old run, the new run is on the default queue and sends no notices.
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
@@ -174,25 +176,34 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
     facts = state.facts()
     num_shards = int(facts.get("shards", 0))
-    shards_with_part = state.recorded()
+    shards_with_part = state.recorded_shards()
     shards = [shard for shard in range(num_shards) if shard not in shards_with_part]
-    removed = 0
-    stopped = 0
-    for field, is_second in (("queue", False), ("second_queue", True)):
-        if field not in facts:
-            continue
-        job_ids = [shard_job_id(run, shard, is_second) for shard in shards]
-        if "plan_job" in facts and not is_second:
-            job_ids.append(facts["plan_job"])
-        removed += remove_waiting(state, submission, facts[field], job_ids)
-        for start in range(0, len(job_ids), CHUNK):
-            chunk = job_ids[start : start + CHUNK]
-            # Raises RunResubmitted if a later submission came.
-            stopped += state.as_of(submission, partial(stop_held, connection, chunk))
+    job_ids = [shard_job_id(run, shard) for shard in shards]
+    if "plan_job" in facts:
+        job_ids.append(facts["plan_job"])
+    cancelled = _cancel_jobs(state, submission, facts["queue"], job_ids)
+    if "second_queue" in facts:  # the run is a cascade
+        second_job_ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
+        second = _cancel_jobs(state, submission, facts["second_queue"], second_job_ids)
+        cancelled = Cancelled(
+            cancelled.removed + second.removed, cancelled.stopped + second.stopped
+        )
 
     # If the run had finished and no job was left to cancel, its notices were sent at its end.
-    if removed or stopped or "finished" not in facts:
+    if cancelled.removed or cancelled.stopped or "finished" not in facts:
         enqueue_notices(state, submission, "cancelled")
+    return cancelled
+
+
+def _cancel_jobs(
+    state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
+) -> Cancelled:
+    """Take the waiting jobs among these off their queue, and have workers stop the others. Raises RunResubmitted."""
+    removed = remove_waiting(state, submission, queue_name, job_ids)
+    stopped = 0
+    for start in range(0, len(job_ids), CHUNK):
+        chunk = job_ids[start : start + CHUNK]
+        stopped += state.as_of(submission, partial(stop_held, state.connection, chunk))
     return Cancelled(removed, stopped)
 
 
@@ -214,7 +225,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> int:
-    """Take waiting jobs off their queue and delete them; return how many. Raises RunResubmitted."""
+    """Take the waiting jobs among these off their queue, and delete them; return how many. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
@@ -236,7 +247,7 @@ def _enqueue_planning(
     plan_job: str,
     arguments: dict[str, Any],
 ) -> None:
-    """Have `pipe` delete an earlier planning job of the run, and enqueue a new one."""
+    """Have `pipe` delete the run's earlier planning job, if there is one, and enqueue a new planning job."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     job_queue(connection, submission.queue).enqueue_call(
@@ -292,7 +303,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask the workers that hold any of the jobs to stop them. Return how many of the jobs are held."""
+    """Ask workers to stop those of the jobs that they hold; return how many of the jobs are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

@@ -39,14 +39,15 @@ TIMEOUT_S = 180
 #: How long the result of a notice is kept for people.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-#: How often a failed notice is tried again. For each retry, it goes to the end of its queue.
+#: How often a failed notice is tried again. For each retry, the notice goes to the end of its queue.
 RETRIES = 3
 
 
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
-    """Enqueue a run's notices if the run fails because this job of it fails for good. Other jobs change nothing.
+    """Enqueue the notices of the run to which a failing job belongs, if the job's failure makes the run fail.
 
-    Call this before the job's end is written. lease: the lease of the execution that fails. error: one line.
+    Does nothing for a job of no run. Call this before the job's end is written.
+    lease: the lease of the execution that fails for good. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
     if run_shard is None:
@@ -69,7 +70,7 @@ def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     if not count.is_whole:
         notify_if_rest_failed(state, count, f", the last one: {error}")
     elif "finished" not in state.facts():
-        reason = f"all {count.total} parts are there, and the run's end is not: {error}"
+        reason = f"all {count.total} parts are written, but the run did not finish: {error}"
         enqueue_notices(state, state.submission(), "failed", reason)
 
 
@@ -79,7 +80,10 @@ def _wants_notices(facts: Mapping[str, str]) -> bool:
 
 
 def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue a run's notices if shards have failed and every other shard is done. more: added to the reason."""
+    """Enqueue a run's notices if shards have failed and every other shard is done.
+
+    more: text at the end of the notices' reason.
+    """
     if count.total is None or count.failed == 0:
         return
     if count.done + count.failed >= count.total:
@@ -97,8 +101,9 @@ def enqueue_notices(state: RunState, submission: int, word: str, reason: str | N
 
 
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
-    """Stop a run if too many rows fail, and enqueue its notices. Return its submission, or None if the run goes on.
+    """Stop a run if too many of its rows have an error, and enqueue its notices.
 
+    Returns the number of the stopped submission; None if the run goes on.
     The check and the stop are one transaction. So a shard that ends meanwhile is judged too, and no worker finishes a
     stopped run.
     is_whole: see RunState.judge.
@@ -107,7 +112,7 @@ def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
 
 
 def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
-    """Do what `stop_over_limit` says, with a pipe that watches the run."""
+    """Do the work of `stop_over_limit`, in a transaction of `pipe`, which watches the run."""
     verdict = state.judge(is_whole=is_whole, client=pipe)
     if verdict is None:
         return None
@@ -212,7 +217,8 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     """POST a notice to a URL whose host this worker may call; return the status of the response.
 
     The call is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed if the
-    last try fails too, WebhookRefused for any other status, and InvalidJob.
+    last try fails too, and WebhookRefused for any other status outside 2xx. Raises InvalidJob for a host that this
+    worker may not call, and for a content that is no small mapping.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

@@ -35,7 +35,7 @@ class JobCancel(enum.Enum):
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
     """Take a waiting job off its queue or registry, or ask its worker to stop it. Raises RedisError.
 
-    Jobs that depend on it go on waiting.
+    Jobs that depend on the cancelled job go on waiting.
     """
     for _ in range(2):
         num_held = transact(connection, partial(stop_held, connection, [job_id]))

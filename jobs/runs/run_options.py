@@ -34,7 +34,7 @@ class RunOptions(TypedDict, total=False):
     defaults: Mapping[str, str]
     """Texts that stand for null in a template, by column."""
     default: Mapping[str, str]
-    """Another name of `defaults`: that of the option of `tokenmill submit`."""
+    """The same as `defaults`, under the name of the option of `tokenmill submit`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
     probabilities: Literal["map", "struct"]
@@ -48,7 +48,7 @@ class RunOptions(TypedDict, total=False):
     document_column: str
     """The column of documents for reranking; by default "document"."""
     dimensions: int
-    """How many first numbers of each embedding are kept."""
+    """How many numbers of each embedding are kept, counted from its beginning."""
     prompt_name: str
     """The name of the checkpoint's prompt that stands before each text to embed."""
 
@@ -111,7 +111,7 @@ class RunOptions(TypedDict, total=False):
     allow_whitespace: bool
     """Whether JSON completions may have blanks and line breaks between their parts. By default they have none."""
     logprobs: int
-    """Adds a column with the log probability of each token, and of this many likeliest tokens (0 to 20) beside it."""
+    """Adds a column with each token's log probability, and those of this many likeliest tokens beside it: 0 to 20."""
     prompt_logprobs: int
     """Adds the same column as `logprobs` for the tokens of the prompt."""
     top_logprobs: int
@@ -125,7 +125,7 @@ class RunOptions(TypedDict, total=False):
     split_special_tokens: bool
     """Whether control tokens in a row's values are text; by default they are."""
     truncate_prompt_tokens: int
-    """How many last tokens of a prompt are read; -1 for as many as fit."""
+    """How many tokens of a prompt are read, counted from its end; -1 for as many as fit."""
     thinking_token_budget: int
     """The most tokens of an answer's reasoning."""
     separate_reasoning: bool
@@ -191,7 +191,7 @@ class RunOptions(TypedDict, total=False):
     limit: int
     """How many rows are scored, from the first on."""
     rows_per_shard: int
-    """Rows of a part; by default 1,000."""
+    """The most rows of a part; by default 1,000."""
     keep: Sequence[str]
     """The only columns of the input that the output has."""
     drop: Sequence[str]
@@ -220,9 +220,9 @@ class RunOptions(TypedDict, total=False):
     max_errors: int | str
     """How many rows may have an error, or a share like "5%"; by default 90 %."""
     deadline: Deadline
-    """No row is begun after this time: a duration like "2h" or a timedelta, a time with its offset, or Unix seconds."""
+    """When rows are no longer begun: a duration like "2h" or a timedelta, a time with its offset, or Unix seconds."""
     priority: int
-    """The run's share of the queue's workers, as a multiple of a run's with priority 1: from 1 to 100."""
+    """The run's share of the queue's workers, as a multiple of the share of a run with priority 1: from 1 to 100."""
     webhook: str
     """A URL that gets a POST once the run ends. Workers must allow its host."""
     on_end: str

@@ -114,7 +114,7 @@ class Generate(RowAsk):
                 fields.append(answer_field(name, spec))
         if spec.n > 1:
             fields = [_list_field_if_per_completion(field) for field in fields]
-        if spec.repairs.is_asked_for:
+        if spec.repairs.may_ask_again:
             fields += output_fields(ATTEMPTS)
         if spec.way is not None:
             fields += output_fields(spec.way.columns)

@@ -314,7 +314,7 @@ class RunFolder:
         if submission is None:
             return False
         all_shards = set(range(len(self.plan.shards)))
-        waiting_shards = sorted(all_shards - self.state.recorded())
+        waiting_shards = sorted(all_shards - self.state.recorded_shards())
         with suppress(RunResubmitted):
             # If the run is submitted again meanwhile, its jobs stay. The new submission may have another limit, which
             # is judged when the next part is recorded.

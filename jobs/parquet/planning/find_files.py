@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SchemaMismatch, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, reading
-from jobs.runs.plans.names import PARQUET, is_named, named_format, one_format
+from jobs.runs.plans.names import PARQUET, named_format, one_format, shows_format
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
@@ -215,14 +215,14 @@ class Search:
         if wanted_format is None:
             wanted_format = _format_of([file.found_path for file in files])
         nested_paths = [
-            file.found_path for file in nested if is_named(file.found_path, wanted_format)
+            file.found_path for file in nested if shows_format(file.found_path, wanted_format)
         ]
         if nested_paths:
             first = min(nested_paths)
             suffix = os.path.splitext(first)[1]
             raise NestedFolders(path, os.path.relpath(first, found_path), suffix)
 
-        wanted_files = [file for file in files if is_named(file.found_path, wanted_format)]
+        wanted_files = [file for file in files if shows_format(file.found_path, wanted_format)]
         return [FoundFile(file.real_path(self.storage), file.found_path) for file in wanted_files]
 
     def _walk(self, top: Folder) -> _FolderFiles:
@@ -235,7 +235,7 @@ class Search:
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
-                    if is_named(entry.name, self._wanted_format):
+                    if shows_format(entry.name, self._wanted_format):
                         files = folder_files.nested if is_nested else folder_files.files
                         files.append(FoundEntry(folder, entry))
                     continue

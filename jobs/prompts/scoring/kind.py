@@ -13,8 +13,8 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The sampling value that says how many last tokens of a prompt are read. Beside an adapter, it is the only sampling
-#: value of prompts for which nothing is generated.
+#: The sampling value that says how many tokens of a prompt are read, counted from its end. Prompts for which nothing is
+#: generated have no other sampling value than this one and an adapter.
 TRUNCATION = "truncate_prompt_tokens"
 
 #: The most probabilities of all rows of a shard. Each takes 88 bytes, and all are in memory until the part is written.
@@ -39,7 +39,7 @@ class Scoring(abc.ABC):
     texts to numbers. The type "embedding" is a list of float32.
     sampling: the names of the sampling values that a run may have.
     asks_pairs: whether a prompt is a pair of texts.
-    is_tried: whether preview and dry run ask it of some rows. is_compared: whether `verify` compares its values.
+    is_tried: whether preview and dry run score some rows. is_compared: whether `verify` compares the values.
     """
 
     values: Mapping[str, Any]

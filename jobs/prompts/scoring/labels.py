@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from jobs.common.display import brief
 from jobs.context.served_model import ServedModel
-from jobs.context.values import listed
+from jobs.context.values import checked_list
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, wrong_value_error
 from jobs.prompts.arguments import SPLIT_TOKENS, checked_text, one_prompt, parse_model
 from jobs.prompts.generated import NO_REASON
@@ -26,6 +26,7 @@ from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, u
 from jobs.tasks import Completion, Parts, Task
 
 MAX_LABELS = 1_000
+#: Takes the place of a prompt's or a chat's content, if `calibrate` names no prompt without content.
 CONTENT_FREE = "N/A"
 
 NOT_FINITE = "a label has no finite log-likelihood: its probability is not known"
@@ -33,14 +34,14 @@ NOT_FINITE = "a label has no finite log-likelihood: its probability is not known
 
 def parse_labels(name: str, labels: object) -> list[str]:
     """Return a list of labels. Raises InvalidJob for too few or too many labels, and for an empty or repeated label."""
-    texts = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
+    texts = checked_list(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
     for number, label in enumerate(texts):
         if not checked_text(label, f"label {number}"):
             raise InvalidJob(f"label {number} is empty: no token stands for it")
-        first = texts.index(label)
-        if first != number:
+        first_number = texts.index(label)
+        if first_number != number:
             raise InvalidValue(
-                f"labels {first} and {number} are both {{}}: name each once", brief(label)
+                f"labels {first_number} and {number} are both {{}}: name each once", brief(label)
             )
     return list(texts)
 
@@ -102,10 +103,7 @@ class Labels(Scoring):
         if not all(map(isfinite, scores)):
             return Scored(error=NOT_FINITE)
 
-        highest = max(scores)
-        weights = [exp(score - highest) for score in scores]
-        total = fsum(weights)
-        probabilities = [weight / total for weight in weights]
+        probabilities = _softmax(scores)
         best, second, *_ = sorted(probabilities, reverse=True)
         best_index = probabilities.index(best)
         values = {
@@ -115,6 +113,14 @@ class Labels(Scoring):
             "margin": best - second,
         }
         return Scored(values)
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    """Return probabilities that are proportional to the exponentials of scores."""
+    highest = max(scores)
+    weights = [exp(score - highest) for score in scores]
+    total = fsum(weights)
+    return [weight / total for weight in weights]
 
 
 def _logprobs(completion: Completion) -> list[float]:
@@ -136,7 +142,7 @@ def classify_task(
 ) -> Task:
     """Return the task of `jobs.classify`. Raises InvalidJob.
 
-    calibrate: true, or the prompt or messages without content.
+    calibrate: the prompt or messages without content. If it is true, CONTENT_FREE takes the place of the content.
     """
     model_name = parse_model(model)
     scoring = Labels.of(parse_labels("labels", labels), truncate_prompt_tokens)
@@ -205,8 +211,8 @@ def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
     If `calibrate` is true, this is the chat itself with CONTENT_FREE as the content of its last message.
     """
     if calibrate is True:
-        *earlier, last = messages
-        return [*earlier, {**last, "content": CONTENT_FREE}]
+        *earlier_messages, last_message = messages
+        return [*earlier_messages, {**last_message, "content": CONTENT_FREE}]
     if not isinstance(calibrate, list):
         raise wrong_value_error("calibrate", calibrate, "true, false, or messages without content")
     return normal_messages(calibrate)

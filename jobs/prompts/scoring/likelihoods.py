@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jobs.context.values import listed
+from jobs.context.values import checked_list
 from jobs.errors import wrong_value_error
 from jobs.prompts.arguments import MAX_CHOICES, one_prompt, parse_model
 from jobs.prompts.prompt_task import PromptTask
@@ -36,7 +36,7 @@ def loglikelihood_task(
 def _continuations(continuations: object) -> list[str | list[int]]:
     """Return continuations as texts or token ids. Raises InvalidJob."""
     texts_or_ids: list[str | list[int]] = []
-    values = listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
+    values = checked_list("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
     for number, value in enumerate(values):
         name = f"continuation {number}"
         if not value or not isinstance(value, str | list):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.values import listed, truth, whole_number
+from jobs.context.values import checked_list, truth, whole_number
 from jobs.errors import check_limit
 from jobs.prompts.arguments import MAX_PROMPTS, Unusable, checked_text, parse_model, text_problem
 from jobs.prompts.messages import ChatOptions
@@ -27,7 +27,8 @@ RERANK_PROMPT = (
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 NO_RELEVANCE = "its labels have no finite log-likelihood"
-#: The most bytes of all prompts of a reranking together. Query and instruction stand before each document.
+#: The most bytes of all prompts of a reranking together, without the documents. Query and instruction stand before each
+#: document.
 MAX_RERANK_BYTES = 1 << 26
 
 _YES_OR_NO = Labels.of(["yes", "no"])
@@ -101,13 +102,7 @@ def rerank_task(
         instruction = RERANK_INSTRUCTION
     instruction = checked_text(instruction, "instruction")
     texts = _documents(documents)
-    without_document = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
-    problem = (
-        f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
-    )
-    remedy = "shorten them, or make several jobs of the documents"
-    num_bytes = len(without_document.encode()) * len(texts)
-    check_limit(num_bytes, MAX_RERANK_BYTES, problem, remedy)
+    _check_size(instruction, query, len(texts))
     num_results = None if top_n is None else whole_number("top_n", top_n)
     shown_documents = texts if truth("return_documents", return_documents) else None
 
@@ -124,10 +119,21 @@ def rerank_task(
     return LateTask(task)
 
 
+def _check_size(instruction: str, query: str, num_documents: int) -> None:
+    """Raise InvalidJob if the prompts without their documents have more than MAX_RERANK_BYTES together."""
+    without_document = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
+    num_bytes = len(without_document.encode()) * num_documents
+    problem = (
+        f"query and instruction stand before each of {num_documents} documents, {{}} bytes in all"
+    )
+    remedy = "shorten them, or make several jobs of the documents"
+    check_limit(num_bytes, MAX_RERANK_BYTES, problem, remedy)
+
+
 def _documents(documents: object) -> list[str]:
     """Return the texts of documents. Raises InvalidJob."""
     texts = []
-    entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
+    entries = checked_list("documents", documents, "a list of texts", 1, MAX_PROMPTS)
     for number, entry in enumerate(entries):
         has_only_text = isinstance(entry, dict) and entry.keys() == {"text"}
         document = entry["text"] if has_only_text else entry

@@ -27,7 +27,7 @@ class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
-    agree: the share, above 0 and at most 1.
+    agree: the share that must give one answer, above 0 and at most 1.
     agree_on: the part of a text that is compared. With None, whole texts are compared; with "json", the texts as JSON;
     with a JSON pointer (RFC 6901), a part of the JSON; with a pattern, the text of its first group.
     """
@@ -67,7 +67,7 @@ class Agreement(Way):
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item that draws rounds of samples, until enough samples agree or no longer can."""
+        """Return the item that draws rounds of samples, until enough samples agree, or enough cannot agree any more."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:

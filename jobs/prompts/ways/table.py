@@ -25,9 +25,9 @@ WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into options of ways, which are parsed, and all others.
+    """Split keyword arguments; return those that are no options of ways, and then the parsed options of ways.
 
-    Returns the other arguments, then the parsed options. Raises InvalidJob.
+    Raises InvalidJob.
     """
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
@@ -43,7 +43,7 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def way_of(options: Mapping[str, Any]) -> Way | None:
     """Return the way that parsed options ask for; None without options.
 
-    Raises InvalidJob for options of two ways, or if an option's main option is missing.
+    Raises InvalidJob for options of two ways, or if the main option of a way is missing beside its other options.
     """
     if not options:
         return None
@@ -64,10 +64,10 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
 
 
 def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
-    """Raise InvalidJob if a way is combined with several answers of a prompt, or with checked or continued answers."""
+    """Raise InvalidJob if options beside a way ask for several answers of a prompt, or for checks or continuations."""
     name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")
-    if repairs.is_asked_for:
+    if repairs.may_ask_again:
         other = "continue_on_length" if repairs.check is None else "check"
         raise InvalidJob(f"{name} and {other} do not go together: leave one out")

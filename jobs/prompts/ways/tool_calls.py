@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.checks import TOOL, RepairOptions
-from jobs.context.values import listed, some_text
+from jobs.context.values import checked_list, some_text
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Check, Item
 from jobs.prompts.messages import normal_messages
@@ -20,7 +20,7 @@ MAX_TOOLS = 64
 def parse_functions(name: str, value: Any) -> list[str]:
     """Return the dotted names of functions that are given as module:function. Raises InvalidJob."""
     dotted_names: list[str] = []
-    for text in listed(name, value, 'a list such as ["weather:forecast"]', 1, MAX_TOOLS):
+    for text in checked_list(name, value, 'a list such as ["weather:forecast"]', 1, MAX_TOOLS):
         dotted = some_text(f"a function of {name}", text, MAX_NAME_CHARS).replace(":", ".")
         if "." not in dotted.strip("."):
             raise InvalidValue(

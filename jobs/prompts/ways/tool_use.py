@@ -76,7 +76,8 @@ class ToolUse(Way):
             turn = replace(request, messages=messages)
             if answers:
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
-                sampling.pop("tool_choice", None)  # it forces a call, which the first answer made
+                # A tool_choice that forces a call has done so in the first answer.
+                sampling.pop("tool_choice", None)
                 turn = replace(turn, sampling=sampling)
             [[completion]] = yield [turn]  # one request with one sample
             answers.append(completion)

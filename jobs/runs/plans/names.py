@@ -59,8 +59,8 @@ def named_format(name: str) -> str | None:
     return None
 
 
-def is_named(name: str, wanted: str | None) -> bool:
-    """Whether a file's name shows the wanted format. With None: whether it shows any format."""
+def shows_format(name: str, wanted: str | None) -> bool:
+    """Whether a file's name shows the wanted format. With None: whether the name shows any format."""
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
@@ -70,9 +70,9 @@ def is_named(name: str, wanted: str | None) -> bool:
 
 
 def one_format(names: Iterable[str], wanted: str | None = None) -> str:
-    """Return the wanted format; if none is wanted, the format that the files' names show, or Parquet.
+    """Return the wanted format. If `wanted` is None, return the one format that the files' names show.
 
-    Raises MixedFormats if the names show several.
+    A name that shows no format counts as Parquet, and so does an empty list. Raises MixedFormats for several formats.
     """
     if wanted is not None:
         return wanted
@@ -111,7 +111,7 @@ REUSED = "_reused"
 ROW = "_row"
 #: The row's whole key.
 KEY = "_key"
-#: The mark of the model that answered the row, or that is asked.
+#: A hash that identifies the model that answered the row, or that is asked.
 MODEL = "_model"
 #: The earlier run's row from which the answer was taken.
 SOURCE = "_source"
@@ -137,12 +137,12 @@ def part_name(shard: int) -> str:
 
 
 def keys_name(shard: int) -> str:
-    """Return the name, below the run's folder, of the file with the keys of a part's rows."""
+    """Return the name of the file with the keys of a part's rows, as a path below the run's folder."""
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
 def row_numbers_name(execution_id: str) -> str:
-    """Return the name, below the run's folder, of the file with the numbers of the rows that planning has chosen."""
+    """Return the name of the file with the row numbers that planning has chosen, as a path below the run's folder."""
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 
@@ -198,9 +198,9 @@ def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
 
 
 def job_shard(run: str, job_id: str) -> int | None:
-    """Return the shard whose job this is; None if it is not the job of a shard of this run."""
-    named = run_and_shard(job_id)
-    if named is None:
+    """Return the shard to which a job belongs; None if the job computes no shard of this run."""
+    run_shard = run_and_shard(job_id)
+    if run_shard is None:
         return None
-    named_run, shard = named
-    return shard if named_run == run else None
+    run_of_job, shard = run_shard
+    return shard if run_of_job == run else None

@@ -29,7 +29,7 @@ MAX_STRUCT_LABELS = 1000
 
 
 def column_names(name: str, value: Any) -> list[str]:
-    """Return the columns of a list, each once and in alphabetical order. Raises InvalidValue."""
+    """Return the names in a list of columns, each once and in alphabetical order. Raises InvalidValue."""
     if not isinstance(value, list | tuple):
         raise wrong_value_error(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
@@ -46,7 +46,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
     return list(dict.fromkeys(columns)) or None
 
 
-#: Arguments that a run of batch files may have as well.
+#: Arguments that a run of batch files may have with any value.
 _BESIDE_BATCHES = (
     "batch_endpoint",
     "drop_unsupported",
@@ -67,7 +67,7 @@ _BATCH_VALUES = {
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that a batch file's lines set, or that a run of batch files cannot have."""
+    """Raise InvalidJob for an argument that a run of batch files cannot have, such as one that the files' lines set."""
     for name, value in arguments.items():
         is_empty = value in (None, False, "", [], {})
         if name in _BESIDE_BATCHES or is_empty:
@@ -77,8 +77,8 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
         usable_values = _BATCH_VALUES.get(name, ())
         if value not in usable_values:
             raise InvalidJob(
-                f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
-                "leave it out, or score the file as jsonl"
+                f"{name} and a batch file do not go together: the file's lines say what is asked, and the output has "
+                f"OpenAI's form: leave {name} out, or score the file as jsonl"
             )
 
 
@@ -136,9 +136,10 @@ def defaults(name: str, value: Any) -> dict[str, str]:
         raise wrong_value_error(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
         checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
-    return {
-        column_name(f"a column of {name}", column): text for column, text in sorted(value.items())
-    }
+    texts = {}
+    for column, text in sorted(value.items()):
+        texts[column_name(f"a column of {name}", column)] = text
+    return texts
 
 
 GENERATE = "generate"
@@ -174,19 +175,20 @@ PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
 
 
 def refuse_generation_values(
-    values: Mapping[str, Any], ask: str, read: Collection[str], owner: str = "sampling"
+    values: Mapping[str, Any], request: str, allowed: Collection[str], owner: str = "sampling"
 ) -> None:
-    """Raise InvalidValue if a value shapes a generated answer. Call this where nothing is generated.
+    """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    read: the names of values that are read all the same. ask: words for what generates nothing, such as "labels".
-    owner: words for what has the values. Both are used in the message.
+    allowed: the names of values that say how a prompt is read. request: words for what generates nothing, such as
+    "labels". owner: words for what has the values. The message has both.
     """
     for name in values:
-        # A call that is forced has to be generated. Any other tool_choice is only read.
+        # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.
         is_forced_call = name == "tool_choice" and forces_call(values)
-        if name not in read or is_forced_call:
+        if name not in allowed or is_forced_call:
             raise InvalidValue(
-                f"{owner} has {{}}, and for {ask} nothing is generated: leave it out", brief(name)
+                f"{owner} has {{}}, and for {request} nothing is generated: leave it out",
+                brief(name),
             )
 
 
@@ -205,16 +207,18 @@ def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None
         raise InvalidJob(
             f"task {task!r} is for texts: give prompt_column or a template that is a text"
         )
-    ask = f"task {task!r}"
-    refuse_generation_values(options["sampling"], ask=ask, read=RUN_SCORINGS[task].sampling)
-    _refuse(("sampling_columns", "prompts", *_ANSWER_OPTIONS), options, ask)
+    request = f"task {task!r}"
+    refuse_generation_values(
+        options["sampling"], request=request, allowed=RUN_SCORINGS[task].sampling
+    )
+    _refuse(("sampling_columns", "prompts", *_ANSWER_OPTIONS), options, request)
 
 
 def _check_labels(options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for options that cannot be combined with labels."""
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
     if not options["prompts"]:  # with several prompts, answers to all but the last are generated
-        refuse_generation_values(options["sampling"], ask="labels", read=PROMPT_VALUES)
+        refuse_generation_values(options["sampling"], request="labels", allowed=PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
             "calibrate and prompts do not go together: calibrate asks a prompt without content, and earlier prompts "
@@ -223,8 +227,8 @@ def _check_labels(options: Mapping[str, Any]) -> None:
     _refuse(("sampling_columns",), options, "labels")
 
 
-def _refuse(names: Sequence[str], options: Mapping[str, Any], ask: str) -> None:
-    """Raise InvalidJob if one of these options has a value. ask: words for what generates nothing, for the message."""
+def _refuse(names: Sequence[str], options: Mapping[str, Any], request: str) -> None:
+    """Raise InvalidJob if one of these options has a value. request: words for what generates nothing."""
     for name in names:
         if options[name]:
-            raise InvalidJob(f"{name} and {ask} do not go together: nothing is generated")
+            raise InvalidJob(f"{name} and {request} do not go together: nothing is generated")

@@ -58,7 +58,7 @@ def _stored_path(scheme: str, bucket: str, inner: str, query: str, safe: str) ->
     if not _BUCKET.fullmatch(bucket) or query:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
-            "keys for the store belong into the worker's environment"
+            "keys for the store belong in the worker's environment"
         )
     key = inner.strip("/")
     if key and any(segment in ("", ".", "..") for segment in key.split("/")):

@@ -99,9 +99,9 @@ class Plan:
 
     seed: every row's seed is computed from this seed and the row's number.
     added_columns: columns that come after the files' own.
-    columns: the names and kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
-    as_json: columns of JSON lines whose values prompts show as each row's own JSON. A column's type may say less than
-    that JSON, because all rows share the type.
+    columns: the names and kinds (jobs.parquet.formats.kinds) of the columns of text files, which have no types.
+    as_json: columns of JSON lines that are read twice: as values of the type that all rows share, and as each row's own
+    JSON. Prompts and outputs show the JSON, which does not depend on other rows.
     sizes: for each shard, the bytes of its rows.
     second: in a cascade, the model that is asked again about rows with a low margin.
     planned_at: Unix seconds. Chat templates take this as the present time.
@@ -139,7 +139,10 @@ class Plan:
 
     @property
     def shares(self) -> list[int]:
-        """Return each shard's share of the run's work (see `work_shares`). Empty if the run has too many shards."""
+        """Return each shard's share of the run's work (see `work_shares`).
+
+        The list is empty if the run has more than MAX_SHARES shards, or if the plan has no sizes.
+        """
         if len(self.sizes) != len(self.shards) or len(self.shards) > MAX_SHARES:
             return []
         return work_shares([shard.rows for shard in self.shards], self.sizes)
@@ -167,7 +170,7 @@ class Plan:
         return self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queues of a shard's jobs. With each queue comes whether its job asks the second model.
+        """Return the queue of each of a shard's jobs, paired with whether the job asks the second model.
 
         queue: the run's queue, which is the queue of a shard's first job.
         """
@@ -196,8 +199,8 @@ class Plan:
 
     def first_row(self, shard: int) -> int:
         """Return the number of a shard's first row, counted over the whole input."""
-        planned = self.shards[shard]
-        return self._first_rows[planned.file] + planned.start
+        row_range = self.shards[shard]
+        return self._first_rows[row_range.file] + row_range.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold these rows, in ascending order."""
@@ -218,7 +221,10 @@ class Plan:
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the numbers by which rows are found. It differs if a plan's file was changed by hand."""
+        """Return a digest of the seed and of the numbers by which rows are found.
+
+        If somebody changes these numbers in a plan's file, their digest is no longer the one in the file.
+        """
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)
         for number_or_shard in (self.seed, *rows_of_files, *self.shards):
@@ -291,12 +297,12 @@ def _model(content: dict[str, Any]) -> PinnedModel:
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Return the second model that a plan has written with `_as_object`; None if it has none."""
+    """Return the second model that a plan has written with `_as_object`; None if the plan has none."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Return what a plan has written about earlier runs; None if it has taken nothing."""
+    """Return what a plan has written about earlier runs; None if planning has taken nothing from any."""
     return None if content is None else Reused(**content)
 
 
@@ -336,7 +342,7 @@ def cut_shards(
 
     In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard. Its
     part shows readers the schema.
-    row_groups: for each file, the number of rows in each row group. limit: only this many first rows are taken.
+    row_groups: for each file, the number of rows in each row group. limit: how many rows are taken, from the first on.
     Raises InvalidJob for more than MAX_SHARDS shards.
     """
     rows = sum(map(sum, row_groups))
@@ -370,8 +376,8 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> I
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
-            wanted = max(min_rows, num_left // TAIL_SHARE)
-            rows = min(wanted, max_rows, num_rows_of_file - start, num_left)
+            rows_by_share = max(min_rows, num_left // TAIL_SHARE)
+            rows = min(rows_by_share, max_rows, num_rows_of_file - start, num_left)
             yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows

@@ -61,7 +61,7 @@ class Template:
         check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would return. A template may repeat a long value many times."""
+        """Return how many characters `fill` would return. They may be very many if a template repeats a long value."""
         sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
@@ -102,10 +102,9 @@ def _parse_text(text: str, text_name: str) -> Pieces:
         for literal, column, form, conversion in Formatter().parse(text):
             is_name = column is None or _is_column_name(column)
             if form or conversion or not is_name:
-                num_before = sum(name is not None for _, name in pieces)
-                raise InvalidJob(
-                    f"{text_name}: field {num_before + 1} is no plain column name; {BRACES}"
-                )
+                names_before = [name for _, name in pieces if name is not None]
+                number = len(names_before) + 1
+                raise InvalidJob(f"{text_name}: field {number} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
         raise InvalidJob(f"{text_name}: {error}; {BRACES}") from None
@@ -114,7 +113,9 @@ def _parse_text(text: str, text_name: str) -> Pieces:
 
 def _is_column_name(text: str) -> bool:
     """Whether the text between braces is a plain column name."""
-    if not 0 < len(text) <= MAX_NAME_CHARS or set(text) & set(".[]"):
+    if not 0 < len(text) <= MAX_NAME_CHARS:
+        return False
+    if set(text) & set(".[]"):  # the text has an attribute or an index
         return False
     is_jinja_tag = text.startswith("%") and text.endswith("%")
     return not is_jinja_tag
@@ -131,15 +132,15 @@ LONGEST_ENDING = "_prompt_logprobs"
 
 def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]:
     """Return the names of the columns of one answer. The columns' types are in jobs/parquet/asks/ask.py."""
-    wanted = {
-        "completion": True,
-        "finish_reason": True,
-        "reasoning": sampling.get("separate_reasoning"),
-        "tool_calls": has_tools,
-        "tool_call_error": has_tools,
-        **{name: sampling.get(name) is not None for name in LOGPROBS},
-    }
-    return [name for name, is_wanted in wanted.items() if is_wanted]
+    names = ["completion", "finish_reason"]
+    if sampling.get("separate_reasoning"):
+        names.append("reasoning")
+    if has_tools:
+        names += ["tool_calls", "tool_call_error"]
+    for name in LOGPROBS:
+        if sampling.get(name) is not None:
+            names.append(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,11 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
-    """Return one prompt of `parse_prompts`. number: the prompt's index, for errors."""
+    """Check one of a run's prompts, and return it in one form. number: the prompt's index, for errors."""
     has_keys = isinstance(value, dict) and "name" in value and "template" in value
     if not has_keys or not value.keys() <= {"name", "template", "sampling"}:
         raise wrong_value_error(
-            f"prompts[{number}]", value, "an object of name, template and, if at all, sampling"
+            f"prompts[{number}]", value, "an object with name, template and optionally sampling"
         )
     name = value["name"]
     max_chars = MAX_NAME_CHARS - len(LONGEST_ENDING)
@@ -264,11 +265,11 @@ def make_steps(
     from_columns: names of sampling values that come from columns. has_labels: whether the last prompt is scored against
     labels.
     """
-    steps = []
     if sampling.get("n", 1) != 1:
         raise InvalidJob(
             "n must be 1 if a row has several prompts, because several answers cannot fill in a template"
         )
+    steps = []
     for number, prompt in enumerate(prompts, 1):
         name = prompt["name"]
         template = Template.parse(prompt["template"])
@@ -290,8 +291,8 @@ def make_steps(
         if is_scored:
             refuse_generation_values(
                 prompt_sampling,
-                ask="labels",
-                read=PROMPT_VALUES,
+                request="labels",
+                allowed=PROMPT_VALUES,
                 owner=f"the sampling of prompt {name!r}",
             )
             values_of_run = _values_for_scoring(sampling)
@@ -304,10 +305,10 @@ def make_steps(
 
 
 def _values_for_scoring(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a run's sampling values that count for a scored prompt. The others shape generated answers."""
+    """Return a run's sampling values without those that shape generated answers, which a scored prompt cannot have."""
     names = set(PROMPT_VALUES)
     if forces_call(sampling):
-        names.discard("tool_choice")
+        names.discard("tool_choice")  # a call that is forced has to be generated
     return {name: value for name, value in sampling.items() if name in names}
 
 
@@ -318,7 +319,7 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
         for column in step.columns:
             if column in taken_names:
                 raise InvalidJob(
-                    f"prompt {step.name!r} has a column {column!r}, which is there already: rename it"
+                    f"prompt {step.name!r} has a column {column!r}, which is there already: rename the prompt"
                 )
             taken_names.add(column)
     for number, step in enumerate(steps):

@@ -57,7 +57,7 @@ class _Reader:
     def type_of(self, schema: Any, path: str, references: tuple[str, ...]) -> ValueType:
         """Return the type of a part of the schema. Raises InvalidJob.
 
-        path: the part's place, as a JSON path. references: each `$ref` that led to this part.
+        path: where the part is, as a JSON path. references: each `$ref` that led to this part.
         """
         self._num_types += 1
         if self._num_types > MAX_TYPES:
@@ -68,7 +68,7 @@ class _Reader:
             raise _unfit_schema_error(path, f"its schema is {brief(schema)}, which names no type")
 
         if "$ref" in schema:
-            return self._referred(schema["$ref"], path, references)
+            return self._type_of_reference(schema["$ref"], path, references)
         for keyword in ("anyOf", "oneOf", "allOf"):
             options = schema.get(keyword)
             if isinstance(options, list) and options:
@@ -76,7 +76,7 @@ class _Reader:
                     raise _unfit_schema_error(
                         path, "allOf of several schemas has no type of its own"
                     )
-                return self._any(options, path, references)
+                return self._common_type(options, path, references)
         if "const" in schema:
             return _type_of_values([schema["const"]], path)
         if isinstance(schema.get("enum"), list):
@@ -84,10 +84,12 @@ class _Reader:
         kinds = schema.get("type")
         if isinstance(kinds, list):
             schemas_of_one_type = [{**schema, "type": kind} for kind in kinds]
-            return self._any(schemas_of_one_type, path, references)
-        return self._plain(kinds, schema, path, references)
+            return self._common_type(schemas_of_one_type, path, references)
+        return self._type_of_kind(kinds, schema, path, references)
 
-    def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
+    def _type_of_reference(
+        self, reference: Any, path: str, references: tuple[str, ...]
+    ) -> ValueType:
         """Return the type of the schema that a `$ref` names."""
         if reference in references:
             raise _unfit_schema_error(
@@ -104,8 +106,10 @@ class _Reader:
             schema = schema[name]
         return self.type_of(schema, path, (*references, reference))
 
-    def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
-        """Return the type that several schemas have in common. One of the schemas may be that of null."""
+    def _common_type(
+        self, options: Iterable[Any], path: str, references: tuple[str, ...]
+    ) -> ValueType:
+        """Return the type that several schemas have in common. Schemas of null only make the type nullable."""
         types = []
         is_nullable = False
         for option in options:
@@ -115,10 +119,10 @@ class _Reader:
             types.append(self.type_of(option, path, references))
         return _common(types, is_nullable, path)
 
-    def _plain(
+    def _type_of_kind(
         self, kind: Any, schema: Mapping[str, Any], path: str, references: tuple[str, ...]
     ) -> ValueType:
-        """Return the type of a schema that names its type."""
+        """Return the type of a schema that names one kind of values. kind: the schema's `type`, which may be wrong."""
         if kind == STRING:
             text_format = str(schema.get("format"))
             return ValueType(_FORMATS.get(text_format, STRING))
@@ -128,7 +132,7 @@ class _Reader:
         if kind == ARRAY:
             items = schema.get("items")
             if schema.get("prefixItems"):
-                raise _unfit_schema_error(path, "prefixItems give each place a type of its own")
+                raise _unfit_schema_error(path, "prefixItems give each item a type of its own")
             return ValueType(ARRAY, item=self.type_of(items, f"{path}[]", references))
 
         if kind != OBJECT:
@@ -151,7 +155,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
-    """Return the type that the values of an enum have in common. One of the values may be null."""
+    """Return the type that the values of an enum have in common. A null among them only makes the type nullable."""
     types = []
     is_nullable = False
     for value in values:

@@ -176,8 +176,8 @@ class RunSpec:
     @classmethod
     def _check_names(cls, options: Mapping[str, Any]) -> None:
         """Raise InvalidValue for a name that is no option of jobs.score_parquet."""
-        no_options = {"input", "output", "way_options"}
-        known = [field.name for field in fields(cls) if field.name not in no_options]
+        not_options = {"input", "output", "way_options"}
+        known = [field.name for field in fields(cls) if field.name not in not_options]
         known += WAY_OPTIONS
         unknown = options.keys() - set(known)
         if unknown:
@@ -251,7 +251,7 @@ class RunSpec:
 
     @property
     def writes_lines(self) -> bool:
-        """Whether the output is one file of CSV or JSON lines. It can hold any value of an input file of lines."""
+        """Whether the output is one file of CSV or JSON lines, which can hold any value of an input of such lines."""
         return self.single_file in (CSV, JSONL)
 
     @property
@@ -335,7 +335,10 @@ class RunSpec:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return a text that changes when the files of the functions that look at answers change. Raises InvalidJob."""
+        """Return the version of the functions that look at answers. Raises InvalidJob.
+
+        The version is a text that changes when the functions' files change.
+        """
         version = checks.version(self.repairs)
         if self.way is not None:
             version += self.way.version(checks)
@@ -344,13 +347,13 @@ class RunSpec:
     def check_values(self, check_sampling: Callable[[Mapping[str, Any]], None]) -> None:
         """Check the sampling values of all requests, and the names of the columns that hold such values.
 
-        check_sampling: raises InvalidJob for values that no request could use, and for unknown names.
+        check_sampling: raises InvalidJob for values that no request could use, and for unknown names of values.
         """
         sampling_of_requests = [step.sampling for step in self.steps] or [self.chat.sampling]
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # None is no valid value of most names. Only the error about an unknown name counts here.
+            # Most names do not take None, so InvalidValue says nothing here. An unknown name raises another error.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 
@@ -381,9 +384,10 @@ def _from_json(schema: Any) -> Any:
 
 
 def _source(options: Mapping[str, Any]) -> str | None:
-    """Return the name of the option that says what each row asks; None if no option says it, or the default column.
+    """Return the name of the option that says what each row asks. Raises InvalidJob for more than one such option.
 
-    Raises InvalidJob for more than one such option.
+    Returns None if there is no such option. `prompt_column` with the default column does not count, because it may
+    stand beside another option.
     """
     possible = ["messages_column", "template", "prompts"]
     if options.get("prompt_column") != DEFAULT_PROMPT_COLUMN:
@@ -538,7 +542,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         margin,
         ADAPTER not in spec.sampling,
-        "escalate_below asks a second model, which lacks the first one's adapter: leave it or escalate_below out",
+        "escalate_below asks a second model, which lacks the first one's adapter: leave adapter or escalate_below out",
     )
     _check_used(
         margin,

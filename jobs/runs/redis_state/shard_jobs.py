@@ -56,7 +56,7 @@ class EarlierJob:
         return last_cancelled > 0 and self.submission <= last_cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
-        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: whether to take it off its queue too."""
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
@@ -83,9 +83,9 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return those of the jobs that Redis has, all read at one moment.
+    """Return the jobs that Redis has, all read at one moment. Other ids are left out.
 
-    queue: searched for the jobs, to set `in_queue`. Without it, `in_queue` is False.
+    queue: the queue that is searched for the jobs, to set `in_queue`. If it is None, `in_queue` is False.
     """
     queue_keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
@@ -154,7 +154,7 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
 _CHUNK = 1000
 
 
-def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
+def count_held(connection: Redis, job_ids: Iterable[str]) -> int:
     """Return how many of the jobs are held by workers."""
     keys = map(rq_jobs.executions_key, job_ids)
     count = 0
@@ -165,8 +165,7 @@ def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
         count += int(connection.exists(*chunk))
 
 
-#: How long RQ keeps the jobs' results. Nothing depends on these results, because parts tell what is done. People may
-#: want to see them.
+#: How long RQ keeps the jobs' results. They are for people only: parts tell which shards are done.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
 #: The most jobs that one transaction enqueues. The number is small, so that other clients of Redis never wait long.
@@ -264,9 +263,9 @@ class _ShardJobs:
 
     def _delete(self, pipe: Pipeline, job: EarlierJob) -> None:
         """Have `pipe` delete a dead job and its results."""
-        # A dead job does not wait on our queue, where a search would take long.
-        may_wait = job.origin != self._target.queue.name
-        job.delete(pipe, from_queue=may_wait)
+        # A dead job is never on the target queue, so this queue, which may be long, is not searched.
+        may_be_on_queue = job.origin != self._target.queue.name
+        job.delete(pipe, from_queue=may_be_on_queue)
         pipe.delete(results_key(job.id))
 
     def _add(self, pipe: Pipeline, shards: Sequence[int], submission: int) -> None:
@@ -274,8 +273,8 @@ class _ShardJobs:
         run = self._plan.run
         job_ids = {shard: shard_job_id(run, shard, self._is_second) for shard in shards}
         if job_ids:
-            # An earlier job with one of these ids may have failed after `find` looked for it. Its id must not stay
-            # among the failed jobs. `EarlierJob.delete` sees only to jobs that `find` found.
+            # An earlier job with one of these ids may have failed after `find` looked for it. The id must not stay
+            # among the failed jobs, and `_delete` is called only for jobs that `find` returned.
             pipe.zrem(self._target.keys.failed, *job_ids.values())
         jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
         self._target.queue.enqueue_many(jobs, pipeline=pipe)
@@ -287,12 +286,12 @@ class _ShardJobs:
         plan = self._plan
         args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
         description = f"shard {shard} of run {plan.run}"
-        if self._is_second:  # this argument makes the job ask the second model
-            args.append(self._queue_name)
+        if self._is_second:
+            args.append(self._queue_name)  # this fourth argument makes the job ask the second model
             description += ", again"
-        # In a cascade, RQ deletes the first model's job when it ends. So only the second model's job is left.
-        deletes_itself = plan.second is not None and not self._is_second
-        result_ttl = 0 if deletes_itself else RESULT_TTL_S
+        # In a cascade, RQ deletes the first model's job when that job ends. So only the second model's job is left.
+        is_first_of_two = plan.second is not None and not self._is_second
+        result_ttl = 0 if is_first_of_two else RESULT_TTL_S
         return prepared_job(
             "jobs.score_shard",
             args=tuple(args),
@@ -322,7 +321,7 @@ class _ShardQueue:
     """The jobs that a run has on one queue for one of its models.
 
     is_second: whether that model is a cascade's second one.
-    The queue is read once. It is read again only if a job with the status "queued" was not on it.
+    The queue is read once, and again only if a job with the status "queued" was not on it.
     """
 
     def __init__(self, connection: Redis, name: str, run: str, is_second: bool) -> None:
@@ -339,15 +338,16 @@ class _ShardQueue:
         """
         job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, job_ids)
-        waiting_ids = set()
+        waiting_ids = set()  # of the jobs that should be on the queue
         for job in jobs:
             if job.status == JobStatus.QUEUED and not job.executions:
                 waiting_ids.add(job.id)
-        if waiting_ids and not waiting_ids <= self._ids_on_queue:
-            # Some of these jobs came onto the queue after it was read, or are lost.
-            jobs = read_earlier(self._connection, job_ids, self.keys)
-        else:
+        # Without such jobs, the queue is not read.
+        if not waiting_ids or waiting_ids <= self._ids_on_queue:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
+        else:
+            # Some of these jobs came onto the queue after it was read, or are lost. So it is read again.
+            jobs = read_earlier(self._connection, job_ids, self.keys)
         return [_ShardJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:

@@ -4,16 +4,16 @@ Resuming a run needs none of these keys. The parts on disk are the truth, and th
 
 A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction. The
 transaction is carried out only if the values that were read are still true:
-- submitting, enqueueing: nobody planned, submitted or cancelled the run meanwhile;
-- writes of a planner: its job is still held;
-- cancelling: no other submission came;
-- counting: no part was recorded since.
+- A submission, or a planner that enqueues: nobody has planned, submitted or cancelled the run meanwhile.
+- Other writes of a planner: the planner's job is still held.
+- A cancel: no other submission came.
+- A count of parts: no part was recorded since the count.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Self, TypeVar, cast
@@ -57,7 +57,7 @@ MAX_PARTS = 1000
 #: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 #: Fields of a run's hash about its last submission. The judged numbers are sums over the parts that were recorded since
-#: it. The times are when work began, and when the last part ended.
+#: the submission. The times are when work on it began, and when its last part ended.
 SUBMISSION_TOTALS = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
@@ -87,13 +87,16 @@ PLAN_ERROR = "plan_error"
 SUBMITTED_BY = "submitted_by"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
-#: How long after its submission a run is listed. The run's keys live for RUN_TTL_S after its last part, which may come
-#: late.
+#: How long after its submission a run is listed. This is longer than RUN_TTL_S, because the run's keys live for
+#: RUN_TTL_S after its last part.
 LISTED_S = 2 * RUN_TTL_S
 
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
-    """Keep the reasons of a part's errors. If it has no errors, forget the reasons of an earlier part of this shard."""
+    """Store the reasons of a part's errors, in place of the reasons of an earlier part of this shard.
+
+    If the part has no errors, or if MAX_PARTS other parts have reasons, the earlier reasons are only removed.
+    """
     key = run_key(run, "errors")
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
@@ -234,7 +237,7 @@ class RunState:
     ) -> None:
         """Submit the run with a planning job. This takes back a cancellation, but not the mark of the run's end.
 
-        pipe: watches the run's key or its turn. This method begins a transaction, which the caller must execute.
+        pipe: watches the run's key or its turn key. This method begins a transaction, which the caller must execute.
         is_new: False if a planning is under way. Then the submission keeps the number of the last one.
         by: who submits the run; "" if that is not known.
         """
@@ -304,9 +307,9 @@ class RunState:
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change as one transaction, if this is still the last submission. Raises RunResubmitted.
+        """Make a change as one transaction, as `transact` does, and return the result of `change`.
 
-        `change` is called as by `transact`. Returns its result.
+        Raises RunResubmitted if `submission` is not the last one any more.
         """
 
         def checked(pipe: Pipeline) -> T:
@@ -342,9 +345,9 @@ class RunState:
         return bool(self.connection.hexists(self._key, "cancelled"))
 
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
-        """Return why the run must stop; None if it goes on.
+        """Return why the run must stop because of its errors; None if it goes on.
 
-        Judge the parts recorded since the submission. Expired rows, which the deadline left unbegun, do not count.
+        The parts recorded since the submission are judged. Expired rows, which the deadline left unbegun, do not count.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
         not matter.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -368,7 +371,7 @@ class RunState:
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
-        # `excess` ends with what to look at, so that "then" says what to do after that.
+        # The text of `excess` ends with where to look, and "then" continues it.
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )
@@ -403,9 +406,9 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark of the run's end from Redis if the folder's mark was deleted. Raises RunBusy.
+        """Remove from Redis the mark of a finished run, if the mark in the run's folder was deleted. Raises RunBusy.
 
-        has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both again.
+        has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both marks.
         """
 
         def unmark(pipe: Pipeline) -> None:
@@ -447,31 +450,32 @@ class RunState:
 
         def amend(pipe: Pipeline) -> PartCount:
             """Compare the listing with the records of this moment, and write what differs."""
-            # If Redis has lost the old records, the new ones take their place.
+            # If Redis has lost the totals, all records are written anew.
             is_lost = self._is_lost(pipe)
             records: dict[int, bytes] = {}
             if not is_lost:
                 records = self._records_of(pipe, [*unrecorded, *gone])
             fields: dict[Any, Any] = {_TOTAL: total}
-            counts = Counter(dict.fromkeys(TOTALS, 0))  # also zeros, so that each field is written
+            added_parts = []
             for shard, stats in unrecorded.items():
                 if shard not in records:
                     fields[str(shard)] = stats.to_record()
-                    counts.update(_counts(stats))
-            dropped = []
+                    added_parts.append(stats)
+            dropped_fields = []
+            dropped_parts = []
             for shard, record in gone.items():
                 if records.get(shard) == record:
-                    dropped.append(str(shard))
-                    counts.subtract(_counts(PartStats.from_text(record)))
+                    dropped_fields.append(str(shard))
+                    dropped_parts.append(PartStats.from_text(record))
 
             pipe.multi()
             if is_lost:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
-            if dropped:
-                pipe.hdel(self._parts_key, *dropped)
-            for name, count in counts.items():
-                pipe.hincrby(self._key, name, count)
+            if dropped_fields:
+                pipe.hdel(self._parts_key, *dropped_fields)
+            for name, change in _changes_of_totals(added_parts, dropped_parts).items():
+                pipe.hincrby(self._key, name, change)
             pipe.hset(self._parts_key, mapping=fields)
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
@@ -481,30 +485,34 @@ class RunState:
         return self._change(amend, self._parts_key)
 
     def records(self) -> dict[int, bytes]:
-        """Return the record of each part, by shard. Empty if Redis has lost the run, even if parts came since then."""
+        """Return the record of each part, by shard.
+
+        The mapping is empty if Redis has lost the run's totals, even if parts were recorded after that.
+        """
         if self._is_lost(self.connection):
             return {}
         fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
     def _is_lost(self, client: Redis) -> bool:
-        """Whether Redis lacks the number of shards or a total of the parts, or has something else in its place."""
-        counts: Any = [client.hget(self._parts_key, _TOTAL)]
-        counts += cast("list[Any]", client.hmget(self._key, TOTALS))
-        return any(stored.count(stored.text(count or b"")) is None for count in counts)
+        """Whether Redis lacks the number of shards or a total of the parts. A text that is no number does not count."""
+        fields: Any = [client.hget(self._parts_key, _TOTAL)]
+        fields += cast("list[Any]", client.hmget(self._key, TOTALS))
+        counts = [stored.count(stored.text(field or b"")) for field in fields]
+        return None in counts
 
-    def recorded(self) -> set[int]:
+    def recorded_shards(self) -> set[int]:
         """Return the shards that have a part."""
         fields = cast("list[bytes]", self.connection.hkeys(self._parts_key))
         return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        """Return the statistics of those of the shards that have a part, by shard."""
+        """Return the statistics of the shards' parts, by shard. Shards without a part are left out."""
         records = self._records_of(self.connection, shards)
         return {shard: PartStats.from_text(record) for shard, record in records.items()}
 
     def _records_of(self, client: Redis, shards: Sequence[int]) -> dict[int, bytes]:
-        """Return the records of those of the shards that have one, by shard."""
+        """Return the records of the shards' parts, by shard. Shards without a record are left out."""
         if not shards:
             return {}
         fields: Any = client.hmget(self._parts_key, [str(shard) for shard in shards])
@@ -515,14 +523,14 @@ class RunState:
         return records
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change as one transaction, which no planner, submission or cancel interrupts. Raises RunBusy.
+        """Make a change as one transaction, as `transact` does, and return the result of `change`. Raises RunBusy.
 
-        `change` is called as by `transact`, and again if a planner, submission or cancel came after its reads.
+        `change` is called again if a planner, submission or cancel came after its reads.
         """
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Have `pipe` change the run's turn, so that every `write` that began before starts over."""
+        """Have `pipe` write the run's turn key, which `write` watches. So every `write` under way starts over."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
@@ -573,6 +581,21 @@ def _submission_facts(submission: Submission) -> dict[str, str | int]:
 def _counts(part: PartStats) -> dict[str, int]:
     """Return a part's numbers by their names in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
+
+
+def _changes_of_totals(
+    added_parts: Iterable[PartStats], dropped_parts: Iterable[PartStats]
+) -> Mapping[str, int]:
+    """Return by how much each total of a run changes, by the total's field.
+
+    Changes of 0 are returned too, so that each total's field is written.
+    """
+    changes = Counter(dict.fromkeys(TOTALS, 0))
+    for part in added_parts:
+        changes.update(_counts(part))
+    for part in dropped_parts:
+        changes.subtract(_counts(part))
+    return changes
 
 
 def _number(raw: bytes | None) -> int:

@@ -26,7 +26,8 @@ DEADLINE = "deadline"
 #: The field of a run's hash that holds the last submission's priority; without it the priority is 1.
 PRIORITY = "priority"
 MAX_PRIORITY = 100
-#: Fields of a run's hash: the number of the last submission whose end, or whose failure, was notified.
+#: Fields of a run's hash: the number of the last submission whose end was notified, and the number of the last
+#: submission whose failure was notified.
 END_NOTIFIED = "told_submission"
 FAILURE_NOTIFIED = "told_failed_submission"
 
@@ -63,7 +64,7 @@ class ErrorLimit:
 
     @classmethod
     def from_stored(cls, text: str | None) -> ErrorLimit:
-        """Return the limit that Redis has for a run; the default limit if the text is none."""
+        """Return the limit that Redis has for a run; the default limit for None, and for a text that is no limit."""
         with suppress(InvalidValue):
             return cls.parse(text)
         return DEFAULT_LIMIT
@@ -73,12 +74,13 @@ class ErrorLimit:
     ) -> str | None:
         """Return a sentence that says that too many rows have an error; None if the limit allows the errors.
 
+        rows, errors: how many rows are judged, and how many of them have an error.
         is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
         judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
         """
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
-            return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
+            return f"all its {rows} rows have an error, and --max-errors is not 100%: look at column `error`"
         max_errors: float | None
         if self.share is None:
             max_errors = self.rows
@@ -103,7 +105,8 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue belongs to it too.
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue, which is not in this list,
+#: belongs to the submission too.
 SUBMISSION_ARGUMENTS = (
     "model",
     "max_errors",
@@ -125,8 +128,8 @@ class Submission:
     webhook: a URL that is called at the run's end. on_end: the dotted name of a function that is called at the run's
     end.
     reuse: outputs of earlier runs whose answers are taken.
-    deadline: after this time no more rows are begun, in Unix seconds.
-    priority: the run's share of the queue's workers, as a multiple of a run's with priority 1.
+    deadline: the time after which no row is begun, in Unix seconds.
+    priority: the run's share of the queue's workers, as a multiple of the share of a run with priority 1.
     """
 
     queue: str
@@ -149,30 +152,32 @@ class Submission:
         """
         check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)
-        own_arguments = {name: run_arguments.pop(name, None) for name in SUBMISSION_ARGUMENTS}
-        webhook = own_arguments[WEBHOOK]
+        submission_arguments = {
+            name: run_arguments.pop(name, None) for name in SUBMISSION_ARGUMENTS
+        }
+        webhook = submission_arguments[WEBHOOK]
         if webhook is not None:
             host_of(webhook)  # raises for a URL that is not valid
 
         deadline = None
-        if own_arguments[DEADLINE] is not None:
-            deadline = parse_deadline(DEADLINE, own_arguments[DEADLINE], now)
+        if submission_arguments[DEADLINE] is not None:
+            deadline = parse_deadline(DEADLINE, submission_arguments[DEADLINE], now)
         priority = 1
-        if own_arguments[PRIORITY] is not None:
-            priority = whole_number(PRIORITY, own_arguments[PRIORITY], MAX_PRIORITY)
-        reuse = own_arguments["reuse"]
+        if submission_arguments[PRIORITY] is not None:
+            priority = whole_number(PRIORITY, submission_arguments[PRIORITY], MAX_PRIORITY)
+        reuse = submission_arguments["reuse"]
         if reuse is None:
             reuse = []
         elif not isinstance(reuse, list | tuple):
             reuse = [reuse]
         submission = cls(
             queue=queue,
-            model=parse_model(own_arguments["model"]),
-            limit=ErrorLimit.parse(own_arguments["max_errors"]),
+            model=parse_model(submission_arguments["model"]),
+            limit=ErrorLimit.parse(submission_arguments["max_errors"]),
             webhook=webhook,
             reuse=tuple(map(run_path, reuse)),
-            on_end=_function(own_arguments[ON_END]),
-            reuse_from_any_model=truth(_ANY_MODEL, own_arguments[_ANY_MODEL]),
+            on_end=_function_name(submission_arguments[ON_END]),
+            reuse_from_any_model=truth(_ANY_MODEL, submission_arguments[_ANY_MODEL]),
             deadline=deadline,
             priority=priority,
         )
@@ -213,11 +218,11 @@ class Submission:
             PRIORITY: None if self.priority == 1 else self.priority,
             **self.calls,
         }
-        # All defaults are empty values.
+        # Arguments at their defaults have empty values here.
         return {name: value for name, value in arguments.items() if value}
 
 
-def _function(name: Any) -> str | None:
+def _function_name(name: Any) -> str | None:
     """Return a function's dotted name, or None. Raises InvalidValue."""
     if name is None:
         return None

@@ -89,7 +89,7 @@ def report_html(
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
         _figures(manifest, statistics, price_per_hour),
-        _asked(manifest),
+        _arguments(manifest),
         _counts(manifest, statistics),
         _examples(examples),
         _throughput(statistics["timeline"]),
@@ -139,15 +139,19 @@ def _figures(
     cells = "".join(
         f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
     )
-    note = (
-        "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
-        " equal prompts are answered once, and an answer that was asked for again counts each time."
-    )
-    idle_s = manifest["seconds"] - seconds
-    if idle_s >= 1:
-        idle = duration_text(idle_s)
-        note = f"Time and chart leave out {idle} during which no worker had a shard. {note}"
+    note = _note_on_figures(idle_s=manifest["seconds"] - seconds)
     return f"<dl>{cells}</dl><p class=soft>{_text(note)}</p>"
+
+
+def _note_on_figures(idle_s: float) -> str:
+    """Return the text below the numbers at the top. idle_s: the seconds in which no worker had a shard."""
+    note = (
+        "Answer tokens are those of the output's rows. Tokens a second and tokens of workers are generated tokens:"
+        " those of equal prompts count once, and those of every attempt at an answer count."
+    )
+    if idle_s < 1:
+        return note
+    return f"Time and chart leave out {duration_text(idle_s)} during which no worker had a shard. {note}"
 
 
 #: The titles of arguments that say what a run asks, in the order in which they are shown.
@@ -179,8 +183,8 @@ _SOURCES = (
 MAX_INPUTS = 10
 
 
-def _asked(manifest: Mapping[str, Any]) -> str:
-    """Return the table of what the run asked: its arguments, its input files, and where the answers are."""
+def _arguments(manifest: Mapping[str, Any]) -> str:
+    """Return the table of the run's arguments, with its input files and its output folder."""
     arguments = manifest.get("arguments", {})
     entries: list[tuple[str, Any]] = []  # a title, and the value beside it
     if arguments and arguments.keys().isdisjoint(_SOURCES):
@@ -205,7 +209,9 @@ def _asked(manifest: Mapping[str, Any]) -> str:
         entries.append(("Output", arguments["output"]))
     if not entries:
         return ""
-    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in entries)
+    rows = ""
+    for title, value in entries:
+        rows += f"<tr><th>{title}</th><td>{_value_html(value)}</td></tr>"
     return f"<h2>What was asked</h2><table>{rows}</table>"
 
 
@@ -219,22 +225,29 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return tables that count answers by the reason of their end, by label, and by the result of their check."""
-    tables = []
-    for title, key in (("How answers ended", "finish_reasons"), ("Labels", "labels")):
-        counts = statistics.get(key) or {}
-        total = sum(counts.values())
-        rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
-        tables.append(_table(title, ("", "Answers", "Share"), rows))
+    """Return the tables of counts: of answers by finish reason, label and check, and of lines by left-out argument."""
+    # Manifests of older versions lack some of these counts.
+    finish_reasons = statistics.get("finish_reasons") or {}
+    labels = statistics.get("labels") or {}
+    left_out = statistics.get("left_out") or {}
+    tables = [_table_of_shares("How answers ended", finish_reasons)]
+    tables.append(_table_of_shares("Labels", labels))
     if manifest.get("arguments", {}).get("check"):
         failed = manifest["failed_checks"]
         passed = manifest["rows"] - manifest["errors"] - failed
         rows = [("passed", passed, ""), ("failed", failed, "")]
         tables.append(_table("Checks", ("", "Answers", ""), rows))
-    left_out = list((statistics.get("left_out") or {}).items())
-    tables.append(_table("Arguments that were left out", ("", "Lines"), left_out))
+    tables.append(_table("Arguments that were left out", ("", "Lines"), list(left_out.items())))
+
     sections = "".join(f"<section>{table}</section>" for table in tables if table)
     return f'<div class="pair">{sections}</div>' if sections else ""
+
+
+def _table_of_shares(title: str, counts: Mapping[str, int]) -> str:
+    """Return a table of counts of answers, each with its share of all; "" if there are no counts."""
+    total = sum(counts.values())
+    rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
+    return _table(title, ("", "Answers", "Share"), rows)
 
 
 def _examples(examples: Examples | None) -> str:
@@ -244,7 +257,7 @@ def _examples(examples: Examples | None) -> str:
     heads = "".join(f"<th>{_text(name)}</th>" for name in ("Row", *examples.columns))
     body = ""
     for row, values in examples.rows:
-        cells = "".join(f"<td>{_long(value)}</td>" for value in values)
+        cells = "".join(f"<td>{_value_html(value)}</td>" for value in values)
         body += f"<tr><td class=n>{row:,}</td>{cells}</tr>"
     return f"<h2>Examples</h2><table><tr>{heads}</tr>{body}</table>"
 
@@ -254,8 +267,8 @@ MAX_VALUE_CHARS = 1000
 MAX_VALUE_LINES = 40
 
 
-def _long(value: Any) -> str:
-    """Return the beginning of a value as HTML: a text with its line breaks, another value as JSON; "" for None."""
+def _value_html(value: Any) -> str:
+    """Return the beginning of a value as HTML; "" for None. A text keeps its line breaks. Other values become JSON."""
     if value is None:
         return ""
     text = value if isinstance(value, str) else to_json(value)
@@ -282,7 +295,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
-    """Return the chart of numbers of rows by their number of tokens. lengths: see count_lengths."""
+    """Return the chart of how many rows have which number of tokens. lengths: see count_lengths."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}
@@ -325,7 +338,7 @@ def _table(
 ) -> str:
     """Return a table with its heading; "" if there are no rows.
 
-    num_left_out: a number that is named below the table. noun: what this number counts.
+    num_left_out: how many more things a line below the table counts; 0 for no such line. noun: the name of the things.
     """
     if not rows:
         return ""

@@ -36,14 +36,14 @@ class PartStats:
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns with these names.
     generated_tokens: tokens that the execution which wrote the part computed. Equal prompts count once.
     rows_resumed, tokens_resumed: the rows and tokens that earlier executions of the shard had computed.
-    started_at, ended_at: Unix seconds. waited_s: for how long the opened shard waited behind others.
+    started_at, ended_at: Unix seconds. waited_s: the seconds from the shard's opening to its first request.
     failed_checks: rows without an error whose answer fails its check.
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     finish_reasons, labels: how many answers have each finish reason or label. Rows with an error do not count, and only
     the commonest labels are kept.
-    left_out: from how many lines of batch files each argument was left out.
+    left_out: for each argument that was left out, the number of lines of batch files that had it.
     """
 
     run: str
@@ -113,7 +113,10 @@ class PartStats:
 
 
 def outcome_text(errors: int, failed_checks: int, cut: int, noun: str = "") -> str:
-    """Say how many rows have no good answer, and why. noun: put after the first number, such as "rows "."""
+    """Return a text that says how many rows have no good answer, and why.
+
+    noun: text after the first number, with a blank at its end, such as "rows ".
+    """
     texts = [f"{errors} {noun}with an error"]
     if failed_checks:
         texts.append(f"{failed_checks} failed their check")
@@ -224,7 +227,7 @@ MAX_LABELS = 100
 MAX_PART_LABELS = 1000
 
 
-def _lasted(spans: Iterable[tuple[float, float]]) -> float:
+def _total_s(spans: Iterable[tuple[float, float]]) -> float:
     """Return the sum of the spans' seconds. Spans must not overlap. A span is a start and an end in Unix seconds."""
     return fsum(end - start for start, end in spans)
 
@@ -246,7 +249,7 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Part(NamedTuple):
-    """What the statistics need of a part."""
+    """The values of a part that the statistics need. start, end: Unix seconds. tokens: the generated ones."""
 
     worker: str
     start: float
@@ -282,7 +285,8 @@ class RunStatistics:
             errors=part.errors,
             tokens=part.generated_tokens,
         )
-        self._parts_by_worker.setdefault(part.worker, []).append(added)
+        parts_of_worker = self._parts_by_worker.setdefault(part.worker, [])
+        parts_of_worker.append(added)
         for bound, count in part.prompt_lengths.items():
             self._prompt_lengths[int(bound)] += count
         for bound, count in part.completion_lengths.items():
@@ -292,35 +296,39 @@ class RunStatistics:
         self._left_out.update(part.left_out)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return the statistics in the manifest's form. Times in which no worker had a shard are left out."""
+        """Return the statistics in the manifest's form. Times in which no worker had a shard do not count."""
         all_parts: list[_Part] = []
         workers: list[dict[str, Any]] = []
         for name, parts in self._parts_by_worker.items():
             all_parts += parts
-            workers.append(
-                {
-                    "name": name,
-                    "rows": sum(part.rows for part in parts),
-                    "errors": sum(part.errors for part in parts),
-                    "generated_tokens": sum(part.tokens for part in parts),
-                    "seconds": _lasted(_busy_times(parts)),
-                }
-            )
+            workers.append(_worker_object(name, parts))
 
+        workers_by_rows = sorted(workers, key=lambda worker: -worker["rows"])
         busy = _busy_times(all_parts)
         return {
-            "working_seconds": _lasted(busy),
+            "working_seconds": _total_s(busy),
             "timeline": _timeline(all_parts, busy),
             "prompt_lengths": _by_bound(self._prompt_lengths),
             "completion_lengths": _by_bound(self._completion_lengths),
             "finish_reasons": dict(self._finish_reasons.most_common()),
             "labels": dict(self._labels.most_common(MAX_LABELS)),
             "left_out": dict(self._left_out.most_common(MAX_LABELS)),
-            "workers": sorted(workers, key=lambda worker: -worker["rows"])[:MAX_WORKERS],
+            "workers": workers_by_rows[:MAX_WORKERS],
             "num_workers": len(workers),
             "worker_seconds": sum(worker["seconds"] for worker in workers),
             "reasons": reasons.to_objects(MAX_REASONS),
         }
+
+
+def _worker_object(name: str, parts: Sequence[_Part]) -> dict[str, Any]:
+    """Return the statistics of one worker in the manifest's form. parts: the worker's parts."""
+    return {
+        "name": name,
+        "rows": sum(part.rows for part in parts),
+        "errors": sum(part.errors for part in parts),
+        "generated_tokens": sum(part.tokens for part in parts),
+        "seconds": _total_s(_busy_times(parts)),
+    }
 
 
 def _by_bound(lengths: Counter[int]) -> dict[str, int]:
@@ -329,15 +337,16 @@ def _by_bound(lengths: Counter[int]) -> dict[str, int]:
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Divide the busy times into bins of equal length; return their length in seconds, and the tokens of each bin.
+    """Divide the busy times into bins of equal length; return a bin's length in seconds, and the tokens of each bin.
 
     busy: the times in which workers had shards (see `_busy_times`). Each part lies within one of them.
     """
-    starts = [start for start, _ in busy]
+    busy_starts = [start for start, _ in busy]
     # worked_before[i]: the working seconds before busy time i. The last element is the sum of all working seconds.
     worked_before = [0.0, *accumulate(end - start for start, end in busy)]
     num_bins = min(MAX_BINS, 3 * len(parts))
-    bin_s = worked_before[-1] / max(1, num_bins)
+    all_working_s = worked_before[-1]
+    bin_s = all_working_s / max(1, num_bins)
     if bin_s <= 0:  # there are no parts, or they took no time
         all_tokens = sum(part.tokens for part in parts)
         return {"bin_s": 0.0, "tokens": [all_tokens] if parts else []}
@@ -345,22 +354,23 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
     tokens = [0.0] * num_bins
     for part in parts:
         # `began` and `ended` are in working seconds, so that idle times do not count.
-        busy_index = bisect_right(starts, part.start) - 1
-        began = worked_before[busy_index] + part.start - starts[busy_index]
+        busy_index = bisect_right(busy_starts, part.start) - 1
+        since_busy_start = part.start - busy_starts[busy_index]
+        began = worked_before[busy_index] + since_busy_start
         ended = began + max(0.0, part.end - part.start)
         _spread(part.tokens, began, ended, tokens, bin_s)
     return {"bin_s": bin_s, "tokens": [round(count, 1) for count in tokens]}
 
 
 def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
-    """Add tokens to the bins in which they were generated, evenly from `began` to `ended`."""
+    """Add tokens to the bins in which they were generated, as if evenly from `began` to `ended`."""
     last_bin = len(bins) - 1
-    first = min(last_bin, int(began / bin_s))
-    final = min(last_bin, int(ended / bin_s))
-    if first == final:
-        bins[first] += num_tokens
+    began_in = min(last_bin, int(began / bin_s))
+    ended_in = min(last_bin, int(ended / bin_s))
+    if began_in == ended_in:
+        bins[began_in] += num_tokens
         return
-    for index in range(first, final + 1):
+    for index in range(began_in, ended_in + 1):
         bin_start = index * bin_s
         bin_end = bin_start + bin_s
         overlap_s = min(ended, bin_end) - max(began, bin_start)

@@ -84,8 +84,12 @@ def record_batch(connection: Redis, batch: BatchRecord) -> None:
 def recorded_batches(connection: Redis, most: int = MAX_BATCHES) -> list[BatchRecord]:
     """Return at most `most` recorded batches, the latest first. Raises RedisError."""
     entries: Any = connection.zrevrange(API_BATCHES_KEY, 0, most - 1)
-    records = [_batch(stored.json_object(entry)) for entry in entries]
-    return [record for record in records if record is not None]
+    records = []
+    for entry in entries:
+        record = _batch(stored.json_object(entry))
+        if record is not None:
+            records.append(record)
+    return records
 
 
 def batch_runs(connection: Redis, batches: Sequence[BatchRecord]) -> dict[str, RunSnapshot]:
@@ -117,7 +121,7 @@ def recorded_limits(connection: Redis) -> list[Limited]:
 
 
 def _batch(fields: dict[str, Any]) -> BatchRecord | None:
-    """Return a record; None if the fields cannot be right."""
+    """Return the record that the fields of an entry describe; None if they describe none."""
     batch_id = fields.get("id")
     project = fields.get("project")
     run = fields.get("run")

@@ -14,7 +14,7 @@ def failure_text(connection: Redis, job_id: str) -> str:
 
 
 def error_line(error: str) -> str:
-    """Return the last line of an error; "" if it has none. A line that only names whose fault it is does not count."""
+    """Return the last line of an error; "" if it has none. Lines that only say who is at fault do not count."""
     lines = [line for line in error.strip().splitlines() if not line.startswith(FAULT_PREFIX)]
     if not lines:
         return ""

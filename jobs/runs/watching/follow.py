@@ -84,7 +84,7 @@ def follow(
 ) -> Followed:
     """Read a run's state again and again until the run ends. If Redis or the workers are away, wait for them.
 
-    read: reads the run's state. Its first call's errors are raised.
+    read: reads the run's state. Errors of its first call are raised.
     show: called with each state. warn: called with a sentence when the run begins to wait for something.
     """
     snapshot = read()

@@ -17,8 +17,8 @@ class Bar:
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stderr if file is None else file
-        make = tqdm_for_notebooks if file is None else tqdm
-        self._bar = make(
+        bar_class = tqdm_for_notebooks if file is None else tqdm
+        self._bar = bar_class(
             unit="row",
             total=0,
             dynamic_ncols=True,
@@ -50,11 +50,11 @@ def speed_text(snapshot: RunSnapshot) -> str:
     texts = []
     if snapshot.tokens_per_s is not None:
         texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
-    left = left_text(snapshot)
-    if left and snapshot.left_s is not None and not snapshot.is_stalled:
-        left = f"{left} left"
-    if left:
-        texts.append(left)
+    time_left = left_text(snapshot)
+    if time_left and snapshot.left_s is not None and not snapshot.is_stalled:
+        time_left = f"{time_left} left"
+    if time_left:
+        texts.append(time_left)
     if snapshot.failed_jobs:
         texts.append(f"{len(snapshot.failed_jobs)} shards failed")
     return ", ".join(texts)

@@ -62,14 +62,14 @@ _COUNTS = (*TOTALS, *SUBMISSION_TOTALS)
 def read_run_list(
     connection: Redis, runs: Iterable[str], workers: Iterable[Worker] | None = None
 ) -> list[RunSnapshot]:
-    """Return the progress of the runs that Redis knows, for a list of them. Raises RedisError.
+    """Return the progress of runs, without runs that Redis does not know. Raises RedisError.
 
-    Of a queue's registries, at most MAX_ENTRIES entries are read. workers: the workers if the caller has just read
-    them; they are read by default.
+    This is cheap enough for a long list: at most MAX_ENTRIES entries of each queue's registries are read.
+    workers: the workers if the caller has just read them; they are read by default.
     """
     workers = _listening(read_workers(connection) if workers is None else workers)
     snapshots = []
-    for reader in _read(connection, runs, workers, MAX_ENTRIES):
+    for reader in _filled_readers(connection, runs, workers, MAX_ENTRIES):
         if reader.seems_idle and reader.may_lack_jobs:
             reader.find_jobs(connection)
         snapshots.append(_snapshot(connection, reader, workers))
@@ -77,13 +77,13 @@ def read_run_list(
 
 
 def read_runs(connection: Redis, runs: Iterable[str]) -> list[RunSnapshot]:
-    """Return the progress of the runs that Redis knows. Raises RedisError.
+    """Return the exact progress of runs, without runs that Redis does not know. Raises RedisError.
 
     All entries of the registries are read, and the jobs of a run that seems idle are looked up one by one.
     """
     workers = _listening(read_workers(connection))
     snapshots = []
-    for reader in _read(connection, runs, workers, max_entries=None):
+    for reader in _filled_readers(connection, runs, workers, max_entries=None):
         if reader.seems_idle:
             reader.find_jobs(connection)
         snapshots.append(_snapshot(connection, reader, workers))
@@ -99,7 +99,7 @@ def _snapshot(connection: Redis, reader: RunReader, workers: Collection[Worker])
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
+    """Return a run's progress. Raises UnknownRun if Redis does not know the run."""
     snapshots = read_runs(connection, [run])
     if not snapshots:
         raise UnknownRun(run)
@@ -107,9 +107,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress. If the worker planned it under another id, read that run instead. Raises UnknownRun.
+    """Return a run's progress, also if a worker has planned the run under another id. Raises UnknownRun.
 
-    The id is made of the output's real path, which may be another one on the worker's machine.
+    The id depends on the output's real path, which may be another one on the worker's machine.
     """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
@@ -125,10 +125,10 @@ def list_runs(
     states: Collection[str] = (),
     workers: Iterable[Worker] | None = None,
 ) -> list[RunSnapshot]:
-    """Return those of the last `limit` submitted runs that are in one of the states, the newest first.
+    """Return the progress of the last `limit` submitted runs, the newest first. Raises RedisError.
 
-    states: words of STATES; by default, runs in any state are returned. workers: the workers if the caller has just
-    read them; they are read by default. Raises RedisError.
+    states: words of STATES. Only runs in one of these states are returned; by default, runs in any state.
+    workers: the workers if the caller has just read them; they are read by default.
     """
     snapshots = read_run_list(connection, _last_submitted(connection, limit), workers)
     if not states:
@@ -137,7 +137,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return those of the last `limit` submitted runs that are not expected to end before their deadline."""
+    """Return, of the last `limit` submitted runs, those that are not expected to end before their deadline."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
@@ -187,7 +187,7 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
 def _progress(
     report: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
 ) -> Progress:
-    """Return the progress that the fields of a job's hash describe. report: JSON that the job has written."""
+    """Return the progress that fields of a job's hash describe. report: JSON that the job has written."""
     numbers = stored.json_object(report)
     answered_tokens = stored.count(numbers.get("tokens")) or 0
     tokens_open = stored.count(numbers.get("tokens_open")) or 0
@@ -209,21 +209,15 @@ def _listening(workers: Iterable[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.queues]
 
 
-def _read(
+def _filled_readers(
     connection: Redis, runs: Iterable[str], workers: Collection[Worker], max_entries: int | None
 ) -> list[RunReader]:
-    """Collect the state of the runs that Redis knows: their queues, parts, progress and stopped jobs.
+    """Return a reader for each run that Redis knows, filled with its queues, parts, progress and stopped jobs.
 
     max_entries: the most entries that are read from a queue's registry; None for all.
     """
     readers = run_readers(connection, runs)
-    entries_of: dict[str, int | None] = {}  # by queue
-    for reader in readers:
-        for name in reader.queues:
-            if not reader.is_finished:
-                entries_of[name] = max_entries
-            entries_of.setdefault(name, 1)  # a finished run needs no entries
-    queues = {name: read_queue(connection, name, number) for name, number in entries_of.items()}
+    queues = _read_queues(connection, readers, max_entries)
     for reader in readers:
         reader.add_queues(queues)
     # Parts are read after the queues. So a shard that ends in between counts as done, and not as lost.
@@ -241,6 +235,25 @@ def _read(
     return readers
 
 
+def _read_queues(
+    connection: Redis, readers: Sequence[RunReader], max_entries: int | None
+) -> dict[str, QueueJobs]:
+    """Read the queues of the readers' runs, each once; return their jobs by the queues' names.
+
+    max_entries: the most entries that are read from a registry; None for all.
+    """
+    entries_of: dict[str, int | None] = {}  # by queue
+    for reader in readers:
+        for name in reader.queues:
+            if not reader.is_finished:
+                entries_of[name] = max_entries
+            entries_of.setdefault(name, 1)  # a finished run needs no entries, and 1 is the fewest
+    queues = {}
+    for name, most in entries_of.items():
+        queues[name] = read_queue(connection, name, most)
+    return queues
+
+
 def run_readers(connection: Redis, runs: Iterable[str]) -> list[RunReader]:
     """Return a reader for each run that Redis knows. A run without an output or a queue is left out."""
     run_ids = list(runs)
@@ -248,7 +261,7 @@ def run_readers(connection: Redis, runs: Iterable[str]) -> list[RunReader]:
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
             pipe.hmget(run_key(run), _FACTS)
-        # Producers may write to these keys too. So a reply may be an error. Then only that run is left out.
+        # Producers may write to these keys too, so a reply may be an error. Only the run of such a reply is left out.
         replies = pipe.execute(raise_on_error=False)
         for run, values in zip(run_ids, replies, strict=True):
             if not isinstance(values, list):
@@ -273,13 +286,13 @@ def read_queue(connection: Redis, name: str, max_entries: int | None) -> QueueJo
     max_entries: the most entries that are read from a registry; None for all.
     """
     keys = rq_jobs.QueueKeys(name)
-    last = -1 if max_entries is None else max_entries - 1  # -1 is the last entry of all
+    last_index = -1 if max_entries is None else max_entries - 1  # -1 is the last entry of all
     with connection.pipeline(transaction=False) as pipe:
         # A job moves through the keys in this order, so a job that moves while they are read is not missed.
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
-        pipe.zrange(keys.started, 0, last)
-        pipe.zrevrange(keys.failed, 0, last)
+        pipe.zrange(keys.started, 0, last_index)
+        pipe.zrevrange(keys.failed, 0, last_index)
         waiting, popped, started, failed = pipe.execute()
     return QueueJobs(waiting + popped, _jobs_by_run(started), _jobs_by_run(failed))
 
@@ -299,12 +312,12 @@ def _read_parts(connection: Redis, readers: Sequence[RunReader]) -> None:
         counts = next(replies)
         num_fields = next(replies)
         total, *records = next(replies)
-        with_part = set()
+        shards_with_part = set()
         for shard, record in zip(shards, records, strict=True):
             if record is not None:
-                with_part.add(shard)
+                shards_with_part.add(shard)
         num_parts = num_fields if total is None else num_fields - 1
-        reader.add_parts(_texts(_COUNTS, counts), num_parts, with_part)
+        reader.add_parts(_texts(_COUNTS, counts), num_parts, shards_with_part)
 
 
 def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
@@ -312,10 +325,10 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
     jobs: dict[str, dict[int, str]] = {}
     for entry in entries:
         job_id, _, _ = stored.text(entry).partition(":")
-        named = run_and_shard(job_id)
-        if named is None:
+        run_shard = run_and_shard(job_id)
+        if run_shard is None:
             continue  # a job of no run
-        run, shard = named
+        run, shard = run_shard
         if shard is not None:
             jobs.setdefault(run, {})[shard] = job_id
     return jobs

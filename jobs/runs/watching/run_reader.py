@@ -23,7 +23,7 @@ from jobs.common.workers import (
 )
 from jobs.context.adapters import shown_adapter
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state.shard_jobs import num_held
+from jobs.runs.redis_state.shard_jobs import count_held
 from jobs.runs.redis_state.state import PLAN_ERROR, REUSE_DIFFERS, SUBMITTED_BY, RunState
 from jobs.runs.redis_state.submission import DEADLINE, ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED
@@ -76,7 +76,7 @@ class RunReader:
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
-    is_worked_on: whether shards run or one has just ended, and a worker of the run's queues lives.
+    is_worked_on: whether a worker of the run's queues lives, and a shard of the run runs or has just ended.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -113,18 +113,20 @@ class RunReader:
             self.failed.update(queue.failed.get(self.run, {}))
 
     def add_parts(
-        self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
+        self, counts: Mapping[str, str], num_parts: int, shards_with_part: Collection[int]
     ) -> None:
         """Note the run's counts and its number of parts, and forget jobs that the parts have made superfluous.
 
-        with_part: the shards that have a part and also a running or failed job. Another execution has written the part.
+        shards_with_part: the shards that have a part and also a running or failed job. Another execution has written
+        the part.
         """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
-        self.running = {
-            shard: job_id for shard, job_id in self.started.items() if shard not in with_part
-        }
+        self.running: dict[int, str] = {}
+        for shard, job_id in self.started.items():
+            if shard not in shards_with_part:
+                self.running[shard] = job_id
 
         # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
         # a part and the run has not finished, the job has failed while it ended the run.
@@ -132,7 +134,7 @@ class RunReader:
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
         if not failed_at_end:
-            superseded.update(with_part)
+            superseded.update(shards_with_part)
         still_failed = sorted(self.failed.keys() - superseded)
         self.failed = {shard: self.failed[shard] for shard in still_failed}
 
@@ -170,14 +172,16 @@ class RunReader:
 
     @property
     def quiet_s(self) -> float | None:
-        """The seconds since a shard reported progress or ended; None if nobody works on the run."""
+        """Return the seconds since a shard began, reported progress or ended; None if nobody works on the run."""
         if not self.is_worked_on:
             return None
         moments = [stored.seconds(self.facts.get("ended_at"))]
         for progress in self.progress:
             moments += [progress.started_at, progress.reported_at]
-        last_news_at = max((moment for moment in moments if moment is not None), default=None)
-        return None if last_news_at is None else max(0.0, time.time() - last_news_at)
+        known_moments = [moment for moment in moments if moment is not None]
+        if not known_moments:
+            return None
+        return max(0.0, time.time() - max(known_moments))
 
     @property
     def lacks_workers(self) -> bool:
@@ -197,24 +201,24 @@ class RunReader:
 
     def find_jobs(self, connection: Redis) -> None:
         """Look up the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
-        recorded = RunState(connection, self.run).recorded()
-        planned = range(self.shards or 0)
-        unfinished = [shard for shard in planned if shard not in recorded]
+        shards_with_part = RunState(connection, self.run).recorded_shards()
+        all_shards = range(self.shards or 0)
+        unfinished = [shard for shard in all_shards if shard not in shards_with_part]
         # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
-            shards = unfinished or planned
+            shards = unfinished or all_shards
             job_ids = chain.from_iterable(map(self._job_ids, shards))
-            self.claimed = num_held(connection, job_ids)
+            self.claimed = count_held(connection, job_ids)
 
-        sought = [shard for shard in unfinished if shard not in self.failed]
+        not_failed = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
-            for shard in sought[:MAX_SOUGHT]:
+            for shard in not_failed[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
-            num_existing = pipe.execute()
+            job_counts = pipe.execute()  # by shard
         # Nobody runs a stopped job again, so its shard counts as gone too.
-        self.gone = num_existing.count(0) + len(self.stopped)
+        self.gone = job_counts.count(0) + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
         """Return the ids of a shard's jobs: one, or two in a cascade."""
@@ -232,30 +236,29 @@ class RunReader:
         counts = self.counts
         progress = self.progress
         submission = _number(facts, "submission")
-        submitted_at = submission / 1000 if submission else None  # the number is a time in ms
+        # A submission's number is the time of the submission in milliseconds.
+        submitted_at = submission / 1000 if submission else None
 
         rows = stored.count(facts.get("rows"))
-        rows_done = counts["rows"] + sum(shard.rows for shard in progress)
+        rows_under_way = sum(shard.rows for shard in progress)
+        tokens_under_way = sum(shard.tokens for shard in progress)
+        rows_done = counts["rows"] + rows_under_way
         if rows is not None:
             rows_done = min(rows_done, rows)
-        tokens_under_way = sum(shard.tokens for shard in progress)
 
         began_at = stored.seconds(facts.get("began_at"))
         ended_at = stored.seconds(facts.get("ended_at"))
         worked_s = stored.seconds(facts.get("worked_s")) if self.is_finished else None
         rates = self._rates(began_at, ended_at, worked_s)
 
-        limit = ErrorLimit.from_stored(facts.get("max_errors"))
-        too_many_errors = limit.excess(
-            counts["rows"] - counts["expired"],
-            counts["errors"] - counts["expired"],
-            is_whole=self.is_finished,
-        )
-
+        failed_jobs = [job_id for job_id in self.failed.values() if job_id not in self.stopped]
         living = [worker for worker in workers if not worker.is_silent]
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
-        awaited_second = self._awaited(workers, self.queues[-1], "second_model", "second_text")
+        silent_workers = sorted(busy_workers - _alive(workers))
+        awaited_second = self._awaited_model(
+            workers, self.queues[-1], "second_model", "second_text"
+        )
         return RunSnapshot(
             run=self.run,
             output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -274,24 +277,24 @@ class RunReader:
             shards_started=len(progress),
             claimed=self.claimed,
             gone=self.gone,
-            failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
+            failed_jobs=tuple(failed_jobs),
             workers=len(listening),
             queue_length=self.length,
             listened=_queues_of(living),
-            silent_workers=tuple(sorted(busy_workers - _alive(workers))),
+            silent_workers=tuple(silent_workers),
             is_held=are_held(listening),
             is_suspended=are_suspended(workers),
-            awaited_model=self._awaited_first(workers),
+            awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
             awaited_second=awaited_second,
             planned_by=self._planned_by(workers),
-            stopped=_shown(facts, "stopped"),
-            reuse_differs=_shown(facts, REUSE_DIFFERS),
-            too_many_errors=too_many_errors,
+            stopped=_safe_fact(facts, "stopped"),
+            reuse_differs=_safe_fact(facts, REUSE_DIFFERS),
+            too_many_errors=self._too_many_errors(),
             deadline=stored.seconds(facts.get(DEADLINE)),
-            model=_shown(facts, "model_text"),
+            model=_safe_fact(facts, "model_text"),
             submitted_at=submitted_at,
-            submitted_by=_shown(facts, SUBMITTED_BY),
+            submitted_by=_safe_fact(facts, SUBMITTED_BY),
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
@@ -309,10 +312,23 @@ class RunReader:
             cached_tokens=counts["cached_tokens"],
         )
 
+    def _too_many_errors(self) -> str | None:
+        """Return a sentence that says that too many rows have an error; None if the run's limit allows the errors."""
+        limit = ErrorLimit.from_stored(self.facts.get("max_errors"))
+        num_expired = self.counts["expired"]  # these rows do not count
+        return limit.excess(
+            self.counts["rows"] - num_expired,
+            self.counts["errors"] - num_expired,
+            is_whole=self.is_finished,
+        )
+
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
     ) -> _Rates:
-        """Return how fast the run is computed, with what its running shards report. Arguments: see `_measured`."""
+        """Return how fast the run is computed. Rows and tokens of running shards count too.
+
+        Arguments: see `_measured`.
+        """
         measured = self._measured(began_at, ended_at, worked_s)
         if measured is None:
             return _Rates()
@@ -325,7 +341,7 @@ class RunReader:
     ) -> _Measured | None:
         """Return the rows, tokens and seconds from which the rates are computed; None if the rates are not known.
 
-        A run on which nobody works has no rates, because old ones would mislead.
+        A run that lacks workers has no rates, because its old rates would mislead.
         began_at: when work on the submission began. ended_at: when its last part ended. worked_s: see RunSnapshot; None
         until the run has finished.
         """
@@ -335,7 +351,7 @@ class RunReader:
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
         if self.is_worked_on and not self.is_finished:
-            measured_until = time.time() - (self.quiet_s or 0.0)  # of the last report
+            measured_until = time.time() - (self.quiet_s or 0.0)  # the time of the last report
         if self.lacks_workers or began_at is None or measured_until is None:
             return None
         if measured_until <= began_at:
@@ -347,7 +363,10 @@ class RunReader:
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
-        """Estimate the seconds left from the parts that were done last; None while nobody works on the run."""
+        """Estimate the seconds left, from the running shards and the latest parts.
+
+        Returns None if they cannot be estimated, for example because the run lacks workers.
+        """
         if self.lacks_workers:
             return None
         # A worker that loads its model may have the name of a killed worker, whose shards it does not compute.
@@ -358,24 +377,24 @@ class RunReader:
                 running[shard] = progress
 
         state = RunState(connection, self.run)
-        recorded = state.recorded()
-        latest_shards = self._oldest_first(recorded)[-MAX_LATEST_PARTS:]
-        parts = PartsDone(recorded, state.parts_of(latest_shards), self.counts)
+        shards_with_part = state.recorded_shards()
+        latest_shards = self._oldest_first(shards_with_part)[-MAX_LATEST_PARTS:]
+        parts = PartsDone(shards_with_part, state.parts_of(latest_shards), self.counts)
 
         # The field `sizes` holds each shard's share of the run's work.
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         return time_left(shares, self.shards, rows, parts, running, time.time())
 
-    def _oldest_first(self, recorded: Collection[int]) -> list[int]:
+    def _oldest_first(self, shards_with_part: Collection[int]) -> list[int]:
         """Return the shards that have a part, in the order in which the parts were probably done.
 
         Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
         Parts after the running shards come from an earlier submission, and count as the oldest.
         """
         last_running = max(self.running, default=-1)
-        before = sorted(shard for shard in recorded if shard <= last_running)
-        after = sorted(shard for shard in recorded if shard > last_running)
+        before = sorted(shard for shard in shards_with_part if shard <= last_running)
+        after = sorted(shard for shard in shards_with_part if shard > last_running)
         return after + before
 
     def _plan_error(self, connection: Redis) -> str | None:
@@ -387,19 +406,19 @@ class RunReader:
         if status is JobStatus.FAILED:
             return failure_text(connection, facts["plan_job"])
         if status is None and PLAN_ERROR in facts:
-            return _shown(facts, PLAN_ERROR)
+            return _safe_fact(facts, PLAN_ERROR)
         if status is None and self.shards is None and "cancelled" not in facts:
             return f"its job is gone from queue {facts['queue']!r}, which perhaps was emptied: submit it again"
         return None
 
-    def _awaited_first(self, workers: Collection[Worker]) -> str | None:
-        """Return the model that the planning job needs, or else the run's first model. See `_awaited`."""
+    def _awaited_first_model(self, workers: Collection[Worker]) -> str | None:
+        """Return the model that the planning job needs, or else the run's first model. See `_awaited_model`."""
         queue = self.facts["queue"]
         if self.plan_status in WAITING:
-            return self._awaited(workers, queue, "plan_model", "plan_model")
-        return self._awaited(workers, queue, "model", "model_text")
+            return self._awaited_model(workers, queue, "plan_model", "plan_model")
+        return self._awaited_model(workers, queue, "model", "model_text")
 
-    def _awaited(
+    def _awaited_model(
         self, workers: Collection[Worker], queue: str, identity_fact: str, text_fact: str
     ) -> str | None:
         """Return the text of a model that the run needs; None if a worker of the queue serves the model.
@@ -414,7 +433,7 @@ class RunReader:
         model, _, _ = identity.partition("\n")  # further lines name adapters
         if model in models:
             return None
-        text = _shown(self.facts, text_fact)
+        text = _safe_fact(self.facts, text_fact)
         other_length = other_lengths(workers, queue, identity)
         if text and other_length:
             return f"{text}, but {other_length}"
@@ -432,7 +451,10 @@ class RunReader:
         return safe_name(", ".join(missing), MAX_TEXT_CHARS)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return the plan's age, "newer" or "older", if no worker of the queue can read its version; else None."""
+        """Return whether the plan's format is "newer" or "older" than those that the queue's workers can read.
+
+        Returns None if a worker can read the plan, or if the formats are not known.
+        """
         readable_formats = set()
         for worker in listening_on(workers, self.facts["queue"]):
             sample = worker.sample
@@ -463,7 +485,7 @@ def _alive(workers: Iterable[Worker]) -> set[str]:
     return {worker.name for worker in workers if not worker.is_silent}
 
 
-def _shown(facts: Mapping[str, str], name: str) -> str | None:
+def _safe_fact(facts: Mapping[str, str], name: str) -> str | None:
     """Return a fact's text, safe to show; None if it is missing."""
     if name not in facts:
         return None

@@ -56,7 +56,7 @@ class RunSnapshot:
     stopped: why the run was cancelled, if no person did it.
     submitted_by: the user and machine that submitted the run last, which nobody has checked; None if a worker enqueued
     it.
-    deadline: after this time no more rows are begun. expired: rows that were not begun before the deadline.
+    deadline: the time after which no row is begun. expired: the number of rows that were not begun before the deadline.
     failed_jobs: the ids of failed jobs, without jobs that an earlier cancel has stopped.
     worked_s: the seconds in which workers had shards; None until the run has finished.
     left_s: the estimated seconds until the run ends; None if they are not known.
@@ -285,7 +285,7 @@ def needs(snapshot: RunSnapshot) -> list[str]:
     if snapshot.planned_by is not None:
         sentences.append(
             f"it was planned by a {snapshot.planned_by} version of Tokenmill than that of the workers on queue "
-            f"{queue!r}, which leave its jobs there: start one of that version"
+            f"{queue!r}, which leave its jobs there: start a worker of that version"
         )
     elif not snapshot.workers:
         sentences.append(no_worker_text(queue, snapshot.listened))
@@ -300,15 +300,15 @@ def needs(snapshot: RunSnapshot) -> list[str]:
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Return sentences about what holds a run up: its needs, workers or jobs that are gone, and other jobs."""
+    """Return sentences about what holds a run up: what it needs, its silent workers, its lost jobs, and other jobs."""
     if snapshot.is_over:
         return []
 
     sentences = []
     for name in snapshot.silent_workers:
         sentences.append(
-            f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
-            "them over when its leases run out"
+            f"worker {name!r}, which holds some of its shards, has been silent for more than {SILENT_S} s: other "
+            "workers take over these shards when its leases run out"
         )
     if snapshot.gone:
         sentences.append(
@@ -340,15 +340,18 @@ def _not_served(queue: str | None, model: str) -> str:
 def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Return a sentence about the other jobs that wait or run on the run's queue; none if there are no such jobs.
 
-    How many of them go first is not said, because workers put the queue into a fair order again and again.
+    The sentence does not say how many of them go first, because workers keep putting the queue into a fair order.
     """
     keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
         pipe.lrange(keys.waiting, 0, MAX_OTHERS - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
-    waiting_ids = [job_id for job_id in map(stored.text, waiting) if not _is_own(snapshot, job_id)]
-    running_ids = []  # of other jobs: the run itself has no running job, see `obstacles`
+    waiting_ids = []
+    for job_id in map(stored.text, waiting):
+        if not _is_own(snapshot, job_id):
+            waiting_ids.append(job_id)
+    running_ids = []  # all are ids of other jobs, because `obstacles` calls this only if the run has no running job
     for entry in started:
         job_id, _, _ = stored.text(entry).partition(":")
         running_ids.append(job_id)
@@ -356,19 +359,25 @@ def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         return []
 
     count = f"{len(waiting_ids)} or more" if len(waiting) == MAX_OTHERS else str(len(waiting_ids))
-    other_runs: dict[str, None] = {}  # a set that keeps the order
-    for job_id in (*running_ids, *waiting_ids):
-        run, _, _ = job_id.partition("-")
-        if is_run_id(run):
-            other_runs[run] = None
     sentence = (
         f"other jobs on queue {snapshot.queue!r}: {count} waiting, {len(running_ids)} running"
     )
+    other_runs = _runs_of([*running_ids, *waiting_ids])
     if other_runs:
         sentence += f", some of run {', '.join(other_runs)}"
     return [
-        f"{sentence}; each run gets its share of the workers, so it need not wait for all of them"
+        f"{sentence}; each run gets its share of the workers, so this run need not wait for all these jobs"
     ]
+
+
+def _runs_of(job_ids: Sequence[str]) -> list[str]:
+    """Return the runs to which jobs belong, each once, in the order of the jobs."""
+    runs: dict[str, None] = {}  # a set that keeps the order
+    for job_id in job_ids:
+        run, _, _ = job_id.partition("-")
+        if is_run_id(run):
+            runs[run] = None
+    return list(runs)
 
 
 def _is_own(snapshot: RunSnapshot, job_id: str) -> bool:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum
+from typing import NamedTuple
 
 from jobs.runs.statistics.run_statistics import PartStats
 
@@ -81,26 +82,26 @@ def time_left(
         shares = [1] * shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
-    new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    new_shares = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
     spans = _finished_work(parts.latest, shares)
-    remaining = []
+    remaining = []  # the remaining work of each shard that has some
     for shard in range(shards):
         if shard not in parts.shards and shard not in running:
             remaining.append(shares[shard])
     tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
-        if progress.started_at is not None and shard < shards:
-            rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
-            share_done = min(1.0, rows_done / max(1, progress.shard_rows))
-            generated_work = shares[shard] * share_done * new_now
-            # Without news, for example while Redis is full, nothing is known of the time since the last report.
-            reported_at = max(progress.started_at, progress.reported_at or 0.0)
-            span = Span(
-                progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
-            )
-            spans.append(span)
-            remaining.append(shares[shard] * (1 - share_done))
-    return seconds_left(spans, fsum(remaining) * new_later, now)
+        if progress.started_at is None or shard >= shards:
+            continue
+        share_done = _share_done(progress, tokens_of_row)
+        remaining.append(shares[shard] * (1 - share_done))
+        generated_work = shares[shard] * share_done * new_shares.next_rows
+        # Nothing is known of the time since the last report, which may be long ago, for example while Redis is full.
+        reported_at = max(progress.started_at, progress.reported_at or 0.0)
+        span = Span(
+            progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
+        )
+        spans.append(span)
+    return seconds_left(spans, fsum(remaining) * new_shares.remaining_rows, now)
 
 
 def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
@@ -117,19 +118,26 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
     """Return how many seconds the busy workers take for `work`, at their latest rate.
 
-    spans: the work that was done so far. now: Unix seconds. Returns None if no worker is busy, or if too little has
-    been observed.
+    spans: the work that was done so far. now: Unix seconds.
+    Returns 0 if no work is left. Otherwise, returns None if no worker is busy, or if too little has been observed.
     """
-    began_at = min((span.began_at for span in spans), default=now)
-    known_until = max((span.ended_at for span in spans), default=now)
+    without_rate = 0.0 if work <= 0 else None
+    if not spans:
+        return without_rate
+    began_at = min(span.began_at for span in spans)
+    known_until = max(span.ended_at for span in spans)
     half_time = (began_at + known_until) / 2
     rate = _rate(spans, since=half_time)
     if rate == 0:  # nothing was done in the last half of the time
         rate = _rate(spans, since=began_at)
-    workers = {span.worker for span in spans if span.is_under_way or now - span.ended_at < LATELY_S}
-    if rate > 0 and workers and known_until - began_at >= LEAST_S:
-        return work / rate / len(workers)
-    return 0.0 if work <= 0 else None
+
+    busy_workers = set()
+    for span in spans:
+        if span.is_under_way or now - span.ended_at < LATELY_S:
+            busy_workers.add(span.worker)
+    if rate <= 0 or not busy_workers or known_until - began_at < LEAST_S:
+        return without_rate
+    return work / rate / len(busy_workers)
 
 
 def _rate(spans: Sequence[Span], since: float) -> float:
@@ -154,15 +162,22 @@ def _rate(spans: Sequence[Span], since: float) -> float:
     return work / busy_s if busy_s > 0 else 0.0
 
 
-def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
-    """Estimate the share of rows whose text is new: first among the next rows, then among all remaining rows.
+class _NewShares(NamedTuple):
+    """The estimated shares of rows whose text is new: among the next few rows, and among all remaining rows."""
 
-    rows: the number of rows so far. share: the share of these rows whose text was new.
+    next_rows: float
+    remaining_rows: float
+
+
+def _new_shares(rows: int, share: float, all_rows: int) -> _NewShares:
+    """Estimate which share of the rows to come has a new text.
+
+    rows: the number of rows so far. share: the share of these rows whose text was new. all_rows: the run's rows.
     Rows are taken as drawn at random from n texts. Then x rows hold n * (1 - exp(-x / n)) different texts. The rows so
     far hold rows * share different texts, from which n follows.
     """
     if share >= 1 or not 0 < rows < all_rows:
-        return 1.0, 1.0
+        return _NewShares(1.0, 1.0)
 
     # Bisect for x = rows / n, at which 1 - exp(-x) = share * x.
     low = 0.0
@@ -174,28 +189,36 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
         else:
             high = middle
 
-    rows_per_text = low
-    new_now = exp(-rows_per_text)
+    rows_per_text = low  # rows / n
+    next_rows = exp(-rows_per_text)
     remaining_per_text = rows_per_text * (all_rows - rows) / rows
     if remaining_per_text <= 0:
-        return new_now, 1.0
+        return _NewShares(next_rows, 1.0)
     # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
-    new_later = new_now * -expm1(-remaining_per_text) / remaining_per_text
-    return new_now, new_later
+    remaining_rows = next_rows * -expm1(-remaining_per_text) / remaining_per_text
+    return _NewShares(next_rows, remaining_rows)
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
     """Return the mean number of tokens generated for an answered row; 0 if no row was answered."""
-    rows = counts["rows"] + sum(progress.rows for progress in running)
+    rows = counts["rows"]
     tokens = counts["generated_tokens"]
-    tokens += sum(progress.tokens - progress.tokens_open for progress in running)
+    for progress in running:
+        rows += progress.rows
+        tokens += progress.tokens - progress.tokens_open
     return tokens / max(1, rows)
+
+
+def _share_done(progress: Progress, tokens_of_row: float) -> float:
+    """Return the share of a running shard's work that is done. tokens_of_row: see `_tokens_of_row`."""
+    rows_done = progress.rows + _open_rows_done(progress, tokens_of_row)
+    return min(1.0, rows_done / max(1, progress.shard_rows))
 
 
 def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
     """Return the work done on rows that are being answered, as a number of rows.
 
-    Rows of equal length end together. Without this work, nothing would seem to be done until they do.
+    This work counts because rows of equal length end together: until then, nothing else would be done.
     """
     if tokens_of_row == 0:
         return 0.0
@@ -203,7 +226,7 @@ def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
 
 
 def _generated_share(counts: Mapping[str, int]) -> float:
-    """Return the share of the answers' tokens that was generated, and not copied from an equal row."""
+    """Return the share of the answers' tokens that was generated. The other tokens were copied from equal rows."""
     tokens = counts["completion_tokens"]
     if tokens == 0:
         return 1.0

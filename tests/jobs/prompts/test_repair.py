@@ -372,7 +372,10 @@ def test_rows_take_the_same_way_wherever_they_are_scored(runs: Runs, tmp_path: P
     [
         ({"check": {"function": "os.system"}}, "not allowed on this worker"),
         ({"check": {"regex": "a"}, "check_columns": ["id"]}, "for a function"),
-        ({"check": {"regex": "a"}, "input_format": "openai-batch"}, "its lines say what is asked"),
+        (
+            {"check": {"regex": "a"}, "input_format": "openai-batch"},
+            "the file's lines say what is asked",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_checked_is_refused_at_planning(

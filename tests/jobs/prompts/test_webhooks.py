@@ -74,7 +74,7 @@ def test_the_port_that_https_has_anyway_is_not_told_the_host(
     monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda self, sock, **_: sock)
     with webhook_server() as server:
         place = ("127.0.0.1", server.server_port)
-        monkeypatch.setattr(webhooks, "_connected", lambda _: socket.create_connection(place))
+        monkeypatch.setattr(webhooks, "_connect", lambda _: socket.create_connection(place))
         for port in (":443", ":80"):
             assert call_webhook(f"https://127.0.0.1{port}/", LOOPBACK, method="GET") == 204
     assert [headers["Host"] for headers in server.headers] == ["127.0.0.1", "127.0.0.1:80"]

@@ -163,7 +163,7 @@ def test_the_keys_in_a_uri_are_not_repeated(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["s3://id:s3cret@bucket/a?key=s3cret", "az://id:s/s3cret@a"])
 def test_a_store_s_keys_belong_into_no_path(path: str) -> None:
-    with pytest.raises(InvalidJob, match="keys for the store belong into") as caught:
+    with pytest.raises(InvalidJob, match="keys for the store belong in") as caught:
         make_spec(input=path)
     assert "s3cret" not in str(caught.value)
 
