@@ -205,12 +205,13 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
     needs the workers' Redis user. Exits with 1 while workers claim nothing.
     """
-    held_since: Any = connection.get(RESTORED_KEY)
-    if held_since is None:
-        click.echo("claims are not held: no worker has seen Redis come back with older data")
+    stopped_since: Any = connection.get(RESTORED_KEY)
+    if stopped_since is None:
+        click.echo("workers may claim jobs: none has seen Redis come back with older data")
         return
     click.echo(
-        f"claims are held since {safe_name(text(held_since))}: Redis came back with older data"
+        f"workers have claimed nothing since {safe_name(text(stopped_since))}: "
+        "Redis came back with older data"
     )
     for queue in count_queues(connection, queue_names(connection)):
         num_waiting = queue.counts["waiting"]
