@@ -55,29 +55,34 @@ def picture_of(url: str, name: str) -> Picture:
     raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
 
 
-def with_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
+def map_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
     """Return a copy of messages or parts in which `replacement(picture)` takes the place of each picture, in order."""
     copies = []
     for part in value:
         if part.get("type") == "image":
             part = {**part, "image": replacement(part["image"])}
         elif isinstance(part.get("content"), list):
-            part = {**part, "content": with_pictures(part["content"], replacement)}
+            part = {**part, "content": map_pictures(part["content"], replacement)}
         copies.append(part)
     return copies
+
+
+def without_pictures(value: Parts) -> Parts:
+    """Return a copy of messages or parts that has None in place of each picture."""
+    return map_pictures(value, lambda picture: None)
 
 
 def pictures_in(value: Parts) -> list[Any]:
     """Return the pictures of messages or parts, in order."""
     pictures: list[Any] = []
-    with_pictures(value, pictures.append)  # called with each picture; the copy is not needed
+    map_pictures(value, pictures.append)  # called with each picture; the copy is not needed
     return pictures
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
     """Return a copy of messages or parts in which these pictures replace the present ones, in order."""
     replacements = iter(pictures)
-    return with_pictures(value, lambda _: next(replacements))
+    return map_pictures(value, lambda _: next(replacements))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:

@@ -18,7 +18,7 @@ from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
 from jobs.prompts.arguments import MAX_MODEL_CHARS, Unusable
 from jobs.prompts.generated import PromptAnswer, failed, generated
-from jobs.prompts.pictures import with_pictures
+from jobs.prompts.pictures import without_pictures
 from jobs.prompts.responses import Answers
 from jobs.prompts.template_texts import without_breaks
 from jobs.prompts.ways.way import Way
@@ -87,8 +87,8 @@ class PromptTask(Task):
         name = some_text(ADAPTER, adapter, MAX_MODEL_CHARS)
         if any(isinstance(prompt, Request) and prompt.kind == HEAD_KIND for prompt in self.prompts):
             raise InvalidJob(
-                f"{name!r} is an adapter, and classes and scores by a model's head take none: name "
-                f"{context.model.name!r}, or leave `model` out"
+                f"{name!r} is an adapter, and a model's head gives classes and scores only without an adapter: "
+                f"name {context.model.name!r}, or leave `model` out"
             )
         pinned = context.adapters.pin(name)
         prompts: list[Request | Unusable] = []
@@ -130,8 +130,7 @@ class PromptTask(Task):
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # for check functions
         if self.repairs.may_ask_again and prompt.messages is not None:
-            without_pictures = with_pictures(prompt.messages, lambda picture: None)
-            row = {"messages": without_pictures}
+            row = {"messages": without_pictures(prompt.messages)}
         elif self.repairs.may_ask_again:
             row = {"prompt": without_breaks(prompt.prompt)}
         tokens_to_break = control_tokens if self.values_are_text else ()

@@ -11,7 +11,7 @@ from jobs.context.values import whole_number
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Item
 from jobs.prompts.generated import PromptAnswer, merged, reseeded
-from jobs.prompts.pictures import with_pictures
+from jobs.prompts.pictures import without_pictures
 from jobs.prompts.ways.tool_calls import after_calls, parse_functions
 from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
@@ -95,6 +95,5 @@ class ToolUse(Way):
                 messages = chat.messages
                 error = chat.error
 
-        without_pictures = with_pictures(messages, lambda picture: None)
-        extras = {"messages": without_pictures, "turns": len(answers)}
+        extras = {"messages": without_pictures(messages), "turns": len(answers)}
         return merged(answers[-1], prefills=answers, samples=answers, extras=extras, error=error)
