@@ -173,7 +173,8 @@ def templated_task(
                 brief(unknown_names[0]),
             )
         values: Any = read_dependencies(context)
-        if values_are_text and roles is None:  # in a chat, the engine breaks the control tokens
+        # With breaks, control tokens in answers are read as plain text. In chats, the engine puts the breaks in.
+        if values_are_text and roles is None:
             values = with_breaks(values, context.model.control_tokens)
         try:
             texts = jinja_texts.render(values)

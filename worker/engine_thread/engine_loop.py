@@ -178,7 +178,7 @@ class EngineLoop:
         completions = self._refused + finished
         self._refused = []
         finished_ids = [completion.request_id for completion in finished]
-        self._intake.note_begun([*started, *finished_ids])
+        self._intake.note_begun_or_ended([*started, *finished_ids])
 
         stats = dict(vars(self._engine.stats()))
         stats["num_waiting"] += len(self._intake)  # the engine does not know these requests yet

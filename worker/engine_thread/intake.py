@@ -202,7 +202,7 @@ class Intake:
         preparers = self._long_preparers if waiting.size > LONG else self._preparers
         preparers.submit_request(waiting)
 
-    def note_begun(self, request_ids: Iterable[str]) -> None:
+    def note_begun_or_ended(self, request_ids: Iterable[str]) -> None:
         """Note which requests run or have ended. Then the next requests with pictures can be prepared."""
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
@@ -235,8 +235,8 @@ class Intake:
             self._lanes[lane] = _without(self._lanes[lane], dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
-        # Requests that are gone make room for further requests with pictures.
-        self.note_begun(request_ids)
+        # Dropped requests have ended too, and make room for further requests with pictures.
+        self.note_begun_or_ended(request_ids)
 
     def admit(self) -> list[Completion]:
         """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.
@@ -249,7 +249,7 @@ class Intake:
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._by_id.pop(waiting.request_id, None)
             refused += self._add(waiting)
-        self.note_begun([completion.request_id for completion in refused])
+        self.note_begun_or_ended([completion.request_id for completion in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:

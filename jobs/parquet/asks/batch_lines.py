@@ -1,4 +1,7 @@
-"""Rows that are lines of OpenAI's batch files. Each line is a job of its own, and the response is its answer."""
+"""Asks rows that are lines of OpenAI's batch files.
+
+A line has its own arguments, and is answered as a job with these arguments would be. The response is the row's answer.
+"""
 
 import json
 from collections.abc import Callable
@@ -75,28 +78,31 @@ class BatchLines(RowAsk):
         if not isinstance(body, dict):
             return ""
         # Each tool is put into the form of a check, so that RepairOptions finds its function.
-        functions = [body.get("check")]
+        checks = [body.get("check")]
         tools = body.get(TOOL)
         if isinstance(tools, list):
             for name in tools:
                 if isinstance(name, str):
                     dotted = name.replace(":", ".")  # a line may write module:function
-                    functions.append({TOOL: dotted})
+                    checks.append({TOOL: dotted})
         versions = []
-        for function in functions:
-            if isinstance(function, dict):
-                versions.append(self._function_version(function))
+        for check in checks:
+            if isinstance(check, dict):
+                versions.append(self._function_version(check))
         return "".join(versions)
 
-    def _function_version(self, function: dict[str, Any]) -> str:
-        """Return the version of the function that a check or a tool names; "" if there is none."""
-        repairs = RepairOptions(function)
-        name = repairs.function
+    def _function_version(self, check: dict[str, Any]) -> str:
+        """Return the version of the function that a check names; "" if it names none.
+
+        check: the check of a line, or a tool in the form of a check.
+        """
+        options = RepairOptions(check)
+        name = options.function
         if not isinstance(name, str):
             return ""
         if name not in self._versions:
             try:
-                self._versions[name] = self._context.checks.version(repairs)
+                self._versions[name] = self._context.checks.version(options)
             except JobsError:  # the line gets this error when it is asked
                 self._versions[name] = ""
         return self._versions[name]

@@ -55,7 +55,8 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
             continue
         converted_paths.add(path)
         if storage.stat(path) is None:
-            if file.num_chosen:  # the missing file has chosen rows, which only planning can write
+            # The missing file held the rows that planning chose. Only planning can choose them again.
+            if file.num_chosen:
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
     for path in converted_paths:

@@ -109,12 +109,12 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
 def _parquet_file(source: Any) -> pq.ParquetFile:
     """Open a Parquet file so that it reads few bytes of each column at once."""
     footer = pq.read_metadata(source)
-    bytes_of_column = READ_BYTES // max(1, footer.num_columns)
-    read_bytes = min(FETCH_BYTES, max(bytes_of_column, MIN_COLUMN_BYTES))
+    share_of_column = READ_BYTES // max(1, footer.num_columns)
+    column_bytes = max(share_of_column, MIN_COLUMN_BYTES)
     return pq.ParquetFile(
         source,
         metadata=footer,
-        buffer_size=read_bytes,
+        buffer_size=min(column_bytes, FETCH_BYTES),
         pre_buffer=False,
         page_checksum_verification=True,
     )

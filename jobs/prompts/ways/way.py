@@ -28,7 +28,7 @@ class WayOption:
 class Way(abc.ABC):
     """A way from a prompt to its answer, by several requests.
 
-    options: the way's arguments, by name. The first argument asks for the way.
+    options: the way's arguments, by name. A job or a run that gives the first argument uses the way.
     columns: the columns that the way adds to an answer beside the completion, with Arrow's names of their types.
     """
 

@@ -221,8 +221,8 @@ def _check_labels(options: Mapping[str, Any]) -> None:
         refuse_generation_values(options["sampling"], request="labels", allowed=PROMPT_VALUES)
     elif options["calibrate"]:
         raise InvalidJob(
-            "calibrate and prompts do not go together: calibrate asks a prompt without content, and earlier prompts "
-            "have no answers to that"
+            "calibrate and prompts do not go together: calibrate asks a prompt without content, and answers to "
+            "earlier prompts are content"
         )
     _refuse(("sampling_columns",), options, "labels")
 

@@ -149,7 +149,7 @@ class HeldJob:
             self.claimed = replace(self.claimed, record=record)
 
     def for_user_code(self, client: Redis) -> StoredJob:
-        """Return the copy for the user's code, the same one each time."""
+        """Return the copy of the job for the user's code. Every call returns the same copy."""
         if self.user_job is None:
             self.user_job = job_of(self.claimed, client, self.function_name)
             if self.began_at is not None:

@@ -25,7 +25,8 @@ class Inspections:
     """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
 
     Tasks take turns, so a task with long checks delays another task by one check only.
-    post: queues a call for the I/O thread. checks: closed by `end`, after which no task uses them.
+    post: queues a call for the I/O thread.
+    checks: the child processes in which tasks check answers. `end` closes them, and then no task uses them any more.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
