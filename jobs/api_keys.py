@@ -153,7 +153,7 @@ def known_keys(connection: Redis) -> KnownKeys:
 
 
 def _limits(record: bytes) -> ProjectLimits:
-    """Return the limits in a record. A value that is no count counts as no limit."""
+    """Return the limits in a record. Where a value is missing or is not a count, there is no limit."""
     values = stored.json_object(record)
     limits = {}
     for field in fields(ProjectLimits):

@@ -4,7 +4,7 @@
     run.wait()
     table = run.table()
 
-No function here is a job.
+A program calls these functions itself. They are not enqueued as jobs.
 """
 
 from __future__ import annotations

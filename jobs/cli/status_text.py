@@ -192,7 +192,10 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
 
 
 def _other_shards_text(snapshot: RunSnapshot) -> str:
-    """Say how many shards are queued, failed or without a job. Of a run that has stopped, say how many are left."""
+    """Say how many shards are queued, failed or without a job.
+
+    If the run has stopped, say only how many shards are left.
+    """
     num_failed = len(snapshot.failed_jobs)
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
         # No worker will run any of these shards.

@@ -162,8 +162,8 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-#: The options of a chat. They are not sampling values.
-NAMES = (*CHAT_ONLY, SPLIT_TOKENS)
+#: The options that a chat has beside its sampling values.
+CHAT_OPTIONS = (*CHAT_ONLY, SPLIT_TOKENS)
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools`, answers are searched for calls of these tools.
 ChatOptions = Mapping[str, Any]
@@ -178,7 +178,7 @@ class ChatArguments(NamedTuple):
 
 def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
     """Split a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
-    sampling = {name: value for name, value in values.items() if name not in NAMES}
+    sampling = {name: value for name, value in values.items() if name not in CHAT_OPTIONS}
     variables = values.get("chat_template_kwargs") or {}
     tools = _tools(values.get("tools") or [])
     if not isinstance(variables, dict):
@@ -187,6 +187,7 @@ def split_chat_options(values: Mapping[str, Any]) -> ChatArguments:
         variables = {**variables, EFFORT: checked_text(values[EFFORT], EFFORT)}
     choice = values.get("tool_choice")
     if forces_call(values):
+        # The engine forces the call while it samples, so the choice becomes a sampling value.
         sampling["tool_choice"] = _forced_choice(choice, tools)
 
     options: dict[str, Any] = {}

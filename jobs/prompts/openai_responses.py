@@ -213,7 +213,7 @@ def response_object(
 ) -> dict[str, Any]:
     """Return OpenAI's response object for a chat's answer.
 
-    answer: the chat.completion. body: the request's body. name: the text from which ids are made, such as a job's id.
+    answer: the chat.completion. body: the request's body. name: the text that all ids contain, such as a job's id.
     created_at: Unix seconds.
     """
     (choice,) = answer["choices"]
@@ -230,9 +230,9 @@ def response_object(
 
 
 def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
-    """Return an item of the output with a text.
+    """Return an item of the output that holds a text.
 
-    kind: "reasoning" or "message". name: the text from which ids are made. index: the item's index in the output.
+    kind: "reasoning" or "message". name: see response_object. index: the item's index in the output.
     """
     if kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": text}

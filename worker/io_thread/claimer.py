@@ -186,7 +186,7 @@ class Claimer:
         return self._claim_and_begin(lanes, rooms)
 
     def _room(self, lane: int) -> int:
-        """Return how many sequences' worth of jobs the lane may claim."""
+        """Return for how many sequences the lane may claim jobs."""
         if not self._budget.has_room(lane):
             return 0
         return self._packer.claim_room(lane)
@@ -214,7 +214,7 @@ class Claimer:
     def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
 
-        rooms: for each of these lanes, the most sequences' worth of jobs to claim.
+        rooms: for each of these lanes, for how many sequences it claims jobs. A job may have several sequences.
         """
         moment = self._clock()
         claims = self._call_claim(lanes, rooms, moment)

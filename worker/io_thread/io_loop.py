@@ -134,7 +134,10 @@ class IoLoop:
         self.post(stop)
 
     def shut_down(self, cold: bool = False) -> None:
-        """Leave once the jobs that run are finished. With `cold`, give them back instead. For any thread or signal."""
+        """Have the worker leave once the jobs that run are finished. With `cold`, it gives these jobs back instead.
+
+        Any thread or signal handler may call this.
+        """
         if cold:
             self.post(partial(self._hand_back, "told to stop again"))
         else:

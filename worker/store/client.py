@@ -53,8 +53,8 @@ def new_client(
 ) -> Redis:
     """Return a client for the server of `connection`, with its own connection pool.
 
-    resend: whether a command is sent again if its reply was lost, as redis-py does for user code in a stock worker. Our
-    own code decides for each command whether to send it again, and passes False.
+    resend: whether redis-py sends a command again if its reply was lost. True for the client of user code, as under
+    RQ's own worker. False for our own clients, because our code decides for each command whether to send it again.
     on_sent: called for each command or pipeline that is sent. on_reply: called with the seconds until the reply began.
     """
     retry = Retry(NoBackoff(), 0)

@@ -132,7 +132,7 @@ class RowAsk(Ask[Answer]):
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
-        """Return a row's key without the model; see RowKeys."""
+        """Return the key that names what a row asks. The model is not part of this key; see row_keys.py."""
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:

@@ -190,10 +190,10 @@ def _csv_rows(file_lines: Iterator[Record], delimiter: str, encoding: str) -> It
     If a row does not end, because a quote is not closed, only its first line is lost. The row's other lines are read
     again. A row that is no CSV has a problem and no fields. A row that is not valid Unicode has a problem and fields.
     """
-    row = _RowLines(file_lines)
-    reader = csv.reader(row.texts(), delimiter=delimiter, strict=True)
+    current_row = _RowLines(file_lines)  # serves all rows, one after the other
+    reader = csv.reader(current_row.texts(), delimiter=delimiter, strict=True)
     while True:
-        row.begin_row()
+        current_row.begin_row()
         fields: list[str] = []
         problem = None
         try:
@@ -201,19 +201,19 @@ def _csv_rows(file_lines: Iterator[Record], delimiter: str, encoding: str) -> It
             if not is_unicode("".join(fields)):
                 problem = f"is not {encoding}"
         except (StopIteration, csv.Error) as error:
-            if not row.lines:
+            if not current_row.lines:
                 return  # the file's end
             has_no_end = isinstance(error, StopIteration) or "unexpected end of data" in str(error)
             if has_no_end:
-                row.keep_first()
-                problem = row.lines[0].problem or row.no_end_problem
+                current_row.keep_first()
+                problem = current_row.lines[0].problem or current_row.no_end_problem
                 # The texts have ended, and this reader with them.
-                reader = csv.reader(row.texts(), delimiter=delimiter, strict=True)
+                reader = csv.reader(current_row.texts(), delimiter=delimiter, strict=True)
             else:
                 problem = _csv_problem(error)
         is_blank_line = not fields and not problem
         if not is_blank_line:
-            yield Record(row.lines[0].line_number, row.size, fields, problem)
+            yield Record(current_row.lines[0].line_number, current_row.size, fields, problem)
 
 
 def _csv_problem(error: Exception) -> str:

@@ -153,7 +153,11 @@ def _new_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return a plan for a run that has none. Writes the rows and answers that the plan chooses, but not the plan."""
+    """Return a plan for a run that has none. The caller writes the plan.
+
+    If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. It
+    writes the converted input there, the rows that the run chooses or sorts, and the answers taken from earlier runs.
+    """
     if spec.only_new and not submission.reuse:
         raise errors.InvalidJob(
             "only_new leaves out what earlier runs have answered: name these runs with reuse"

@@ -196,7 +196,7 @@ class ShardWork(RowsTask):
             return 0
         num_low = self._shard.rows  # at most all rows, if an earlier execution has kept the answers
         if self.runner is not None:
-            records = self._good_records(self.runner.answers())
+            records = self._records_to_keep(self.runner.answers())
             num_low -= len(records)
             if not num_low:
                 return 0
@@ -212,18 +212,18 @@ class ShardWork(RowsTask):
         enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_low)
         return num_low
 
-    def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return records of the answers that are kept: all but this model's answers with a low margin.
+    def _records_to_keep(self, answers: Sequence[Answer]) -> list[Record]:
+        """Return a record of each answer that the second model's job keeps. That job asks the other rows again.
 
-        The second model is asked about the rows that are left out.
+        The first model's answers with a low margin are not kept. An error has no margin, and is kept.
         """
-        own_mark = model_mark(self._folder.plan.model).tobytes()
+        first_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
         for row, answer in enumerate(answers):
             mark = self._marks[row].tobytes()
-            is_own_answer = mark == own_mark and answer.error is None
-            is_low = is_own_answer and answer.column("margin") < bound
+            may_be_low = mark == first_mark and answer.error is None
+            is_low = may_be_low and answer.column("margin") < bound
             if not is_low:
                 records.append(Record(row, mark, answer))
         return records
@@ -323,13 +323,14 @@ class ShardWork(RowsTask):
         rows: list[Row | RowProblem | Answer] = [*texts.take_rows()]
 
         keys = row_keys(ask.key_of, rows)
+        # The mark of a model is a hash of its identity.
         mark = model_mark(plan.model_of(self._is_second))
         embedding_size = part.embedding_size(plan.spec, context.model)
         fields = kind_of(plan.spec).fields(plan.spec, embedding_size)
         self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
         self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
         journalled = self._journal.read()
-        #: For each row, the mark of the model that answers it.
+        #: For each row, the mark of the model that answers it, or has answered it already.
         self._marks = np.repeat(mark, len(rows), axis=0)
         for record in (*self._earlier_records(len(rows)), *journalled.answers.values()):
             assert record.answer is not None

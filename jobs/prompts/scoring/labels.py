@@ -16,8 +16,7 @@ from jobs.context.values import checked_list
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, wrong_value_error
 from jobs.prompts.arguments import SPLIT_TOKENS, checked_text, one_prompt, parse_model
 from jobs.prompts.generated import NO_REASON
-from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import forces_call, normal_messages, split_chat_options
+from jobs.prompts.messages import CHAT_OPTIONS, forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_jobs import asked_task
 from jobs.prompts.prompt_task import PromptTask
@@ -170,7 +169,7 @@ def classify_task(
     def task(kind: str, value: object) -> Task:
         """Return the task for a prompt or a chat. kind: "prompt" or "messages"."""
         if kind == "messages":
-            _check_names(options, known=CHAT_NAMES)
+            _check_names(options, known=CHAT_OPTIONS)
             return pictured_task(normal_messages(value), chat_task)
         _check_names(options, known=(SPLIT_TOKENS,))
         requests = [scoring.request(one_prompt(value, "prompt"))]

@@ -9,8 +9,7 @@ from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard, column_name
 from jobs.errors import InvalidJob, InvalidValue, wrong_value_error
 from jobs.prompts.arguments import checked_text
-from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import forces_call
+from jobs.prompts.messages import CHAT_OPTIONS, forces_call
 from jobs.prompts.responses import NAMES as RESPONSE_NAMES
 from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
@@ -120,7 +119,7 @@ def _check_from_column(sampling_name: str) -> None:
         raise InvalidJob(
             "n cannot come from a column: all rows of a run have the same number of completions"
         )
-    if sampling_name in CHAT_NAMES and sampling_name != "tools":
+    if sampling_name in CHAT_OPTIONS and sampling_name != "tools":
         raise InvalidJob(
             f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
         )
@@ -171,7 +170,7 @@ _ANSWER_OPTIONS = (
     "repair_template",
 )
 #: Sampling values that say how a prompt is read, and by which model. They do not shape an answer.
-PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_NAMES)
+PROMPT_VALUES = (TRUNCATION, ADAPTER, *CHAT_OPTIONS)
 
 
 def refuse_generation_values(

@@ -155,7 +155,7 @@ class Packer:
         job.num_in_engine -= num_sequences
 
     def claim_room(self, lane: int) -> int:
-        """Return how many more sequences' worth of jobs the lane should claim now.
+        """Return for how many more sequences the lane should claim jobs now.
 
         While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
         left than the engine has slots. It claims that early because opening the next file takes many steps. Functions

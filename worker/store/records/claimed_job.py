@@ -8,7 +8,7 @@ from worker.errors import BadPayload, JobRefused, TooLarge
 from worker.store.records.job_record import MAX_HASH_FIELDS, JobRecord, max_hash_bytes, read_record
 
 CLAIM_BATCH = 200
-"""The most sequences' worth of jobs that one claim takes."""
+"""A claim takes no further job once its jobs have this many sequences."""
 
 Hold = Literal["", "suspended", "restored"]
 """Why no worker may claim; "" if workers may. "restored": Redis came back with older data that nobody has confirmed."""
@@ -64,7 +64,8 @@ class ClaimedJob:
 class Wanted:
     """A request to claim jobs of one queue.
 
-    most: the most sequences' worth of jobs. max_functions, max_files: the most functions and files among these jobs.
+    most: the claim takes no further job once its jobs have this many sequences.
+    max_functions, max_files: the most functions and files among these jobs.
     token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
     takes_suspects: whether a suspect may be claimed, see claim.lua.
     num_takers: the workers among which the queue is divided. num_held: the queue's jobs that this worker holds.
