@@ -111,7 +111,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
             assert isinstance(step, list)
             num_requests[number] = len(step)
             requests += step
-            step.clear()
+            step.clear()  # the item may hold this list, and with it the prompts
         if not num_requests:  # all items have returned after their checks
             break
         replies = yield requests

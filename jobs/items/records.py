@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record can hold all values of this progress, and would save any work."""
+        """Whether a record can hold all values of this progress, and has anything to hold."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
@@ -99,7 +99,7 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.sort_key)  # without replies, completions and tokens, nothing is saved
+        return any(self.sort_key)  # the key counts replies, completions and tokens
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
@@ -186,32 +186,32 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
     return PlainCompletion(**fields_of_completion)
 
 
-def _logprobs_json(rows: Any) -> list[Any]:
-    """Return log probabilities as JSON. A prompt's first token has none."""
-    return [None if row is None else _row_json(row) for row in rows]
+def _logprobs_json(positions: Any) -> list[Any]:
+    """Return log probabilities as JSON. A prompt's first position has none."""
+    return [None if logprobs is None else _position_json(logprobs) for logprobs in positions]
 
 
-def _row_json(row: Mapping[int, Any]) -> list[Any]:
+def _position_json(logprobs: Mapping[int, Any]) -> list[Any]:
     """Return the log probabilities at one position as JSON: a list of fields for each token."""
     tokens = []
-    for token_id, entry in row.items():
+    for token_id, entry in logprobs.items():
         partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
         tokens.append([token_id, entry.logprob, entry.rank, entry.decoded_token, partial_hex])
     return tokens
 
 
-def _logprobs(rows: Any) -> list[Any]:
+def _logprobs(positions: Any) -> list[Any]:
     """Read what `_logprobs_json` returned."""
-    return [None if row is None else _row(row) for row in rows]
+    return [None if tokens is None else _position(tokens) for tokens in positions]
 
 
-def _row(value: Any) -> dict[int, PlainLogprob]:
-    """Read what `_row_json` returned."""
-    row = {}
-    for token_id, logprob, rank, decoded_token, partial_hex in value:
+def _position(tokens: Any) -> dict[int, PlainLogprob]:
+    """Read what `_position_json` returned."""
+    logprobs = {}
+    for token_id, logprob, rank, decoded_token, partial_hex in tokens:
         partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
-        row[token_id] = PlainLogprob(logprob, rank, decoded_token, partial_bytes)
-    return row
+        logprobs[token_id] = PlainLogprob(logprob, rank, decoded_token, partial_bytes)
+    return logprobs
 
 
 def _packed(token_ids: Sequence[int]) -> str:

@@ -326,7 +326,8 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            # The item is not needed, but the call of `make` ends the counting of a row's memory, see row_runner.
+            # No answer of the item is needed. But `make` must be called, because this call ends the counting of the
+            # row's memory, see row_runner.
             make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:

@@ -52,7 +52,7 @@ class ItemUnderWay(Generic[T]):
         self._make_checks(step)
 
     def take_requests(self) -> list[Request]:
-        """Return the requests of the present step, once."""
+        """Return the requests of the present step. A second call returns none."""
         requests = self._requests
         self._requests = []
         return requests
@@ -136,7 +136,7 @@ class Entry(Generic[T]):
 
     @property
     def is_opening(self) -> bool:
-        """Whether this is the opening item, which answers no place."""
+        """Whether this is the opening item: it is asked before all others, and is no prompt's or row's own item."""
         return not self.places
 
     def add_received(self, number: int, samples: Samples) -> None:
@@ -146,9 +146,10 @@ class Entry(Generic[T]):
 
 
 class Sent(NamedTuple, Generic[T]):
-    """A request that was sent, or waits to be sent. step: the number of its step. number: its number in the step.
+    """A request that was sent, or waits to be sent.
 
-    num_continued: how many tokens of an earlier answer the request continues.
+    step: the number of the item's step. number: the request's number in this step. num_continued: how many tokens of an
+    earlier answer the request continues.
     """
 
     entry: Entry[T]

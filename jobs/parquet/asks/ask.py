@@ -104,7 +104,7 @@ class RowAsk(Ask[Answer]):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether a preview or dry run of the run may have some rows answered."""
+        """Whether a preview or dry run may ask for the answers of some of the run's rows."""
         return False
 
     @staticmethod

@@ -30,9 +30,9 @@ LEFT_OUT = "left_out"
 
 
 class BatchLines(RowAsk):
-    """Asks the prompts of each line. A line has its own sampling values, and may have several prompts."""
+    """Asks the rows of an OpenAI batch file. Each row is a line of the file, with one or more prompts."""
 
-    is_single = False  # a line with several prompts begins with several requests
+    is_single = False  # the item of a line with several prompts begins with several requests
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan
@@ -56,11 +56,11 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Return False: each response has the time at which it was made."""
+        """Return False: a response holds the time at which it was made, so no two responses are equal."""
         return False
 
     def is_greedy(self, row: Row) -> bool:
-        """Return False: equal lines are asked one by one, because a response says which line it answers."""
+        """Return False: equal lines do not share an answer, because a response holds the id of its own line."""
         return False
 
     def key_of(self, row: Row) -> bytes:
@@ -74,16 +74,16 @@ class BatchLines(RowAsk):
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
-        """Return the versions of the functions that a line names, joined; "" for a line that cannot be used."""
+        """Return the joined versions of the functions that a line names; "" for a line that cannot be used."""
         if not isinstance(body, dict):
             return ""
-        # Each tool is put into the form of a check, so that RepairOptions finds its function.
         checks = [body.get("check")]
-        tools = body.get(TOOL)
-        if isinstance(tools, list):
-            for name in tools:
-                if isinstance(name, str):
-                    dotted = name.replace(":", ".")  # a line may write module:function
+        tool_names = body.get(TOOL)
+        if isinstance(tool_names, list):
+            for tool_name in tool_names:
+                if isinstance(tool_name, str):
+                    dotted = tool_name.replace(":", ".")  # a line may write module:function
+                    # A tool is listed as if it were a check, because RepairOptions reads both in the same way.
                     checks.append({TOOL: dotted})
         versions = []
         for check in checks:

@@ -158,7 +158,7 @@ class Generate(RowAsk):
         """Return the request of a row's prompt. seed: used if the row names no seed."""
         row_values = row.own_sampling
         if not self._has_row_tools:
-            row_values.pop("tools", None)
+            row_values.pop("tools", None)  # with `tool_choice` "none", a column of tools is ignored
         sampling = {**self._sampling, **row_values}
         chat = self._chat
         if "tools" in row_values:
@@ -223,7 +223,11 @@ class Generate(RowAsk):
 
 
 def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
-    """Return the field with lists of its values if it is one of PER_COMPLETION, else the field itself."""
+    """Return the output field for a run with several completions per row.
+
+    A field that is named in PER_COMPLETION holds a list, with one value for each completion. Other fields stay as they
+    are.
+    """
     if field.name in PER_COMPLETION:
         return field.with_type(pa.list_(field.type))
     return field

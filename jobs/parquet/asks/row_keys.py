@@ -102,7 +102,7 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # The pinned text of each of the run's adapters, by each text that may name the adapter.
+        # Keys are the texts by which rows may name an adapter. Values are the pinned texts of these adapters.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._adapters_of_run = names_in_arguments(spec)
         self._is_batch_file = spec.input_format == OPENAI_BATCH
@@ -120,8 +120,8 @@ class RowKeys:
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
         deciding_json = _with_whole_integers(json.dumps(_sorted(deciding)))
         packed = deciding_json.encode("utf-8", "surrogatepass")
-        #: Names what all rows are asked. This name changes with every value that decides answers, and with check
-        #: functions.
+        #: A hash of what the run asks of all rows. Each value that decides answers is part of it, and so is the check
+        #: function's version.
         self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
@@ -238,7 +238,7 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
+    """Return a key for each row that does not cover the model. A row that could not be read has the key of zeros."""
     no_key = bytes(SIZE)
     keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
     return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
@@ -251,13 +251,14 @@ def model_mark(model: PinnedModel) -> Keys:
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
-    """Return the whole keys of rows. A row that asks nothing keeps the key of zeros.
+    """Return the whole keys of rows: the keys joined with the marks of the models that answer. See the module.
 
-    keys: the rows' keys without a model. marks: the marks of the models that answer: one mark for all rows, or one for
-    each row.
+    keys: the rows' keys without a model. marks: one mark for all rows, or one for each row. A row that asks nothing has
+    the key of zeros, which stays as it is.
     """
     asks_something = keys.any(axis=1, keepdims=True)
-    return np.where(asks_something, keys ^ marks, np.uint64(0))
+    joined_keys = keys ^ marks
+    return np.where(asks_something, joined_keys, np.uint64(0))
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:

@@ -71,7 +71,7 @@ class Scores(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Whether a preview or dry run may have some rows scored."""
+        """Whether a preview or dry run may ask for the scores of some of the run's rows."""
         kind = scoring_of(spec)
         return kind is not None and kind.is_tried
 
@@ -85,9 +85,9 @@ class Scores(RowAsk):
         """Return the item of the row without content, which is asked before the run's rows; None without such a row."""
         return None if self.before is None else self._calibrate(self.before)
 
-    def _calibrate(self, before: Request) -> Item[None]:
-        """Ask the row without content. Its score corrects the scores of all rows after it."""
-        (completion,) = yield from asked_once(before)
+    def _calibrate(self, request: Request) -> Item[None]:
+        """Ask for the score of a row without content. This score then corrects the scores of the run's rows."""
+        (completion,) = yield from asked_once(request)
         self._scoring = self._scoring.calibrated(completion)
 
     def item(self, row: Row, number: int) -> Item[Answer]:

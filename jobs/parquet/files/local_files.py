@@ -147,7 +147,7 @@ class LocalFiles:
             )
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
+        """Return the Unix time, in nanoseconds, at which each file of a folder was written. The keys are the names."""
         with self.scan(folder) as entries:
             names = [entry.name for entry in entries]
         written_at = {}

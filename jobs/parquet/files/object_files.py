@@ -45,7 +45,7 @@ _pool = Pool()
 
 
 def list_in_child(kind: str, folder: str, timeout_s: float) -> Any:
-    """Have a child list a prefix. Raises as obstore does, or StoreRefused.
+    """Have a child process list a prefix. Raises obstore's errors, or StoreRefused.
 
     kind: HAS_ANY to return what has_any returns, LEVEL to return what level_of returns.
     """
@@ -138,7 +138,7 @@ class ObjectFiles:
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each of a prefix's objects was written, in nanoseconds of Unix time, by name."""
+        """Return the Unix time, in nanoseconds, at which each object of a prefix was written. The keys are the names."""
         objects = self._level(folder)["objects"]
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
@@ -219,7 +219,7 @@ class ObjectFiles:
         store, key = self._store_and_key(target)
         _, temporary_key = self._store_and_key(temporary)
         head = self._head(temporary)
-        # If there is no temporary object, the copy raises the error.
+        # If the temporary object is missing, the copy raises FileNotFoundError.
         if head is None or head["size"] <= MAX_COPY_BYTES:
             self._make_request(
                 target, lambda: obstore.copy(store, temporary_key, key, overwrite=False)

@@ -22,7 +22,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class ObjectFolder:
-    """A prefix that servers and workers reach, each process with the credentials of its environment.
+    """A prefix in an object store, for servers and workers. Each process has its credentials in its environment.
 
     Methods block. They raise StoreError.
     """
@@ -103,7 +103,7 @@ class ObjectDraft:
     """An upload in pieces; a small object is one piece. The object exists once `finish` was called."""
 
     def __init__(self, upload: Any, send: Callable[[Callable[[], object]], object]) -> None:
-        """upload: obstore's writer. send: makes a request of the upload, and turns its errors into ours."""
+        """upload: obstore's writer. send: makes one of the upload's requests, and raises StoreError if it fails."""
         self._upload = upload
         self._send = send
         self._is_open = True

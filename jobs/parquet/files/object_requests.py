@@ -77,7 +77,7 @@ _ENDPOINT_VARIABLES = {
 
 
 def _endpoint(scheme: str) -> str:
-    """Return the URL of a store that is not its vendor's own, from the environment; "" for the vendor's."""
+    """Return the URL of the store that the environment names; "" if it names none, for the vendor's own store."""
     for name in _ENDPOINT_VARIABLES.get(scheme, ()):
         value = os.environ.get(name)
         if value:

@@ -45,8 +45,8 @@ class Storage:
         """Take the roots of local files and of objects, in the form that run_path returns.
 
         check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
-        shard_bytes: the most bytes of one shard's prompts. A child that reads tables may take a multiple of these
-        bytes.
+        shard_bytes: the most bytes of one shard's prompts. The memory limit of a child process that reads tables is a
+        multiple of this number.
         """
         self.check_interrupted = check_interrupted
         self.shard_bytes = shard_bytes
@@ -110,7 +110,7 @@ class Storage:
         return []
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
+        """Return the Unix time, in nanoseconds, at which each file of a folder was written. The keys are the names."""
         return self._files_of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:

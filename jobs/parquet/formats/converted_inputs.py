@@ -72,7 +72,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
     target = plan.rows_path(file)
 
     def write(sink: Any) -> None:
-        """Write what a child process makes of the input, which must not change meanwhile."""
+        """Have a child process convert the input, and write the result. Raises InputChanged if the input changes."""
         question = {
             "kinds": plan.columns,
             "rows": file.rows,

@@ -213,7 +213,7 @@ class _TextTable:
         self._check_names()
 
     def _check_names(self) -> None:
-        """Raise SchemaMismatch for a name that only we use, or CorruptTable for too many names."""
+        """Raise SchemaMismatch for a column name that is reserved, or CorruptTable for too many columns."""
         for name in self.kinds:
             if name == PROBLEM or name.startswith(AS_JSON):
                 raise SchemaMismatch(self._path, f"a column is named {brief(name)}")

@@ -115,7 +115,9 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
     if isinstance(one, str) and isinstance(other, str):
         kinds = frozenset({one, other})
         if kinds <= _CSV_NUMBERS:
-            return _KIND_OF_PAIR.get(kinds, "digits")
+            return _KIND_OF_PAIR.get(
+                kinds, "digits"
+            )  # digits keep the numbers as the file writes them
     return "text"
 
 
@@ -178,10 +180,10 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    # With decimal commas, digits become floats in the output. Such a float could not hold this number.
+    # With decimal commas, the output holds digits as floats. A float could not hold this large number exactly.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
-    # A template would write this number otherwise than the file.
+    # A template would not write this number as the file does.
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
@@ -226,7 +228,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_other_rows(kind: Kind) -> bool:
-    """Whether other rows' keys or numbers change how a value looks in a column of this kind."""
+    """Whether a value in a column of this kind may look different because of the keys or numbers of other rows."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 

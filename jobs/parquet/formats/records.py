@@ -141,8 +141,8 @@ def _json_record(line: Record, encoding: str) -> Record:
 class _RowLines:
     """Gives the csv module the lines of a file, and remembers the lines of the current row.
 
-    lines: the lines of the current row. size: their bytes. no_end_problem: the row's problem if it turns out that the
-    row does not end.
+    lines: the lines of the current row. size: how many bytes these lines have. no_end_problem: the error to report if
+    the lines come to an end before the row does.
     """
 
     def __init__(self, file_lines: Iterator[Record]) -> None:
@@ -230,7 +230,7 @@ _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
-    """Return the names of the columns, and the records of the rows after the header. Values are dicts by these names.
+    """Return the column names, and the records of the rows after the header. A record's value is a dict of the fields.
 
     Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
     """

@@ -18,7 +18,7 @@ _LEFT_OUT_ENDINGS = ("_tokens", "logprobs", "embedding", "messages")
 
 
 def shown_columns(plan: Plan) -> list[str]:
-    """Return the output's columns of answers and errors that people read."""
+    """Return the output's columns of answers and errors, without those that are hard to read in a report."""
     return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT_ENDINGS)]
 
 
@@ -36,11 +36,11 @@ def prompt_columns(plan: Plan) -> list[str]:
 
 def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
     """Return the answers of the first rows without an error. has_prompts: whether to return their prompts too."""
-    error = f"{plan.spec.output_prefix}error"
-    columns = [name for name in shown_columns(plan) if name != error]
+    error_column = f"{plan.spec.output_prefix}error"
+    columns = [name for name in shown_columns(plan) if name != error_column]
     if has_prompts:
         columns = [*prompt_columns(plan), *columns]
-    good_rows = _good_rows(storage, plan, [*columns, error], error)
+    good_rows = _good_rows(storage, plan, [*columns, error_column], error_column)
     rows = []
     for number, values in islice(good_rows, NUM_EXAMPLES):
         rows.append((number, [values[name] for name in columns]))

@@ -50,12 +50,12 @@ _NO_ANSWERS: frozenset[str] = frozenset()
 
 
 def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
-    """Write a table as CSV."""
+    """Write a table of failed rows as CSV."""
     write_csv(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()), dialect)
 
 
 def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
-    """Write a table as lines of JSON."""
+    """Write a table of failed rows as lines of JSON."""
     write_jsonl(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()))
 
 

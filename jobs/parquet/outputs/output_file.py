@@ -55,7 +55,7 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
 
 
 def _is_error_file(name: str) -> bool:
-    """Whether an OpenAI batch's file of this name has the lines with an error."""
+    """Whether this is the name of an OpenAI batch's error file."""
     _, error_name = output_names(OPENAI_BATCH)
     return name == error_name
 
@@ -73,7 +73,7 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return the lines that some rows give one of the two output files.
+    """Return some rows as lines of one of the two output files. Rows that belong in the other file are left out.
 
     is_error_file: True to take the rows with an error, False to take the rows without an error. first_row: the number
     of the first of these rows in the run.
@@ -91,10 +91,9 @@ def _batch_lines(
 def write_lines_of_parts(
     storage: Storage, plan: Plan, shards: Iterable[int], name: str, sink: Any
 ) -> int:
-    """Write the lines of an OpenAI batch's parts as they will be in its output; return how many bytes they have.
+    """Write the parts of an OpenAI batch as lines of its output; return the number of written bytes.
 
-    Raises PartDamaged.
-    shards: the shards that have a part. name: the file's name, see `write_output`.
+    shards: the shards that have a part. name: the file's name, see `write_output`. Raises PartDamaged.
     """
     is_error_file = _is_error_file(name)
     num_bytes = 0
@@ -284,16 +283,16 @@ def failed_rows(
 
     with_cut: whether to yield rows with a cut answer as well, with CUT in place of an error.
     """
-    error = f"{plan.spec.output_prefix}error"
-    finish_reasons = []
+    error_column = f"{plan.spec.output_prefix}error"
+    finish_columns = []
     if with_cut:
-        finish_reasons = [
+        finish_columns = [
             name for name in answer_names(plan.spec) if name.endswith("finish_reason")
         ]
-    for row, values in part_rows(storage, plan, shard, [error, *finish_reasons]):
-        if values[error] is not None:
-            yield row, str(values[error])
-        elif any(_is_cut(values[name]) for name in finish_reasons):
+    for row, values in part_rows(storage, plan, shard, [error_column, *finish_columns]):
+        if values[error_column] is not None:
+            yield row, str(values[error_column])
+        elif any(_is_cut(values[name]) for name in finish_columns):
             yield row, CUT
 
 

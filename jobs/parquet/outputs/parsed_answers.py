@@ -1,6 +1,7 @@
 """Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values.
 
-If rows have several prompts, each prompt with a schema has two columns, which begin with its name.
+If rows have several prompts, there are two columns for each prompt with a schema. The names of these two columns begin
+with the prompt's name.
 """
 
 import json

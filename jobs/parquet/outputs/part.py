@@ -215,7 +215,7 @@ def _completion_lengths(answers: Iterable[Answer]) -> Iterator[int]:
 
 
 def _left_out(answers: Iterable[Answer]) -> Counter[str]:
-    """Return the number of lines that each argument was left out of, by the argument's name."""
+    """Count, for each argument's name, the lines that were answered without this argument."""
     counts: Counter[str] = Counter()
     for answer in answers:
         names = answer.column(LEFT_OUT)

@@ -98,7 +98,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
     """
     segments = folder.split("/")
-    # The search for a run above ends at the first folder above a root, which raises PathOutsideRoots.
+    # PathOutsideRoots ends this search for a run in the folders above. It is raised at the first folder above a root.
     with suppress(PathOutsideRoots):
         for num_segments in range(len(segments) - 1, 0, -1):
             above = "/".join(segments[:num_segments])
@@ -129,7 +129,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     ended_at = -math.inf
     values_of_workers: dict[str, set[str]] = {name: set() for name in _WORKER_FIELDS}
     if plan.second is not None:
-        # Parts name only the second model, whose worker has written them.
+        # The workers of the second model write the parts, so a part does not name the first model.
         first = plan.model
         values_of_workers |= {
             "model": {first.name},
@@ -256,8 +256,8 @@ class RunFolder:
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # The files of a run's end are written once all parts are there. They are looked for before the parts are. So if
-        # such a file is there and a part is not, the part was removed.
+        # `end_files` is read before the parts, because the end's files are written only once all parts are there. So if
+        # an end's file is found and a part is not found after it, the part was removed.
         end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):
@@ -413,7 +413,7 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable if no file has this name, although a file was just written under it.
+        """Raise OutputNotWritable if the file that was just written is not found under its name.
 
         In this case, something else has the name, such as a folder.
         """

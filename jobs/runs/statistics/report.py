@@ -188,7 +188,7 @@ def _arguments(manifest: Mapping[str, Any]) -> str:
     arguments = manifest.get("arguments", {})
     entries: list[tuple[str, Any]] = []  # a title, and the value beside it
     if arguments and arguments.keys().isdisjoint(_SOURCES):
-        entries.append(("Column of prompts", "prompt"))
+        entries.append(("Column of prompts", "prompt"))  # the default
     for name, title in _ARGUMENT_TITLES.items():
         if arguments.get(name) is not None:
             entries.append((title, arguments[name]))
@@ -295,7 +295,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 
 
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
-    """Return the chart of how many rows have which number of tokens. lengths: see count_lengths."""
+    """Return a chart that counts rows by their number of tokens. lengths: see count_lengths."""
     if not lengths:
         return ""
     counts = {int(bound): count for bound, count in lengths.items()}

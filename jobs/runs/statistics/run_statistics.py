@@ -34,7 +34,7 @@ class PartStats:
     """Counts of one part.
 
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns with these names.
-    generated_tokens: tokens that the execution which wrote the part computed. Equal prompts count once.
+    generated_tokens: tokens that were computed by the execution that wrote the part. Equal prompts count once.
     rows_resumed, tokens_resumed: the rows and tokens that earlier executions of the shard had computed.
     started_at, ended_at: Unix seconds. waited_s: the seconds from the shard's opening to its first request.
     failed_checks: rows without an error whose answer fails its check.
@@ -43,7 +43,7 @@ class PartStats:
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     finish_reasons, labels: how many answers have each finish reason or label. Rows with an error do not count, and only
     the commonest labels are kept.
-    left_out: for each argument that was left out, the number of lines of batch files that had it.
+    left_out: by argument, the number of a batch file's lines that were answered without this argument.
     """
 
     run: str
