@@ -22,7 +22,7 @@ PromptTokens = Mapping[int, Tokens]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what a runner has done.
+    """Counts what a runner has done. Each prompt or row of the job has a place.
 
     done: places with an answer. open: places whose items are under way. resumed: places that an earlier execution had
     begun. resumed_tokens: tokens that an earlier execution had generated.
@@ -39,13 +39,13 @@ class Counts:
 class ItemRunner(Generic[T]):
     """Drives the items of one job. All methods must be called in one thread, except `inspect` and the constructor.
 
-    Items are begun in their order, so that shared prefixes meet in the cache. The later requests of an item come before
-    items that are not begun. An item that another job of the process is computing comes last. If that job has no answer
-    by then, this runner computes the item as well, so that no job waits for another.
+    Items are begun in their order, so that a prefix which neighbouring prompts share is still in the cache. The later
+    requests of an item come before items that are not begun. An item that another job of the process is computing comes
+    last. If that job has no answer by then, this runner computes the item as well, so that no job waits for another.
 
     answers: for each place, the answer that is known already, or None. memo: holds the answers of other jobs.
-    keeps_replies: whether `answered` also holds the replies that each item was sent. A journal that holds no answers
-    needs the replies. expired: returns None before the deadline, and afterwards the answer of items that were not
+    keeps_replies: whether `answered` also holds the replies that each item was sent, for a journal that holds replies
+    in place of answers. expired: returns None before the deadline, and afterwards the answer of items that were not
     begun. answered: the answers that this runner has found, in the order in which it found them.
     """
 
@@ -155,7 +155,8 @@ class ItemRunner(Generic[T]):
         assert item is not None
         self._count(sent, samples)
 
-        item.receive(sent.step, sent.number, samples)  # changes nothing if `inspect` has done it
+        # This changes nothing if `inspect` has already given the completions to the item.
+        item.receive(sent.step, sent.number, samples)
         entry.num_awaited -= 1
         if entry.num_awaited > 0:
             entry.add_received(sent.number, samples)

@@ -1,6 +1,7 @@
 """Asks rows that are lines of OpenAI's batch files.
 
-A line has its own arguments, and is answered as a job with these arguments would be. The response is the row's answer.
+Each line has its own arguments. It gets the answer that a job with the same arguments would get, in the form of an
+OpenAI response.
 """
 
 import json

@@ -94,7 +94,7 @@ class Chain(RowAsk):
         """Return a row's answer, made of the answers to its prompts. problem: why the next prompt cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
-        answer_if_unasked = failed_answer("")  # without values, and "" is no error
+        answer_if_unasked = failed_answer("")  # its values are None; its error "" is not reported
         for number, step in enumerate(self._steps):
             was_asked = number < len(answers)
             answer = answers[number] if was_asked else answer_if_unasked

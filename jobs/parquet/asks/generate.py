@@ -86,7 +86,7 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
         self._control_tokens = () if allows_control_tokens else control_tokens
-        #: Finds an answer by several prompts, as with calls of tools; None if each answer takes one prompt.
+        #: The way in which several requests lead to an answer, such as tool calls; None if one request does.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_has_checks
@@ -234,7 +234,7 @@ def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
 
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that `spec.way` adds to an answer. Lists and objects are written as JSON."""
+    """Return the columns that `spec.way`, if there is one, adds to an answer. Lists and objects become JSON texts."""
     columns = {}
     for name, value in extras.items():
         is_json = isinstance(value, list | dict)
@@ -243,7 +243,7 @@ def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_text(sample: Completion) -> str | None:
-    """Return a sample's calls of tools as JSON. Equal answers have equal ids of calls."""
+    """Return a sample's tool calls as JSON. The ids of the calls depend only on the answer."""
     if not sample.tool_calls:
         return None
     seed = json.dumps([sample.text, sample.tool_calls])

@@ -1,4 +1,4 @@
-"""Makes keys of 128 bits that name what a row asks, without or with the model that answers.
+"""Makes keys of 128 bits. A row's key names what the row asks. Its whole key also names the model that answers.
 
 A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
 mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
@@ -188,7 +188,7 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Return a text for each difference in what two runs ask. any_model: whether to leave out the model."""
+    """Return a text for each difference in what two runs ask. any_model: True to ignore that the models differ."""
     lines = []
     new_fingerprints = {new.model.fingerprint}
     if new.second is not None:  # a cascade takes answers of both its models

@@ -82,7 +82,7 @@ class Scores(RowAsk):
         return kind is not None and kind.is_compared
 
     def opening(self) -> Item[None] | None:
-        """Return the item of the row without content, which is asked before the run's rows; None without such a row."""
+        """Return an item that asks a row without content before the run's rows; None if the run does not calibrate."""
         return None if self.before is None else self._calibrate(self.before)
 
     def _calibrate(self, request: Request) -> Item[None]:

@@ -90,7 +90,7 @@ _safe_buckets: set[tuple[str, str]] = set()
 
 
 class ObjectFiles:
-    """Objects below data roots that are prefixes in stores. It has the methods of Storage."""
+    """Reaches objects below the data roots that lie in stores. It has the methods of Storage."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class ObjectFiles:
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return the Unix time, in nanoseconds, at which each object of a prefix was written. The keys are the names."""
+        """Return the Unix time, in nanoseconds, at which each object of a prefix was written. The keys are names."""
         objects = self._level(folder)["objects"]
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
-        """Make nothing, because a store has no folders. Raise StoreUnfit if the store overwrites objects.
+        """Check that the store is fit for a run's folder. Nothing is made, because a store has no folders.
 
-        Two workers could then overwrite each other's parts.
+        Raises StoreUnfit if the store overwrites existing objects: two workers could overwrite each other's parts.
         """
         store, key = self._store_and_key(path)
         scheme, bucket, _ = _split(path)

@@ -128,8 +128,9 @@ def make_request(
 def make_upload_request(
     path: str, request: Callable[[], T], check_interrupted: Callable[[], None] = never_interrupted
 ) -> T:
-    """Make a request of an upload once, because only obstore can repeat it; return the answer. Raises as make_request.
+    """Make one of an upload's requests, and return the answer. Raises the errors of make_request.
 
+    The request is tried only once here, because only obstore can repeat it.
     If the store refuses the last piece, obstore's writer raises OSError with the whole text of the reply.
     """
 
@@ -188,7 +189,7 @@ LEVEL = "level"
 
 
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
-    """List a prefix, in a child. The question brings the worker's environment variables for stores."""
+    """List a prefix in a child process. The question holds the parent's environment variables for stores."""
     global _environment
     question = worker.question
     if question["environment"] != _environment:

@@ -30,9 +30,9 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """Local files and objects in stores, by their paths.
 
-    Methods take paths that `resolve` has returned, and paths below a folder that `resolve` has returned. For a path
-    below no root, they raise PathOutsideRoots. Two executions may work in a folder at once, because only the first
-    `publish` or `create` of a path changes anything.
+    Methods take paths that `resolve` has returned, and paths below a folder that `resolve` has returned. They raise
+    PathOutsideRoots for a path that is not below a root. Two executions may work in a folder at once, because only the
+    first `publish` or `create` of a path changes anything.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that are not Parquet. Return the bytes of these Parquet files.
+    """Make the Parquet files of inputs that are not Parquet. Return how many bytes these Parquet files have.
 
     files: numbers of the plan's files. Raises InputError or OutputError.
     """

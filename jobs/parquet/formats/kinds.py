@@ -1,8 +1,8 @@
 """The kinds of columns in text files. A column has the same kind in all files of a run.
 
-A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
-bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
-values have different kinds. A "json" column is text: a value that is not text is written as JSON.
+The plan keeps each kind as JSON. There are the kinds "null", "bool", "int" (up to 2**53, which a float holds exactly),
+"long" (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind} and {"struct": {name: kind}}.
+If the values of a column have different kinds, the column is "json": its texts stay, and other values become JSON texts.
 
 A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers

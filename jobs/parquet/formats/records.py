@@ -45,8 +45,8 @@ class Record(NamedTuple):
 class TextFile:
     """The text of a file.
 
-    encoding: the encoding that the run names. If the run names none, the text is read as UTF-8, and `guess` looks at
-    each line. encoding_name: the encoding as messages show it.
+    encoding: the encoding that the run names; None if it names none. In this case the text is read as UTF-8, and
+    `guess` looks for signs of another encoding. encoding_name: the encoding as messages show it.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ def _check_only_column(path: str, name: str, delimiter: str) -> None:
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
-    """Return the record of a row, whose value has the fields by the names of their columns."""
+    """Return the record of a row. Its value is a dict of the fields; None if their number is not the header's."""
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"

@@ -108,7 +108,7 @@ def _added_columns(
 
 
 def _lines(plan: Plan, failed_rows: Iterable[FailedRow]) -> dict[tuple[str, int], str]:
-    """Return the lines of failed rows, by path and row number of the file.
+    """Return the lines of failed rows. The keys are a file's path and the row's number in this file.
 
     Lines of files in stores are left out, and so are lines of files that have changed or cannot be read.
     """

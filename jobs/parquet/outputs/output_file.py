@@ -232,9 +232,9 @@ _QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
 def _rows(batch: pa.RecordBatch, answer_columns: Set[str]) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows with values of JSON. A value that Python cannot hold is null.
+    """Yield a batch's rows, with values that JSON can hold. A value that Python cannot hold is null.
 
-    answer_columns: the columns whose values may be of any length.
+    answer_columns: the names of the columns of answers. These columns have no limit of size.
     """
     values_by_column = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):

@@ -51,14 +51,14 @@ class FolderReader:
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         written_plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        # The folder may have been moved since the plan was written. Then the output that is set below gives the plan
-        # another run id than its parts have.
+        # A run id depends on the output's path. So if the folder was moved after planning, `self.plan.run` is not the
+        # run id that the parts have.
         self.planned_run = written_plan.run
         spec = replace(written_plan.spec, output=folder)
         self.plan: Plan = replace(written_plan, spec=spec)
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the lines that an OpenAI batch has finished; return how many bytes they have.
+        """Write the finished lines of an OpenAI batch; return the number of written bytes.
 
         name: the output file that the lines belong to.
         """
@@ -80,7 +80,7 @@ class FolderReader:
         return sorted(self.parts())
 
     def parts(self) -> dict[int, int]:
-        """Return when each part was written, in nanoseconds of Unix time, by shard."""
+        """Return the Unix time, in nanoseconds, at which each part was written. The keys are the shards."""
         try:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of parts is made with the first part
@@ -146,7 +146,7 @@ class FolderReader:
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row in the whole input, and then the number of all rows."""
+        """Return the index of each file's first row in the whole input, and then the number of all rows."""
         return [0, *accumulate(file.rows for file in self.plan.files)]
 
     @cached_property

@@ -62,7 +62,7 @@ MAX_PLAN_BYTES = 256 << 20
 def find_plan(storage: Storage, folder: str) -> Plan | None:
     """Return the plan in a folder, or None. Raises the errors of load_plan."""
     path = os.path.join(folder, PLAN)
-    with writing(path):  # a folder that cannot be reached could not be written either
+    with writing(path):  # its errors fit here: a folder that cannot be reached cannot be written
         if storage.stat(path) is None:
             return None
     return load_plan(storage, path)
@@ -329,8 +329,8 @@ class RunFolder:
         """Rebuild the run's state from its parts. If no part is missing, end the run. Return whether it has ended."""
         self.state.describe({**self._facts(queue), **_reuse_facts(self.plan)})
 
-        # A part is recorded once it is in its place. As the records are read before the folder is listed, a recorded
-        # part that is not listed was removed.
+        # A part is recorded only after it was put into the folder, and here the records are read before the folder. So
+        # if the folder lacks a recorded part, the part was removed.
         recorded = self.state.records()
         present = self.shards_with_parts()
         unrecorded_parts = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
@@ -423,9 +423,9 @@ class RunFolder:
             )
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary files, and files with rows that other plannings chose.
+        """Remove temporary files, and files of row numbers that were written by other attempts at planning.
 
-        An execution that still runs finds its part in place, so it no longer needs its temporary file.
+        Another execution may still run. It no longer needs its temporary file, because its part is already in place.
         """
         planning_id = "" if self.plan.reused is None else self.plan.reused.name
         numbers_name = os.path.basename(run_names.row_numbers_name(planning_id))

@@ -146,8 +146,8 @@ def _figures(
 def _note_on_figures(idle_s: float) -> str:
     """Return the text below the numbers at the top. idle_s: the seconds in which no worker had a shard."""
     note = (
-        "Answer tokens are those of the output's rows. Tokens a second and tokens of workers are generated tokens:"
-        " those of equal prompts count once, and those of every attempt at an answer count."
+        "Answer tokens are the tokens of the output's rows. Tokens a second and tokens of workers are generated tokens:"
+        " an answer to equal prompts counts once, and each attempt at an answer counts."
     )
     if idle_s < 1:
         return note
@@ -225,7 +225,7 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return the tables of counts: of answers by finish reason, label and check, and of lines by left-out argument."""
+    """Return tables that count answers by finish reason, by label and by check, and lines by left-out argument."""
     # Manifests of older versions lack some of these counts.
     finish_reasons = statistics.get("finish_reasons") or {}
     labels = statistics.get("labels") or {}
@@ -338,7 +338,7 @@ def _table(
 ) -> str:
     """Return a table with its heading; "" if there are no rows.
 
-    num_left_out: how many more things a line below the table counts; 0 for no such line. noun: the name of the things.
+    num_left_out: how many things the table leaves out; a note below the table says so. noun: the name of these things.
     """
     if not rows:
         return ""
@@ -352,7 +352,7 @@ def _table(
 
 
 def _cell(value: Any) -> str:
-    """Return a cell of a table. Numbers stand to the right."""
+    """Return a cell of a table. Integers are aligned to the right."""
     if isinstance(value, int):
         return f"<td class=n>{value:,}</td>"
     return f"<td>{_text(value)}</td>"

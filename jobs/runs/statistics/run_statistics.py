@@ -79,7 +79,7 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
-        """Return how long the execution that wrote the part took, in seconds."""
+        """Return how many seconds the part took."""
         return max(0.0, self.ended_at - self.started_at)
 
     def to_text(self) -> str:
@@ -153,6 +153,7 @@ class Reasons:
     """Counts rows by the reason of their error. Texts that differ only in numbers are one reason."""
 
     def __init__(self) -> None:
+        #: The reasons, by their texts with each number replaced by 0.
         self._by_kind: dict[str, Reason] = {}
 
     @property
@@ -161,7 +162,7 @@ class Reasons:
         return sum(reason.rows for reason in self._by_kind.values())
 
     def rows_with(self, text: str) -> int:
-        """Return the number of rows with this reason."""
+        """Return the number of rows with a reason. text: a reason without numbers."""
         reason = self._by_kind.get(text)
         return 0 if reason is None else reason.rows
 
@@ -364,13 +365,13 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
 
 def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
     """Add tokens to the bins in which they were generated, as if evenly from `began` to `ended`."""
-    last_bin = len(bins) - 1
-    began_in = min(last_bin, int(began / bin_s))
-    ended_in = min(last_bin, int(ended / bin_s))
-    if began_in == ended_in:
-        bins[began_in] += num_tokens
+    highest_bin = len(bins) - 1
+    first_bin = min(highest_bin, int(began / bin_s))
+    last_bin = min(highest_bin, int(ended / bin_s))
+    if first_bin == last_bin:
+        bins[first_bin] += num_tokens
         return
-    for index in range(began_in, ended_in + 1):
+    for index in range(first_bin, last_bin + 1):
         bin_start = index * bin_s
         bin_end = bin_start + bin_s
         overlap_s = min(ended, bin_end) - max(began, bin_start)
