@@ -136,7 +136,7 @@ class Entry(Generic[T]):
 
     @property
     def is_opening(self) -> bool:
-        """Whether this is the opening item: it is asked before all others, and is no prompt's or row's own item."""
+        """Whether this is the opening item, which is asked before all other items and belongs to no prompt or row."""
         return not self.places
 
     def add_received(self, number: int, samples: Samples) -> None:

@@ -125,7 +125,7 @@ class RowKeys:
         self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
-        """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
+        """Return a row's key, which does not cover the model. The prompt holds a hash of each of the row's pictures."""
         texts = [row.prompt, row.sampling, row.values]
         if self._pinned:
             texts += self._adapters_of(row)

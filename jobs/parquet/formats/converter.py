@@ -71,7 +71,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     the column's type, then as each row's own JSON.
     """
     sink = io.BytesIO()
-    # The variable keeps this file alive: once it is deleted, pyarrow closes the sink.
+    # `file` must stay a variable of its own: pyarrow closes the sink when the object is deleted.
     file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
@@ -176,7 +176,7 @@ class _TextTable:
                 self._first_bad = record
 
     def check_read(self) -> None:
-        """Raise TooManyBadLines if too many of the lines are no rows. Raises OtherEncoding."""
+        """Raise TooManyBadLines if too many of the lines could not be read. Raises OtherEncoding."""
         self._file.check_encoding()
         first_bad = self._first_bad
         if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
@@ -188,7 +188,7 @@ class _TextTable:
             )
 
     def learn_kinds(self, records: Sequence[Record]) -> None:
-        """Merge the kinds of some rows' values into the kinds of the columns. A batch file's kinds are known."""
+        """Merge the kinds of some rows' values into the kinds of the columns. In a batch file, these are fixed."""
         if self._format in HEADED:
             self._learn_from_fields(records)
         elif self._format != OPENAI_BATCH:
@@ -293,7 +293,7 @@ class _ArrowTable:
 
     def _check_type(self, field: pa.Field) -> None:
         """Raise SchemaMismatch for a type that Parquet does not have."""
-        # pyarrow tells this only by an error when it writes such a column, so a single null is written.
+        # pyarrow raises its error only when it writes a column of this type, so a single null is written here.
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)

@@ -46,7 +46,7 @@ class EncodingGuess:
             if head.startswith(mark):
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
-        # Most letters of texts are below 256. In UTF-16, the high byte of such a letter is zero.
+        # Most letters have a code below 256. In UTF-16, the high byte of such a letter is zero.
         even_bytes = head[::2]
         odd_bytes = head[1::2]
         for high_bytes, low_bytes, encoding in (

@@ -2,7 +2,7 @@
 
 The plan keeps each kind as JSON. There are the kinds "null", "bool", "int" (up to 2**53, which a float holds exactly),
 "long" (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind} and {"struct": {name: kind}}.
-If the values of a column have different kinds, the column is "json": its texts stay, and other values become JSON texts.
+If the values of a column have different kinds, the column is "json": texts stay as they are, other values become JSON.
 
 A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
 file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
@@ -115,9 +115,8 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
     if isinstance(one, str) and isinstance(other, str):
         kinds = frozenset({one, other})
         if kinds <= _CSV_NUMBERS:
-            return _KIND_OF_PAIR.get(
-                kinds, "digits"
-            )  # digits keep the numbers as the file writes them
+            # A column of digits is text, and keeps the numbers as the file writes them.
+            return _KIND_OF_PAIR.get(kinds, "digits")
     return "text"
 
 

@@ -1,4 +1,4 @@
-"""Finds the lines of a text file from which rows were read. The lines are not changed."""
+"""Finds the lines that hold some rows of a text file. The lines are returned as the file has them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

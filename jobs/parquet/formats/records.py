@@ -32,8 +32,8 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 class Record(NamedTuple):
     """A row of a file, or a line of its text.
 
-    line_number: the number of its first line, from 1. size: in bytes. value: a row's values by column, or a line's
-    bytes; None if there is a problem. problem: why the text cannot be read.
+    line_number: the number of the line, or of the row's first line, from 1. size: in bytes. value: a row's values by
+    column, or a line's bytes; None if there is a problem. problem: why the text cannot be read.
     """
 
     line_number: int

@@ -23,7 +23,7 @@ def shown_columns(plan: Plan) -> list[str]:
 
 
 def prompt_columns(plan: Plan) -> list[str]:
-    """Return the input's columns that the prompts were made of and that the output has, without pictures."""
+    """Return the input's columns that prompts were made of. Pictures and columns that the output lacks are left out."""
     spec = plan.spec
     left_out = {*(spec.image_column or ()), *(spec.drop or ())}
     columns = []

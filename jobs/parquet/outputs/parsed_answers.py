@@ -1,4 +1,4 @@
-"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values.
+"""Parses answers that are JSON into two columns: values with the schema's types, and reasons why values are missing.
 
 If rows have several prompts, there are two columns for each prompt with a schema. The names of these two columns begin
 with the prompt's name.
@@ -101,7 +101,7 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
 def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
     """Parse one answer. finish_reason: why the answer ended."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         if finish_reason == "length":
             return Parsed(reason=CUT_TEXT)
@@ -197,7 +197,7 @@ def _text(text: str, path: str) -> str:
     return text
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     """Refuse NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is no value of JSON")
 

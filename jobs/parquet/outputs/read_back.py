@@ -139,7 +139,7 @@ class FolderReader:
         """Yield the rows of a part that have an error. cut: see `errors`. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
-            # The row is in the last file that does not begin after it.
+            # The row's file is the last file that begins at this row or before it.
             file_number = bisect_right(self._first_rows, input_row) - 1
             file_row = input_row - self._first_rows[file_number]
             yield FailedRow(row, self.plan.files[file_number].path, file_row, reason)
@@ -151,7 +151,7 @@ class FolderReader:
 
     @cached_property
     def _input_rows(self) -> Sequence[int]:
-        """Return, for each row of the run, its number in the whole input."""
+        """Return where each row of the run is in the whole input, counted from 0."""
         if not self.plan.files[0].num_chosen or self.plan.reused is None:  # all rows are in the run
             return range(self.plan.rows)
         path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))

@@ -256,8 +256,8 @@ class RunFolder:
         PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
-        # `end_files` is read before the parts, because the end's files are written only once all parts are there. So if
-        # an end's file is found and a part is not found after it, the part was removed.
+        # The files of a run's end are written only once all parts are there. Here they are looked for before the parts.
+        # So if one of these files is there and a part is not, the part was removed.
         end_files = [name for name in self._end_files if self._is_there(name)]
         present = self.shards_with_parts()
         for shard in sorted(present):

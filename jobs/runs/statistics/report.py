@@ -306,7 +306,7 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     bars = [counts.get(bound, 0) for bound in bounds]
     labels = [f"{bound:,}" for bound in bounds]
     chart = _chart(title, bars, labels)
-    note = "Rows by their number of tokens. A bar's number is the most tokens that it counts."
+    note = "Rows by their number of tokens. The number below a bar is the upper end of its range."
     return f"<section>{chart}<p class=soft>{note}</p></section>"
 
 
