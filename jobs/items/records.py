@@ -69,7 +69,7 @@ class Progress:
 
     replies: the replies to the earlier steps, in order.
     received: the completions of the present step's completed requests, by the number of the request in the step.
-    tokens: the tokens so far of the present step's open requests, by the number of the request in the step.
+    tokens: the tokens that the present step's open requests have so far, by the number of the request in the step.
     num_tokens: how many tokens were generated for all completions of the item.
     """
 

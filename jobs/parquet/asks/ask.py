@@ -70,9 +70,8 @@ def label_fields(spec: RunSpec) -> list[pa.Field]:
     struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
     fields_with_struct = []
     for field in fields:
-        if field.type == PROBABILITIES:
-            field = field.with_type(struct)
-        fields_with_struct.append(field)
+        has_probabilities = field.type == PROBABILITIES
+        fields_with_struct.append(field.with_type(struct) if has_probabilities else field)
     return fields_with_struct
 
 

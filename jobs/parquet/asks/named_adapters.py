@@ -23,7 +23,7 @@ def names_in_arguments(spec: RunSpec) -> set[str]:
 
 
 def names_in_row(row: Row, spec: RunSpec) -> Iterator[str]:
-    """Yield the texts of a row that may name an adapter. A batch file's line may name an adapter as its model."""
+    """Yield those texts of a row that may be adapters' names. A batch file's line may name an adapter as its model."""
     if spec.input_format != OPENAI_BATCH:
         name = row.own_sampling.get(ADAPTER)
         if isinstance(name, str):

@@ -238,14 +238,14 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return a key for each row that does not cover the model. A row that could not be read has the key of zeros."""
+    """Return each row's key, which does not cover the model. A row that could not be read has the key of zeros."""
     no_key = bytes(SIZE)
     keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
     return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
 
 
 def model_mark(model: PinnedModel) -> Keys:
-    """Return the mark of a model, [1, 2]. `whole_keys` joins it to the keys of rows."""
+    """Return the mark of a model, as an array of shape [1, 2]. `whole_keys` joins it to the keys of rows."""
     digest = blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest()
     return as_keys(digest)
 

@@ -32,7 +32,7 @@ def scoring_of(spec: RunSpec) -> type[Scoring] | None:
 
 
 class Scores(RowAsk):
-    """Asks each row once.
+    """Asks each row once, to score it. Nothing is generated.
 
     chat: the options of rows that are chats; None for other rows.
     prior: a row without content, which is asked before the run's rows.

@@ -99,7 +99,7 @@ _NOT_SUPPORTED = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 
 
 class LocalFiles:
-    """Local files. It has the methods of Storage. A link on the way to a file raises PathSwapped."""
+    """Reaches local files. It has the methods of Storage. A link on the way to a file raises PathSwapped."""
 
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted

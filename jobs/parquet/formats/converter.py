@@ -282,12 +282,12 @@ class _ArrowTable:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
-            batch = batch.slice(0, rows_left)  # the whole batch if rows_left is None
-            for start in range(0, batch.num_rows, slice_rows):
-                part = batch.slice(start, slice_rows)
+            wanted = batch.slice(0, rows_left)  # the whole batch if rows_left is None
+            for start in range(0, wanted.num_rows, slice_rows):
+                part = wanted.slice(start, slice_rows)
                 yield part.num_rows, part.nbytes, part
             if rows_left is not None:
-                rows_left -= batch.num_rows
+                rows_left -= wanted.num_rows
                 if rows_left <= 0:
                     return
 

@@ -84,7 +84,7 @@ def _looks_like_cp1252(line: bytes) -> bool:
 
 
 class Decoded(io.RawIOBase):
-    """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8.
+    """Turns a stream in some encoding into UTF-8. Bytes that are invalid in the encoding become invalid UTF-8.
 
     Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. path, file_format: for
     the error.

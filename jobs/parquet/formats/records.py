@@ -83,7 +83,10 @@ class TextFile:
 
 
 def json_records(file: TextFile) -> Iterator[Record]:
-    """Yield the records of a file of JSON lines. Blank lines are left out. A line of a batch file has two columns."""
+    """Yield the records of a file of JSON lines. Blank lines are left out.
+
+    A record of a batch file has the columns custom_id and request.
+    """
     for line in file.lines():
         if line.problem:
             yield line

@@ -85,9 +85,10 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
         table = table.select(input_columns)
         lines = [all_lines.get((failed.file, failed.file_row)) for failed in failed_rows]
         for name, column in _added_columns(failed_rows, lines).items():
-            while name in table.column_names:  # the input has a column of this name
-                name += "_"
-            table = table.append_column(name, column)
+            free_name = name
+            while free_name in table.column_names:  # the input has a column of this name
+                free_name += "_"
+            table = table.append_column(free_name, column)
         yield table
 
 

@@ -33,15 +33,16 @@ _ARROW = {
 
 
 def arrow_type(kind: ValueType) -> pa.DataType:
-    """Return Arrow's type of a value."""
-    if kind.kind == schema_types.OBJECT:
+    """Return the Arrow type of values that have one of a schema's types."""
+    type_name = kind.kind
+    if type_name == schema_types.OBJECT:
         return pa.struct([(name, arrow_type(inner)) for name, inner in kind.fields.items()])
     if kind.item is None:
-        return _ARROW[kind.kind]
-    item = arrow_type(kind.item)
-    if kind.kind == schema_types.ARRAY:
-        return pa.list_(item)
-    return pa.map_(pa.string(), item)
+        return _ARROW[type_name]
+    item_type = arrow_type(kind.item)
+    if type_name == schema_types.ARRAY:
+        return pa.list_(item_type)
+    return pa.map_(pa.string(), item_type)
 
 
 def parsed_fields(kinds: Mapping[str, ValueType], n: int) -> list[pa.Field]:

@@ -94,7 +94,7 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns of answers and errors, without the columns of tokens."""
+        """Return the output's columns of answers and errors, without token counts and log probabilities."""
         return [
             name
             for name in answer_names(self.plan.spec)

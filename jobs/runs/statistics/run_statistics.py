@@ -250,7 +250,7 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Part(NamedTuple):
-    """The values of a part that the statistics need. start, end: Unix seconds. tokens: the generated ones."""
+    """The values of a part that the statistics need. start, end: Unix seconds. tokens: the generated tokens."""
 
     worker: str
     start: float
