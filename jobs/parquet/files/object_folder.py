@@ -103,7 +103,7 @@ class ObjectDraft:
     """An upload in pieces; a small object is one piece. The object exists once `finish` was called."""
 
     def __init__(self, upload: Any, send: Callable[[Callable[[], object]], object]) -> None:
-        """upload: obstore's writer. send: makes one of the upload's requests, and raises StoreError if it fails."""
+        """upload: obstore's writer. send: makes one of the upload's requests, see make_upload_request."""
         self._upload = upload
         self._send = send
         self._is_open = True
