@@ -110,7 +110,7 @@ OPTIONAL = frozenset(
 def missing(extra: str) -> Iterator[Finding]:
     """Yield a finding for each package of an extra that is not installed."""
     for line in requires("tokenmill") or ():
-        # A line is such as `numpy>=2.0; extra == "worker"`.
+        # A line looks like `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue

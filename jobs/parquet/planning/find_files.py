@@ -167,8 +167,8 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted_format: the format of the files to take from folders.
-    None takes a folder's Parquet files; from a folder without Parquet files, it takes the files of the only format.
+    output: the run's output folder, which is left out. wanted_format: the format of the files to take from folders. If
+    it is None, a folder's Parquet files are taken. If the folder has no Parquet files, its files must have one format.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ def _indices_below(matched_indices: set[int], segments: Sequence[str]) -> frozen
 
 
 def _with_skipped(indices: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return indices of segments, and the indices that are reached by skipping `**`, which may stand for no folder."""
+    """Return these indices of segments, and for each `**` also the next index, because `**` may stand for no folder."""
     reached: set[int] = set()
     for index in indices:
         while index < len(segments):

@@ -191,7 +191,8 @@ def _new_rows(
 ) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
-    # The answers are only read. A row whose answer has an error or cannot be read gets -1 in `matches.places`.
+    # The loop takes no answer. It reads them all, so that a row whose answer has an error or cannot be read gets -1 in
+    # `matches.places`.
     for _ in take_answers(old, matches, look_up, pa.schema(needed_fields)):
         pass
     return np.flatnonzero(matches.places < 0)
@@ -353,17 +354,17 @@ def _match_equal(
 ) -> None:
     """Look for old rows that asked the same as the new rows.
 
-    keys: the new rows' keys, without a model. second_answers: set if the run is a cascade. Then the first of
-    `matches.marks` is the second model's.
+    keys: the new rows' keys, which do not cover the model. second_answers: set if the run is a cascade. Then the first
+    of `matches.marks` is the second model's.
     """
     has_key = keys.any(axis=1)
-    for number, mark in enumerate(matches.marks):
-        missing = np.flatnonzero(has_key & (matches.places < 0))
-        old_places = old.keys.find(whole_keys(keys[missing], mark))
-        if second_answers is not None and number == 0:
+    for model_number, mark in enumerate(matches.marks):
+        unmatched = np.flatnonzero(has_key & (matches.places < 0))
+        old_places = old.keys.find(whole_keys(keys[unmatched], mark))
+        if second_answers is not None and model_number == 0:
             old_places = second_answers.usable(old_places)
-        matches.places[missing] = old_places
-        matches.models[missing] = number
+        matches.places[unmatched] = old_places
+        matches.models[unmatched] = model_number
 
 
 def _match_shorter(
@@ -375,18 +376,18 @@ def _match_shorter(
 ) -> None:
     """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
 
-    keys: the new rows' keys, without a model. keys_of_shorter: one RowKeys for each smaller max_tokens.
+    keys: the new rows' keys, which do not cover the model. keys_of_shorter: one RowKeys for each smaller max_tokens.
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
-        for number, mark in enumerate(matches.marks):
-            missing = np.flatnonzero(has_key & (matches.places < 0))
-            missing_rows = [rows[index] for index in missing.tolist()]
-            shorter_keys = row_keys(shorter.key_of, missing_rows)
+        for model_number, mark in enumerate(matches.marks):
+            unmatched = np.flatnonzero(has_key & (matches.places < 0))
+            unmatched_rows = [rows[index] for index in unmatched.tolist()]
+            shorter_keys = row_keys(shorter.key_of, unmatched_rows)
             old_places = old.keys.find(whole_keys(shorter_keys, mark))
-            matches.places[missing] = old_places
-            matches.models[missing] = number
-            matches.is_shorter[missing] = old_places >= 0
+            matches.places[unmatched] = old_places
+            matches.models[unmatched] = model_number
+            matches.is_shorter[unmatched] = old_places >= 0
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
@@ -424,7 +425,7 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
 
 
 def _shows_cuts(column: str) -> bool:
-    """Whether a column shows that an answer was cut, or that the row was asked again because of that."""
+    """Whether a column shows that an answer was cut, or that a row was asked again because its answer was cut."""
     return column == ATTEMPTS or column.endswith(FINISH_REASON)
 
 

@@ -373,6 +373,7 @@ class _Counts:
     ) -> None:
         """Count the rows of a shard, in the order in which they would be asked. start: the number of the first row."""
         equal_rows: dict[Row, list[int]] = {}
+        # Only rows whose number can be divided by `_step` are counted.
         first_number = math.ceil(start / self._step) * self._step
         for number in range(first_number, start + len(rows), self._step):
             row = rows[number - start]

@@ -216,6 +216,7 @@ class TemplateSource(PromptSource):
         self.columns = template.columns
         self._template = template
         self._defaults = defaults
+        # A template with roles makes a chat.
         self._control_tokens = control_tokens if template.roles is None else ()
         check_defaults(defaults, self.columns)
 
@@ -242,7 +243,7 @@ class TemplateSource(PromptSource):
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
-    """Return values as JSON of the texts that a template would show."""
+    """Return the texts that a template would show for values, as a JSON object by the values' names."""
     texts: dict[str, str | None] = {}
     for name, value in values.items():
         if value is None:

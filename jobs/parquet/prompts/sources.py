@@ -391,8 +391,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
-    A picture that a line names by its path becomes a data: URL. inline_pictures: whether a line that names a picture by
-    its path is refused instead.
+    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: whether pictures must
+    be data: URLs already; a line that names a path is refused.
     """
 
     columns = ("request",)
@@ -419,7 +419,7 @@ class LineSource(PromptSource):
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             """Note the picture of a part if its URL is a path. Called with each object of the line. Returns the object.
 
-            If the part's image_url is a text, an object with this `url` replaces the text.
+            If the part's image_url is a text, it is replaced by an object whose `url` is this text.
             """
             if part.get("type") != "image_url":
                 return part

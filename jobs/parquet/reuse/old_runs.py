@@ -66,9 +66,10 @@ _COUNT_BYTES = 8
 def write_keys(
     storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str
 ) -> None:
-    """Write the keys of a part's rows, unless they are there.
+    """Write the file of a part's keys, unless the file exists.
 
-    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark of its model.
+    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark (a hash) of the model
+    that answered it.
     """
     distinct_marks = np.unique(marks, axis=0)
     packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
@@ -235,10 +236,10 @@ Opened = tuple[pa.Schema, Batches]
 
 
 class OldRuns:
-    """The runs that a submission names, as they are now. Later answers are not seen.
+    """The earlier runs that a submission names. Only the answers that they have now are seen.
 
     reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
-    keys: an index of the rows of all parts, which are called old rows. marks: the marks of the models that answered.
+    keys: an index of the rows of all parts, which are called old rows. marks: hashes of the models that answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -331,17 +332,18 @@ class OldRuns:
     def answers(
         self, places: Places, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers of some old rows, part by part: the part, indices into `places`, and the answers.
+        """Yield the answers of the wanted old rows, part by part.
 
-        places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
+        places: where the wanted rows are among all old rows, ascending. schema: the columns of a new run's answers.
+        Yields the part, the indices in `places` of the rows with an answer, and the answers. Rows with an error are
         left out. Files that are damaged or lack a column are passed over.
         """
         for part in self.parts:
-            # places[begin:end]: the places in this part
+            # places[begin:end]: the wanted rows that are in this part
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
             if begin == end:
                 continue
-            wanted = places[begin:end] - part.first  # rows of the shard
+            wanted = places[begin:end] - part.first  # their row numbers within the shard
             is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
@@ -379,8 +381,8 @@ class OldRuns:
                 self._storage.check_interrupted()
                 # wanted[first:end]: the wanted rows that may be in this batch
                 first, end = _wanted_range(wanted, rows, part.num_rows)
-                places_in_batch, indices = _places_of(wanted[first:end], rows)
-                wanted_rows = batch.take(pa.array(places_in_batch))
+                indices_in_batch, indices = _indices_of(wanted[first:end], rows)
+                wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
                     is_good &= _is_whole(wanted_rows.column(name))
@@ -451,16 +453,16 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
     return int(first), int(end)
 
 
-def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Look wanted row numbers up in `rows`. Return their indices in `rows`, and their indices in `wanted`.
+def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
+    """Find the wanted row numbers in `rows`. Return the indices in `rows` and in `wanted` of those that are found.
 
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
     order = np.argsort(rows, kind="stable")
-    # places[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
-    places = order[np.searchsorted(rows, wanted, sorter=order)]
-    indices = np.flatnonzero(rows[places] == wanted)
-    return places[indices], indices
+    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
+    nearest = order[np.searchsorted(rows, wanted, sorter=order)]
+    found = np.flatnonzero(rows[nearest] == wanted)  # indices in `wanted`
+    return nearest[found], found
 
 
 def _max_lengths(plan: Plan) -> set[int]:

@@ -64,11 +64,14 @@ def _entries(
     begin: Callable[[Row, int], Item[Answer]],
     memo_keys: Keys | None,
 ) -> list[Entry[Answer]]:
-    """Return one entry for each item, sorted by the items' rows. An entry has the places of all rows that it answers.
+    """Return the items to ask, each in an entry with the places of all rows that it answers.
 
-    begin: returns the item of a row at an index of `rows`. memo_keys: see row_runner.
+    The entries are sorted by their rows. begin: returns the item of a row; its second argument is the row's index in
+    `rows`. memo_keys: see row_runner.
     """
-    shared_entries: dict[Row, Entry[Answer]] = {}  # of rows whose equal rows get the same answer
+    shared_entries: dict[
+        Row, Entry[Answer]
+    ] = {}  # by a row for which equal rows get the same answer
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):

@@ -27,7 +27,7 @@ _PROGRESS = "now"
 
 @dataclass
 class Journalled:
-    """What earlier executions have left of a shard.
+    """What earlier executions of a shard's job have recorded.
 
     answers: the records of answered rows, by row. under_way: the progress of other rows, by row. num_tokens: how many
     tokens were generated for the answers.
@@ -38,7 +38,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If two executions have worked on a row, the record of the execution that got further counts."""
+        """Add a record. If there are two records of a row, the one that shows more progress is kept."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:

@@ -63,7 +63,7 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: for the job that asks a cascade's second model, the run's queue, because that job may be on another one.
+        queue: the run's queue, if this job asks a cascade's second model, because such a job may be on another queue.
         None for all other jobs.
         """
         self._context = context
@@ -170,7 +170,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, and tell other shards that the file is no longer read."""
+        """Free the memory of unanswered rows, and tell other shards that this shard no longer reads its file."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)

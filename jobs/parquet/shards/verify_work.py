@@ -72,8 +72,8 @@ class VerifyWork(RowsTask):
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
 
-        answers_of_row = max(spec.n, len(spec.labels or ()))
-        max_rows = MAX_ANSWERS // answers_of_row
+        answers_per_row = max(spec.n, len(spec.labels or ()))
+        max_rows = MAX_ANSWERS // answers_per_row
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
         self._num_other_models = 0
         self._recorded: dict[int, dict[str, Any]] = {}
@@ -167,7 +167,7 @@ class VerifyWork(RowsTask):
         return self._plan.reused is None or ask.is_greedy(row)
 
     def result(self) -> dict[str, Any]:
-        """Return how many rows have other answers than the run has recorded, and the first differences."""
+        """Return how many rows now got another answer than the run has recorded, and the first differences."""
         differences = []
         different_rows = set()
         answers = self.required_runner.answers()

@@ -71,7 +71,7 @@ class ColumnChoice(NamedTuple):
     def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
-            # The extra columns of the chosen columns are read as well, and so is the column of problems.
+            # Planning may have added a column of JSON for a chosen column, and a column of problems. They are read too.
             as_json = [AS_JSON + name for name in self.names]
             return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
         if not self.without:
@@ -295,12 +295,12 @@ def _from_json(name: str, text: Any) -> Any:
     return json.loads(text)
 
 
-def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
+def row_values(name: str, column: pa.Array, are_answers: bool = False) -> Iterator[Any]:
     """Return an iterator over each row's value, or its RowProblem. Maps become dicts.
 
-    is_ours: whether the values are answers, which may be larger than a prompt.
+    are_answers: whether the values are answers, which may be larger than a prompt.
     """
-    values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
+    values = (scalar.as_py() for scalar in column) if are_answers else _python_values(name, column)
     if holds(column.type, pa.types.is_map):
         values = _maps_as_dicts(values, column.type)
     return values

@@ -77,7 +77,7 @@ def look_at(
 
 
 def with_second_try(path: str, ask: Callable[[], T]) -> T:
-    """Call `ask`, which has a child do something, and return its result. If the child is killed, call `ask` once more.
+    """Return the result of `ask`, which uses a child process. If the child is killed, `ask` is called once more.
 
     Raises TableNotRead if a child fails otherwise, or is killed twice.
     """

@@ -51,8 +51,8 @@ class PartsDone:
 class Span:
     """Work that a worker did on a shard between two moments.
 
-    began_at, ended_at: Unix seconds; a shard that is under way ends with its last report. work: in the unit of the
-    shards' shares.
+    began_at, ended_at: Unix seconds. For a shard that is under way, ended_at is the time of its last report.
+    work: how much work was done, in the unit of the shards' shares.
     """
 
     worker: str
@@ -218,7 +218,8 @@ def _share_done(progress: Progress, tokens_of_row: float) -> float:
 def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
     """Return the work done on rows that are being answered, as a number of rows.
 
-    This work counts because rows of equal length end together: until then, nothing else would be done.
+    This work counts because rows of equal length end together. If only whole rows counted, the shard would seem to do
+    nothing until then.
     """
     if tokens_of_row == 0:
         return 0.0
