@@ -116,9 +116,8 @@ def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
-    start = (
-        -shard.skip
-    )  # the number of the next group's first row, counted from the shard's first row
+    # Rows are counted from the shard's first row. The shard may begin within its first group.
+    start = -shard.skip  # the first row of the next group
     end_group = shard.first_group + shard.num_groups
     for group_rows, group_bytes in groups[shard.first_group : end_group]:
         end = start + group_rows

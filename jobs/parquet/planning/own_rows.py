@@ -261,7 +261,7 @@ class Matches:
 
     places: the place of the new row's old row among all old rows; -1 for a new row that has no old row.
     models: the index in `marks` of the model that answered the old row.
-    marks: the marks of the models whose answers may be taken.
+    marks: hashes of the models whose answers may be taken.
     keys: the new row's whole key, with the model that answered the old row.
     is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
@@ -391,7 +391,7 @@ def _match_shorter(
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return the RowKeys that the plan would have with the smaller max_tokens of an old run, for each such max_tokens.
+    """Return the RowKeys that the plan would have with a smaller max_tokens: one for each smaller one of an old run.
 
     An old answer under one of these keys would be the same now, unless it was cut. A run of batch files gets no such
     RowKeys, because its lines have sampling values of their own. check: the version of the check's function.
@@ -441,7 +441,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` escalates to the second model all rows that `old` does."""
+    """Whether both plans have the same models, and `plan` asks the second model about every row that `old` did."""
     if _identities(plan) != _identities(old):
         return False
     old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again

@@ -316,7 +316,7 @@ def _rows_with_room(
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers, until the rows have MAX_TRIED_CHARS characters."""
+    """Return the rows of these requests by their numbers. Rows after the first MAX_TRIED_CHARS are left out."""
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
     chars_left = MAX_TRIED_CHARS
@@ -469,7 +469,7 @@ def _limit_of(request: Request) -> int:
 
 
 def _with_beginning(request: Request, beginning: str) -> Request:
-    """Return a request with a text before its prompt, or before its first message.
+    """Return a request that begins with another text, so that no part of its prompt is in the engine's cache.
 
     A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
     """

@@ -356,9 +356,10 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """The source of one prompt of rows that have several prompts. Its problems name the prompt.
+    """Makes one of a row's several prompts. If a row has a problem, the problem names the prompt.
 
-    defaults: the defaults of all prompts of a row. reserved_names: names that no column of the input may have.
+    defaults: the defaults of all prompts of a row. reserved_names: the names of all prompts, which no column of the
+    input may have.
     """
 
     def __init__(

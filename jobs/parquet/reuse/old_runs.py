@@ -136,7 +136,7 @@ class KnownKeys:
         #: The places of the known keys, ordered by the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How often one of several equal keys was found, at the place of the first of these keys.
+        #: How often each group of equal keys was found. The number is at the place of the group's first key.
         self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
@@ -254,23 +254,24 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        marks = [NO_KEYS]  # arrays of marks; NO_KEYS, because there may be no other array
+        mark_arrays = [NO_KEYS]  # one array even if there are no parts, so that they can be joined
         for part in self.parts:
             storage.check_interrupted()
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    marks += self._read_journal(part, part_keys)
+                    mark_arrays += self._read_journal(part, part_keys)
                 else:
                     run = part.reused.run
                     known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
                     part_keys[:] = known_keys
-                    marks.append(known_marks)
+                    mark_arrays.append(known_marks)
             except PartDamaged as error:
                 part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
-        self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_MODELS_OF_OLD_RUNS]
+        distinct_marks = np.unique(np.concatenate(mark_arrays), axis=0)
+        self.marks = distinct_marks[:MAX_MODELS_OF_OLD_RUNS]
 
     def _add_run(self, output: str) -> None:
         """Add the run of a folder, and its shards that have answers. Raises CannotReuse."""
@@ -392,7 +393,7 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers of a log whose keys are in `self.keys`. Raises AnswersDamaged.
+        """Lend the answers in a log, without answers whose keys are not in `self.keys`. Raises AnswersDamaged.
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
@@ -516,9 +517,10 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the paths of the logs of each shard that has answers. The list of a shard with a part is empty.
+    """Return the paths of the logs of each shard that has answers.
 
-    Raises CannotReuse for parts without keys.
+    If a shard has a part, its list is empty, because the part has its answers. Raises CannotReuse for parts without
+    keys.
     """
     logs_by_shard: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)

@@ -36,8 +36,8 @@ def row_runner(
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
-        """Begin a row's item, which holds what it needs of the row. place: the row's index in `rows`."""
-        let_go(row)
+        """Begin a row's item. place: the row's index in `rows`."""
+        let_go(row)  # the item holds all that it needs of the row
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:

@@ -55,7 +55,7 @@ class ShardJournal:
     """The journal of one shard. An execution reads what earlier executions have written, then adds entries."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: the mark of the model that this execution asks. Records of a cascade's other model are left out."""
+        """mark: a hash of the model that this execution asks. Records of a cascade's other model are left out."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id

@@ -142,7 +142,7 @@ def shard_readers(
 ) -> Iterator[tuple[int, RowReader]]:
     """Yield the number of each shard that has rows, and a reader that reaches these rows.
 
-    A reader only moves forwards. A shard gets the reader of the shard before if that reader still reaches it.
+    A reader only moves forwards. If the previous shard's reader can still reach a shard, it is used again.
     """
     reader = None
     file_number = -1

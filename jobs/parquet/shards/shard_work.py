@@ -146,14 +146,18 @@ class ShardWork(RowsTask):
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
-        num_low = self._escalate()  # if the second model is asked, its job writes the part
+        num_escalated = self._escalate()  # if the second model is asked, its job writes the part
         stats = None
-        if self.runner is not None and not num_low:
+        if self.runner is not None and not num_escalated:
             stats = self._publish(self.runner)
         if self._journal is not None:
             self._journal.remove()
-        if num_low:
-            return {"run": self._folder.plan.run, "shard": self._number, "rows_escalated": num_low}
+        if num_escalated:
+            return {
+                "run": self._folder.plan.run,
+                "shard": self._number,
+                "rows_escalated": num_escalated,
+            }
 
         if stats is None:  # another execution was first, and its part counts
             stats = self._folder.part_stats(self._number)
@@ -194,11 +198,12 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        num_low = self._shard.rows  # at most all rows, if an earlier execution has kept the answers
+        # If an earlier execution has kept the answers, this one has no runner, and at most all rows are asked.
+        num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())
-            num_low -= len(records)
-            if not num_low:
+            num_escalated -= len(records)
+            if not num_escalated:
                 return 0
             try:
                 keep_answers(folder, number, self._log, records)
@@ -209,8 +214,8 @@ class ShardWork(RowsTask):
                     raise
                 return 0
         state = RunState(self._context.connection, folder.plan.run, self._context.lease)
-        enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_low)
-        return num_low
+        enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_escalated)
+        return num_escalated
 
     def _records_to_keep(self, answers: Sequence[Answer]) -> list[Record]:
         """Return a record of each answer that the second model's job keeps. That job asks the other rows again.
@@ -367,13 +372,13 @@ class ShardWork(RowsTask):
         return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
-        """Return the records of answers that were there before the shard was asked."""
+        """Return the records of answers that rows had before this shard's first job asked any row."""
         storage = self._folder.storage
         plan = self._folder.plan
         if not self._is_second:
             return taken_answers(storage, plan, self._number, self._log)
         records = kept_answers(storage, plan, self._number, self._log)
-        self._num_escalated = num_rows - len(records)
+        self._num_escalated = num_rows - len(records)  # rows without a kept answer are asked again
         return records
 
     @property

@@ -81,7 +81,7 @@ class VerifyWork(RowsTask):
         for shard in self._plan.shards_of(self._sample):
             read_part_stats(storage, self._plan, shard)
             self._recorded |= self._recorded_answers(storage, shard)
-            keys |= _keys_where_mixed(storage, self._plan, shard, self._sample)
+            keys |= _recorded_keys(storage, self._plan, shard, self._sample)
         self._make_runner(context, storage, self._plan, keys)
 
     def _recorded_answers(self, storage: Storage, shard: int) -> dict[int, dict[str, Any]]:
@@ -135,7 +135,7 @@ class VerifyWork(RowsTask):
     def _add_rows(
         self, start: int, rows: Sequence[Row | RowProblem], ask: RowAsk, keys: Mapping[int, bytes]
     ) -> None:
-        """Add a shard's recorded rows to the texts. A row that is not comparable is no longer recorded.
+        """Add a shard's recorded rows to the texts. Rows that cannot be compared are removed from `_recorded`.
 
         start: the number of the shard's first row. keys: see _make_runner.
         """
@@ -192,10 +192,11 @@ class VerifyWork(RowsTask):
         }
 
 
-def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of a shard's rows, by row; {} if the run's model has answered the whole shard.
+def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
+    """Return the whole keys of a shard's rows, by row. The keys show which model has answered each row.
 
-    rows: the rows that are wanted. Rows of other shards are left out, and so are rows without a key.
+    Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
+    shards are left out, and so are rows without a key.
     """
     keys, marks = read_keys(storage, plan, shard, plan.run)
     if np.array_equal(marks, model_mark(plan.model)):

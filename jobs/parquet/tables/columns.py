@@ -91,8 +91,10 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which each extra column of JSON takes the place of its column."""
-    json_columns: dict[str, str] = {}  # the name of the extra column, by the name of its column
+    """Return a batch in which the extra columns of JSON (see AS_JSON) replace the columns that they belong to."""
+    json_columns: dict[
+        str, str
+    ] = {}  # the name of the extra column, by the name of the replaced column
     names = []
     for name in batch.schema.names:
         if name.startswith(AS_JSON):
@@ -233,12 +235,18 @@ def python_rows(
 
 def has_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers."""
-    return DIGITS.items() <= (field.metadata or {}).items() or has_comma_digits(field)
+    return _form(field) in (DIGITS[_OWN_KEY], COMMA_DIGITS[_OWN_KEY])
 
 
 def has_comma_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers with a decimal comma."""
-    return COMMA_DIGITS.items() <= (field.metadata or {}).items()
+    return _form(field) == COMMA_DIGITS[_OWN_KEY]
+
+
+def _form(field: pa.Field) -> bytes | None:
+    """Return how a column's file writes the values, as one of the metadata above; None for the usual form."""
+    metadata: dict[bytes, bytes] = field.metadata or {}
+    return metadata.get(_OWN_KEY)
 
 
 def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
@@ -251,8 +259,7 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
-    metadata = field.metadata or {}
-    form = metadata.get(_OWN_KEY)  # how the file writes the values; None for the usual form
+    form = _form(field)
     if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         values = map(_whole_as_integer, values)
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):

@@ -115,7 +115,7 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)  # the schema comes before the batches
 
     def close(self) -> None:
-        """End the pass, and give the child back."""
+        """End the pass, so that the child process can serve another one."""
         self.batches.close()
 
 
@@ -127,7 +127,7 @@ def _read(
     rows_done = 0
     batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
     was_replaced = False
-    share: float = CHILD_SHARE
+    share: float = CHILD_SHARE  # how much memory the child may take, see open_table
     while True:  # for each child, until a child comes to the file's end
         question = {
             "columns": columns,
@@ -194,7 +194,7 @@ def open_table(
         return content
 
     def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
-        """Have the child do a task, and yield its replies. An error among them is raised here."""
+        """Have the child do a task, and yield its replies. If a reply is an error, the error is raised."""
         about_file = {"path": path, "input_format": input_format, "size": size}
         replies = child.replies(task, {**about_file, **question}, limits, fetch=fetch)
         stack.callback(replies.close)

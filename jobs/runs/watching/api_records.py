@@ -1,6 +1,6 @@
 """Records of the API servers in Redis: their batches, and which projects were refused at a limit.
 
-The dashboard and /metrics show these records. The servers decide nothing by them, because batches lie in a folder.
+The dashboard and /metrics show these records. The servers do not need them, because they keep batches in a folder.
 """
 
 import json

@@ -109,7 +109,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
     """Return a run's progress, also if a worker has planned the run under another id. Raises UnknownRun.
 
-    The id depends on the output's real path, which may be another one on the worker's machine.
+    The id depends on the output's real path, which may differ between this machine and the worker's.
     """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
