@@ -35,7 +35,7 @@ NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers.
+    """A Redis server that has answered, and what it says of itself.
 
     config: the settings that this user may read. ahead_s: the seconds by which the server's clock is ahead of ours.
     """
@@ -294,7 +294,7 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
-    # For each key pattern of the role, a command that needs the right to such a key.
+    # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
     pattern_of: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
         command = ("set", pattern.replace("*", "a"), "1")
@@ -316,9 +316,8 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
     """Return the rule that a user needs for a command; None if the command is permitted.
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
-    key_pattern: set if the command tests whether the user may use certain keys: the pattern of these keys. None if it
-    tests whether the user may send the command. Then a refusal of its key gives no rule, because other commands test
-    all keys.
+    key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
+    A refusal of the key then gives no rule, because the keys are tested by means of other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"
@@ -335,7 +334,7 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield each command, with the text by which the server refuses it to this user; "" if it is permitted.
+    """Yield each command, and the server's reason to refuse it to this user; "" if the command is permitted.
 
     No command is carried out.
     """

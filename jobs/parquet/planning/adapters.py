@@ -1,4 +1,4 @@
-"""Pins the adapters that a run names, as the model is pinned."""
+"""Pins the adapters that a run names: the plan records their exact files, as it records the exact model."""
 
 from contextlib import suppress
 from dataclasses import replace

@@ -179,8 +179,8 @@ def check_columns_here(spec: RunSpec) -> None:
 class _ScannedFiles:
     """The input files that were scanned, and what is known about them.
 
-    files: the files as a plan names them. groups: for each file, the rows and bytes of its row groups. kinds: the kinds
-    of the columns, if the files are text.
+    files: the files as a plan names them. groups: for each file, the rows and bytes of its row groups. kinds: the types
+    of the columns if the files are text, see formats/kinds.py.
     """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:

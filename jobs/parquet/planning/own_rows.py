@@ -298,7 +298,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Give some new rows the old rows that they have in `other`."""
+        """Match some new rows with the old rows that they have in `other`."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
@@ -391,10 +391,11 @@ def _match_shorter(
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return the RowKeys that the plan would have with a smaller max_tokens: one for each smaller one of an old run.
+    """Return one RowKeys for each max_tokens of an old run that is smaller than the plan's.
 
-    An old answer under one of these keys would be the same now, unless it was cut. A run of batch files gets no such
-    RowKeys, because its lines have sampling values of their own. check: the version of the check's function.
+    It makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these keys would
+    be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have sampling
+    values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -460,8 +461,8 @@ def take_answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield batches of new rows: the rows' numbers, their answers as columns of `schema`, and the old rows' names.
 
-    If the answer of a row's old row cannot be read or taken, another old row is looked up, among all old runs. In the
-    end, each row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
+    If the answer of an old row cannot be read or taken, another old row is looked up in all old runs. At the end, each
+    new row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
     known.
     """
     is_taken = np.zeros(len(matches.places), bool)
@@ -475,7 +476,8 @@ def take_answers(
             taken_rows = rows[indices]
             is_usable = _are_usable(matches, taken_rows, batch)
             if not is_usable.all():
-                matches.is_cut[taken_rows[~is_usable]] = True
+                cut_rows = taken_rows[~is_usable]
+                matches.is_cut[cut_rows] = True
                 taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
@@ -500,6 +502,6 @@ def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.ND
 
 def _sources(part: OldPart, places: Places) -> list[str]:
     """Return the names of old rows of a part: the old run's output and the row's number in the old run."""
-    # A place counts old rows over all old parts, and a row number counts them over their run.
+    # A place is counted over the rows of all old parts, a row number over the rows of one old run.
     row_numbers = places - part.first + part.plan.first_row(part.shard)
     return [f"{part.reused.output}#{number}" for number in row_numbers]

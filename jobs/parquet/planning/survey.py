@@ -316,7 +316,7 @@ def _rows_with_room(
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers. Rows after the first MAX_TRIED_CHARS are left out."""
+    """Return the rows of these requests by their numbers. Rows beyond MAX_TRIED_CHARS characters are left out."""
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
     chars_left = MAX_TRIED_CHARS

@@ -74,9 +74,10 @@ class PromptSource(abc.ABC):
         """Return the prompt of one row; if the row has pictures, its messages or parts. Raises RowProblem."""
 
     def row(self, values: Any, read: ReadFile) -> Row:
-        """Return the row that is made of these values. Raises RowProblem.
+        """Return the row that is made of these values.
 
-        read: returns the bytes of a picture's file. For pictures, raises InvalidJob, or what `read` raises.
+        read: returns the bytes of a picture's file. Raises RowProblem. If the row has pictures, also raises InvalidJob,
+        or what `read` raises.
         """
         prompt = self.render(values)
         if isinstance(prompt, str):
@@ -135,7 +136,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
 def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
 
-    drops_keys: whether to leave out keys of messages that are not read.
+    drops_keys: whether to leave out the keys of a message that nothing reads.
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:
@@ -151,7 +152,7 @@ def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. The structs of all rows have the same keys. Keys that are null in a row are left out."""
+    """A column of chats. Arrow gives the structs of all rows the same keys, so keys that are null are left out."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield each row's messages, or its RowProblem."""
@@ -203,8 +204,8 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. Not used for a
-    chat, because the engine keeps these tokens out of chats.
+    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. They are not used
+    for a chat, because the engine keeps these tokens out of chats.
     """
 
     def __init__(

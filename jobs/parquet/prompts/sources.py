@@ -180,7 +180,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it. Whole floats become integers: pandas turns integers beside a null into floats."""
+    """Return a value as JSON writes it. Whole floats become integers: pandas makes floats of integers beside a null."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
@@ -286,7 +286,7 @@ def row_source(
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling,
     control_tokens: Collection[str] = (),
 ) -> RowSource:
-    """Return the source for a run's arguments. It checks the rows' sampling values. Raises InvalidJob.
+    """Return the source of a run's rows, which also checks the rows' sampling values. Raises InvalidJob.
 
     control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts unless
     the run allows them.

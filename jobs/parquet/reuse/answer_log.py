@@ -83,9 +83,9 @@ def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
 
 
 def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
-    """Return what identifies the shard that a log belongs to: its run, number, seed, models and ask.
+    """Return what identifies the shard that a log belongs to: its run, number, seed and models, and what is asked.
 
-    ask_name: RowKeys.name.
+    ask_name: a hash of what the run asks, see RowKeys.name.
     """
     second = None if plan.second is None else plan.second.pin
     return [plan.run, shard, plan.seed, plan.model.pin, second, ask_name]

@@ -81,7 +81,7 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks of the models that answered the rows. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and the marks (hashes) of the models that answered. Raises PartDamaged.
 
     run: the run that wrote the keys.
     """
@@ -199,7 +199,7 @@ class ReusedRun:
     differs: list[str] = field(default_factory=list)
 
     def pass_over(self, path: str, reason: str) -> None:
-        """Note a file or folder that is not used."""
+        """Note a file or folder that is not used, and why. At most MAX_LISTED are noted."""
         if len(self.passed_over) < MAX_LISTED:
             self.passed_over.append(f"{path}: {reason}")
 
@@ -311,7 +311,7 @@ class OldRuns:
             first += part.num_rows
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the keys of a shard's answers from its logs. Returns the marks of the models that answered.
+        """Read the keys of a shard's answers from its logs. Returns the marks (hashes) of the models that answered.
 
         keys: the whole key of each answered row is written into this array. A damaged log is passed over.
         """

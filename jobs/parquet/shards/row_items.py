@@ -28,7 +28,7 @@ def row_runner(
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. Once all requests are delivered, it has one answer for each row.
 
-    Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
+    Rows are asked in the order of their prompts. If equal rows must get the same answer, only one of them is asked.
     rows: the rows, with an Answer in place of each row that has an answer already. number_of: takes the index of a row
     in `rows`, and returns the row's number in the run. memo: holds the answers of other shards, by whole keys.
     memo_keys: the whole keys of the rows. let_go: called with each row whose texts are no longer needed. is_over:
@@ -69,9 +69,8 @@ def _entries(
     The entries are sorted by their rows. begin: returns the item of a row; its second argument is the row's index in
     `rows`. memo_keys: see row_runner.
     """
-    shared_entries: dict[
-        Row, Entry[Answer]
-    ] = {}  # by a row for which equal rows get the same answer
+    # The entries of rows whose equal rows get the same answer.
+    shared_entries: dict[Row, Entry[Answer]] = {}
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):

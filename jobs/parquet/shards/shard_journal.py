@@ -73,7 +73,7 @@ class ShardJournal:
         self._writing = threading.Lock()
 
     def read(self) -> Journalled:
-        """Return what earlier executions have left. Logs that are damaged or of another plan are passed over."""
+        """Return what earlier executions have recorded. Logs that are damaged or of another plan are passed over."""
         journalled = Journalled()
         names = self._storage.names(self._folder)
         self._names = {name for name in names if name.startswith(self._prefix)}

@@ -66,7 +66,7 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        factor = ""  # the limit is the setting itself; it could be a multiple of the setting
+        factor = ""  # this limit is the setting itself, and the limit of a reader is a multiple of it
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:

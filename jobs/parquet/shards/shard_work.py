@@ -136,13 +136,13 @@ class ShardWork(RowsTask):
         if write is None and not self.required_runner.has_more:
             return None
 
-        def keep() -> None:
+        def write_and_read() -> None:
             """Write the entry, if there is one, and read the deadline."""
             if write is not None:
                 write()
             self._read_deadline()
 
-        return keep
+        return write_and_read
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
@@ -372,7 +372,7 @@ class ShardWork(RowsTask):
         return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
-        """Return the records of answers that rows had before this shard's first job asked any row."""
+        """Return the records of the answers that planning has taken, or that the first model's job has kept."""
         storage = self._folder.storage
         plan = self._folder.plan
         if not self._is_second:

@@ -50,8 +50,8 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows of the sample, and what the run has recorded for them.
 
-        sample: a share such as "1%", which is at least one row; or a number of rows, as 20 or "20". seed: the seed by
-        which rows are chosen.
+        sample: a share such as "1%", which is at least one row; or a number of rows, such as 20 or "20". seed: the seed
+        by which rows are chosen.
         Raises InvalidJob, RunOfAnotherModel, RunError or NoRoomYet.
         """
         storage = Storage.of(context)
@@ -85,7 +85,7 @@ class VerifyWork(RowsTask):
         self._make_runner(context, storage, self._plan, keys)
 
     def _recorded_answers(self, storage: Storage, shard: int) -> dict[int, dict[str, Any]]:
-        """Return the values to compare, by row, of a shard's rows in the sample. Rows with an error are left out."""
+        """Return the recorded values of a shard's sampled rows, by row. Rows with an error are left out."""
         prefix = self._plan.spec.output_prefix
         columns = [prefix + name for name in self._columns]
         recorded = {}

@@ -92,9 +92,8 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch in which the extra columns of JSON (see AS_JSON) replace the columns that they belong to."""
-    json_columns: dict[
-        str, str
-    ] = {}  # the name of the extra column, by the name of the replaced column
+    # The name of each extra column, by the name of the column that it replaces.
+    json_columns: dict[str, str] = {}
     names = []
     for name in batch.schema.names:
         if name.startswith(AS_JSON):
@@ -244,7 +243,7 @@ def has_comma_digits(field: pa.Field) -> bool:
 
 
 def _form(field: pa.Field) -> bytes | None:
-    """Return how a column's file writes the values, as one of the metadata above; None for the usual form."""
+    """Return the form in which a column's file writes its values (see NUMBER, COMMA, JSON); None for the usual form."""
     metadata: dict[bytes, bytes] = field.metadata or {}
     return metadata.get(_OWN_KEY)
 

@@ -46,10 +46,10 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a file holds.
 
-    groups: the rows and bytes of each of its row groups. For a file in another format, these are the groups that its
-    Parquet file will have.
+    groups: the rows and bytes of each of its row groups. A file in another format gets the row groups of the Parquet
+    file into which it will be converted.
     statistics: a part's statistics as JSON; "" for other files.
-    kinds: the kinds of a text file's columns.
+    kinds: the types of a text file's columns, see formats/kinds.py.
     """
 
     schema: pa.Schema
@@ -239,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether the shard lies ahead, and a new reader would not begin nearer to the shard."""
+        """Whether this reader has not passed the shard, and a new reader would not begin nearer to the shard."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(

@@ -107,7 +107,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
-    """Return a run's progress, also if a worker has planned the run under another id. Raises UnknownRun.
+    """Return a run's progress, even if a worker has planned the run under another id. Raises UnknownRun.
 
     The id depends on the output's real path, which may differ between this machine and the worker's.
     """
@@ -137,7 +137,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return, of the last `limit` submitted runs, those that are not expected to end before their deadline."""
+    """Return those of the last `limit` submitted runs that are not expected to end before their deadline."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
