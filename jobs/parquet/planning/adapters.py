@@ -47,4 +47,5 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
 
 def _with_adapters(plan: Plan, pinned: set[str]) -> Plan:
     """Return a plan that names these adapters."""
-    return replace(plan, model=replace(plan.model, adapters=tuple(sorted(pinned))))
+    model = replace(plan.model, adapters=tuple(sorted(pinned)))
+    return replace(plan, model=model)

@@ -339,7 +339,7 @@ class _SecondAnswers:
     def __init__(self, plan: Plan, old: OldRuns) -> None:
         self._first_places = [part.first for part in old.parts]
         is_usable = [_asks_second_too(plan, part.plan) for part in old.parts]
-        # is_usable[part]: whether an old part's answers may be taken. The last value is for part -1, see `usable`.
+        # One value for each old part, and a last value for the part number -1, which stands for no old row.
         self._is_usable = np.array([*is_usable, False])
 
     def usable(self, places: Places) -> Places:

@@ -124,6 +124,7 @@ class RowSampling:
     def _find_problem(self, sampling_json: str) -> str | None:
         """Return why a row's sampling values are impossible; None if they are possible."""
         values = json.loads(sampling_json)
+        # Each value is checked alone first, so that the problem can name its column.
         for name, value in values.items():
             try:
                 self._check_options({name: value})
@@ -320,7 +321,7 @@ def _step_source(
     """Return the source of rows with several prompts. Row.values has the values that later prompts read."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
-    later_columns: dict[str, None] = {}
+    later_columns: dict[str, None] = {}  # a set that keeps its order
     for step in later_steps:
         later_columns.update(dict.fromkeys(step.template.columns))
     value_columns = [column for column in later_columns if column not in step_names]
@@ -331,7 +332,8 @@ def _step_source(
 
 def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
-    return control_tokens if chat.get(SPLIT_TOKENS, True) else ()
+    allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
+    return () if allows_control_tokens else control_tokens
 
 
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:

@@ -150,6 +150,7 @@ class KnownKeys:
         """
         # The known keys whose first half is that of keys[i] are self._order[lows[i]:highs[i]].
         first_halves = np.ascontiguousarray(keys[:, 0])
+        second_halves = keys[:, 1]
         lows = np.searchsorted(self._first_halves, first_halves, "left")
         highs = np.searchsorted(self._first_halves, first_halves, "right")
         num_candidates = highs - lows
@@ -159,13 +160,14 @@ class KnownKeys:
         # Nearly all keys have one candidate or none. These keys are found without a loop.
         has_one = (num_candidates == 1) & is_key
         only_candidates = self._order[lows[has_one]].astype(np.int64)
-        is_equal = self._second_halves[only_candidates] == keys[has_one, 1]
+        is_equal = self._second_halves[only_candidates] == second_halves[has_one]
         found_places[has_one] = np.where(is_equal, only_candidates, -1)
 
         for row in np.flatnonzero((num_candidates > 1) & is_key):
             end = min(highs[row], lows[row] + MAX_EQUAL)
             candidates = self._order[lows[row] : end]
-            equal_places = candidates[self._second_halves[candidates] == keys[row, 1]]
+            is_equal = self._second_halves[candidates] == second_halves[row]
+            equal_places = candidates[is_equal]
             if len(equal_places):
                 found_places[row] = self._next_in_turn(equal_places)
         return found_places

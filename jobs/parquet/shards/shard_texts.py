@@ -66,7 +66,8 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        factor = ""  # this limit is the setting itself, and the limit of a reader is a multiple of it
+        # This limit is the setting itself. The limit of a reader is a multiple of it.
+        factor = ""
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:

@@ -256,7 +256,7 @@ class ShardWork(RowsTask):
         )
         keys = whole_keys(self._log.keys, self._marks)
         has_failed = [answer.error is not None for answer in answers]
-        keys[has_failed] = 0
+        keys[has_failed] = 0  # a row without a key is never found by a later run
 
         def write(sink: Any) -> None:
             """Write the part, then the keys. The part gets its name last."""

@@ -295,7 +295,7 @@ def _from_json(name: str, text: Any) -> Any:
     if len(text) > MAX_NESTED_VALUES:
         # A value follows a comma, or begins a list or an object.
         without_texts = _JSON_TEXT.sub("", text)
-        count = sum(map(without_texts.count, ",[{"))
+        count = sum(without_texts.count(sign) for sign in ",[{")
         if count > MAX_NESTED_VALUES:
             return _above_limit(name, count, "values", MAX_NESTED_VALUES)
     return json.loads(text)

@@ -121,7 +121,7 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     spans: the work that was done so far. now: Unix seconds.
     Returns 0 if no work is left. Otherwise, returns None if no worker is busy, or if too little has been observed.
     """
-    without_rate = 0.0 if work <= 0 else None
+    without_rate = 0.0 if work <= 0 else None  # the result if no rate is known
     if not spans:
         return without_rate
     began_at = min(span.began_at for span in spans)
