@@ -81,7 +81,7 @@ def _examine(examination: Examination, findings: list[Finding]) -> None:
         findings.append(fault(examination.subject, problem, remedy))
 
 
-#: The names that RQ's variables for classes may have.
+#: The values that are expected in RQ's environment variables for classes.
 CLASSES = {
     "RQ_JOB_CLASS": ("rq.job.Job",),
     "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),

@@ -1,3 +1,4 @@
-"""Reads and writes a run's files. The modules of this package import pyarrow. The package alone can be imported without
-pyarrow.
+"""Reads and writes a run's files.
+
+The modules of this package import pyarrow. The package alone can be imported without pyarrow.
 """

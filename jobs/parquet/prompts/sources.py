@@ -416,7 +416,7 @@ class LineSource(PromptSource):
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        # The image_url objects of the line whose `url` is the path of a file.
+        # The line's image_url objects that name a file: their `url` is a path.
         images_with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
@@ -438,7 +438,7 @@ class LineSource(PromptSource):
         try:
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
-            return Row(text)  # the ask reports what is wrong with the line
+            return Row(text)  # the row's error will say what is wrong with the line
         if images_with_path and self._inline_pictures:
             raise RowProblem(
                 "a picture is no data: URL, and other URLs are not fetched: send data:image/...;base64,..."
