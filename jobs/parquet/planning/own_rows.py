@@ -259,7 +259,7 @@ def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
 class Matches:
     """For each new row, the old row whose answer it may take. All arrays but `marks` have one value for each new row.
 
-    places: the place of the new row's old row among all old rows; -1 for a new row that has no old row.
+    places: the index of the new row's old row among all old rows; -1 for a new row that has no old row.
     models: the index in `marks` of the model that answered the old row.
     marks: hashes of the models whose answers may be taken.
     keys: the new row's whole key, with the model that answered the old row.
@@ -343,7 +343,7 @@ class _SecondAnswers:
         self._is_usable = np.array([*is_usable, False])
 
     def usable(self, places: Places) -> Places:
-        """Return these places of old rows, with -1 for each old row whose answer may not be taken."""
+        """Return `places`, with -1 for each row whose answer may not be taken. places: indices among all old rows."""
         # part_numbers[i]: the old part that holds places[i]; -1 for a place of -1
         part_numbers = np.searchsorted(self._first_places, places, "right") - 1
         return np.where(self._is_usable[part_numbers], places, -1)

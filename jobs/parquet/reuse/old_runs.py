@@ -140,11 +140,11 @@ class KnownKeys:
         self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
-        """Make the keys at these places unknown."""
+        """Make the known keys at these indices unknown."""
         self._second_halves[places] = 0  # no key that is looked up has a second half of zeros
 
     def find(self, keys: Keys) -> Places:
-        """Return the place of each key among the known keys; -1 for an unknown key.
+        """Return the index of each key among the known keys; -1 for an unknown key.
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
@@ -173,7 +173,7 @@ class KnownKeys:
         return found_places
 
     def _next_in_turn(self, equal_places: npt.NDArray[np.uint32]) -> int:
-        """Return one of the places of several equal keys, each place in turn."""
+        """Return the index of one of several equal keys. Each call returns the next of `equal_places`, in turn."""
         first_place = equal_places[0]
         turn = self._times_found[first_place] % len(equal_places)
         self._times_found[first_place] += 1
@@ -214,7 +214,7 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of the shard's first row among all old rows. reused: what the new run has taken from the shard's
+    first: the index of the shard's first row among all old rows. reused: what the new run has taken from the shard's
     run. journal: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
@@ -337,7 +337,7 @@ class OldRuns:
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers of the wanted old rows, part by part.
 
-        places: where the wanted rows are among all old rows, ascending. schema: the columns of a new run's answers.
+        places: the ascending indices of the wanted rows among all old rows. schema: the columns of a new run's answers.
         Yields the part, the indices in `places` of the rows with an answer, and the answers. Rows with an error are
         left out. Files that are damaged or lack a column are passed over.
         """
@@ -395,7 +395,7 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers in a log, without answers whose keys are not in `self.keys`. Raises AnswersDamaged.
+        """Lend the answers of a log, but only those whose keys are in `self.keys`. Raises AnswersDamaged.
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """

@@ -362,7 +362,7 @@ class ShardWork(RowsTask):
     def _render_rows(self, source: RowSource) -> ShardTexts:
         """Read and render the shard's rows.
 
-        `shard_bytes` counts each row's bytes until the row is let go or this task is closed.
+        `shard_bytes` counts each row's bytes until the row's texts are no longer needed, or this task is closed.
         """
         texts = ShardTexts(self._file.path, source.columns, self._context.shard_bytes)
         self._texts = texts  # freed by `close`, even if an error is raised below

@@ -239,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether this reader has not passed the shard, and a new reader would not begin nearer to the shard."""
+        """Whether this reader is before the shard's rows, and a new reader would not begin nearer to them."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(
