@@ -81,7 +81,7 @@ def _examine(examination: Examination, findings: list[Finding]) -> None:
         findings.append(fault(examination.subject, problem, remedy))
 
 
-#: The names that RQ's variables for classes may have.
+#: The values that are expected in RQ's environment variables for classes.
 CLASSES = {
     "RQ_JOB_CLASS": ("rq.job.Job",),
     "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),
@@ -110,7 +110,7 @@ OPTIONAL = frozenset(
 def missing(extra: str) -> Iterator[Finding]:
     """Yield a finding for each package of an extra that is not installed."""
     for line in requires("tokenmill") or ():
-        # A line is such as `numpy>=2.0; extra == "worker"`.
+        # A line looks like `numpy>=2.0; extra == "worker"`.
         requirement, _, condition = line.partition(";")
         if extra not in condition:
             continue

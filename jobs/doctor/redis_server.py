@@ -35,7 +35,7 @@ NOT_SERVED = (*_NO_ANSWER, NoPermissionError)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers.
+    """A Redis server that has answered, and what it says of itself.
 
     config: the settings that this user may read. ahead_s: the seconds by which the server's clock is ahead of ours.
     """
@@ -155,7 +155,7 @@ def check_server(server: Server) -> Iterator[Finding]:
 
 
 def troubles(connection: Redis) -> list[str]:
-    """Return why a server that answers takes no jobs or may lose them, and what to mend. Raises RedisError."""
+    """Return the reasons why a server takes no jobs or may lose jobs, each with its remedy. Raises RedisError."""
     try:
         info: Any = connection.info()
     except ResponseError:  # this user may not send INFO
@@ -172,7 +172,11 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         problem = (
             "min-replicas-to-write asks for replicas, and there is none: Redis refuses to write"
         )
-        yield fault("redis", problem, f"start its replicas, or {_set('min-replicas-to-write', 0)}")
+        yield fault(
+            "redis",
+            problem,
+            f"start its replicas, or {_setting_advice('min-replicas-to-write', 0)}",
+        )
     if info.get("cluster_enabled"):
         yield fault(
             "redis",
@@ -190,7 +194,7 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
-        yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
+        yield fault("redis memory", problem, _setting_advice("maxmemory-policy", "noeviction"))
     used_bytes = health.used_bytes
     max_bytes = health.limit_bytes
     if max_bytes and used_bytes > FULL * max_bytes:
@@ -207,13 +211,13 @@ def _durability(server: Server) -> Iterator[Finding]:
     has_file = bool(server.info.get("aof_enabled"))
     if not has_file and save == "":
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
-        yield fault("durability", problem, _set("appendonly", "yes"))
+        yield fault("durability", problem, _setting_advice("appendonly", "yes"))
     elif not has_file:
         problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
-        yield warning("durability", problem, _set("appendonly", "yes"))
+        yield warning("durability", problem, _setting_advice("appendonly", "yes"))
     elif fsync == "no":
         problem = "appendfsync is no: a crash loses what was not on disk"
-        yield warning("durability", problem, _set("appendfsync", "everysec"))
+        yield warning("durability", problem, _setting_advice("appendfsync", "everysec"))
     else:
         yield ok(
             "durability",
@@ -240,7 +244,7 @@ def _can_be_replayed(client: Any) -> bool:
     return all(reply in (b"OK", "OK") for reply in replies)
 
 
-def _set(name: str, value: object) -> str:
+def _setting_advice(name: str, value: object) -> str:
     """Return the advice to change a setting of Redis."""
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
@@ -290,7 +294,7 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
-    # For each key pattern of the role, a command that needs the right to such a key.
+    # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
     pattern_of: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
         command = ("set", pattern.replace("*", "a"), "1")
@@ -312,8 +316,8 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
     """Return the rule that a user needs for a command; None if the command is permitted.
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
-    key_pattern: the pattern of keys whose rule is tested by the command; None if the command's own rule is tested. Then
-    a refusal of its key gives no rule, because other commands test all keys.
+    key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
+    A refusal of the key then gives no rule, because the keys are tested by means of other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"
@@ -330,7 +334,7 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield each command, with the text by which the server refuses it to this user; "" if it is permitted.
+    """Yield each command, and the server's reason to refuse it to this user; "" if the command is permitted.
 
     No command is carried out.
     """

@@ -1,1 +1,4 @@
-"""A run's files. Only this package imports pyarrow. This file does not."""
+"""Reads and writes a run's files.
+
+The modules of this package import pyarrow. The package alone can be imported without pyarrow.
+"""

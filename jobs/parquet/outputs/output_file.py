@@ -240,7 +240,7 @@ def _rows(batch: pa.RecordBatch, answer_columns: Set[str]) -> Iterator[Sequence[
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
-        values = row_values(name, column, is_ours=name in answer_columns)
+        values = row_values(name, column, are_answers=name in answer_columns)
         values_by_column.append(as_written(batch.schema.field(name), values))
     for row in zip(*values_by_column, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]

@@ -1,4 +1,4 @@
-"""Pins the adapters that a run names, as the model is pinned."""
+"""Pins the adapters that a run names: the plan records their exact files, as it records the exact model."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -47,4 +47,5 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
 
 def _with_adapters(plan: Plan, pinned: set[str]) -> Plan:
     """Return a plan that names these adapters."""
-    return replace(plan, model=replace(plan.model, adapters=tuple(sorted(pinned))))
+    model = replace(plan.model, adapters=tuple(sorted(pinned)))
+    return replace(plan, model=model)

@@ -64,20 +64,20 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
 
 
 def partition_columns(
-    files: Sequence[FoundFile], in_files: Sequence[str]
+    files: Sequence[FoundFile], file_columns: Sequence[str]
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column is int64 if all its values are integers without leading zeros, else string. in_files: the columns that the
-    files have themselves. A folder's key with the name of such a column gives no column. Raises SchemaMismatch if the
-    folders of two files have different keys.
+    A column is int64 if all its values are integers without leading zeros, else string. file_columns: the columns that
+    the files themselves have. A folder's key with the name of such a column gives no column. Raises SchemaMismatch if
+    the folders of two files have different keys.
     """
     names = files[0].key_names
     _check_key_names(files, names)
     columns: list[AddedColumn] = []
     values_by_file: list[list[Any]] = [[] for _ in files]
     for key_number, name in enumerate(names):
-        if name in in_files:
+        if name in file_columns:
             continue
         texts = []  # one for each file; None for a null
         for file in files:
@@ -118,7 +118,7 @@ class Folder(NamedTuple):
     above: "Folder | None" = None
 
     def child(self, entry: Entry, storage: Storage) -> "Folder | None":
-        """Return a folder in this folder; None for a link to this folder or one above. Raises PathOutsideRoots."""
+        """Return a folder in this one; None for a link back to this folder or one above it. Raises PathOutsideRoots."""
         path = os.path.join(self.path, entry.name)
         if entry.is_link:
             path = storage.resolve(path)
@@ -167,8 +167,8 @@ class _FolderFiles(NamedTuple):
 class Search:
     """One search for input files.
 
-    output: the run's output folder, which is left out. wanted_format: the format of the files to take from folders.
-    None takes a folder's Parquet files; from a folder without Parquet files, it takes the files of the only format.
+    output: the run's output folder, which is left out. wanted_format: the format of the files to take from folders. If
+    it is None, a folder's Parquet files are taken. If the folder has no Parquet files, its files must have one format.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ def _indices_below(matched_indices: set[int], segments: Sequence[str]) -> frozen
 
 
 def _with_skipped(indices: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return indices of segments, and the indices that are reached by skipping `**`, which may stand for no folder."""
+    """Return these indices of segments, and for each `**` also the next index, because `**` may stand for no folder."""
     reached: set[int] = set()
     for index in indices:
         while index < len(segments):
@@ -356,7 +356,8 @@ def find_files(
     """Return the files that a run reads, in order. Files below the output are never input.
 
     A folder gives its *.parquet files, and the *.parquet files in its folders named key=value. A folder without such
-    files gives the files of its only other format. input_format: if set, a folder gives the files of this format only.
+    files gives its files of another format, which must be the only one. input_format: if set, a folder gives the files
+    of this format only.
     A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
     The files of each input are sorted. Hidden names are left out unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.

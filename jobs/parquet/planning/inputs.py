@@ -116,9 +116,8 @@ def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
     num_bytes = 0.0
-    start = (
-        -shard.skip
-    )  # the number of the next group's first row, counted from the shard's first row
+    # Rows are counted from the shard's first row. The shard may begin within its first group.
+    start = -shard.skip  # the first row of the next group
     end_group = shard.first_group + shard.num_groups
     for group_rows, group_bytes in groups[shard.first_group : end_group]:
         end = start + group_rows
@@ -180,8 +179,8 @@ def check_columns_here(spec: RunSpec) -> None:
 class _ScannedFiles:
     """The input files that were scanned, and what is known about them.
 
-    files: the files as a plan names them. groups: for each file, the rows and bytes of its row groups. kinds: the kinds
-    of the columns, if the files are text.
+    files: the files as a plan names them. groups: for each file, the rows and bytes of its row groups. kinds: the types
+    of the columns if the files are text, see formats/kinds.py.
     """
 
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:

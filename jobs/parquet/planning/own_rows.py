@@ -191,7 +191,8 @@ def _new_rows(
 ) -> Places:
     """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
-    # The answers are only read. A row whose answer has an error or cannot be read gets -1 in `matches.places`.
+    # The loop takes no answer. It reads them all, so that a row whose answer has an error or cannot be read gets -1 in
+    # `matches.places`.
     for _ in take_answers(old, matches, look_up, pa.schema(needed_fields)):
         pass
     return np.flatnonzero(matches.places < 0)
@@ -258,9 +259,9 @@ def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
 class Matches:
     """For each new row, the old row whose answer it may take. All arrays but `marks` have one value for each new row.
 
-    places: the place of the new row's old row among all old rows; -1 for a new row that has no old row.
+    places: the index of the new row's old row among all old rows; -1 for a new row that has no old row.
     models: the index in `marks` of the model that answered the old row.
-    marks: the marks of the models whose answers may be taken.
+    marks: hashes of the models whose answers may be taken.
     keys: the new row's whole key, with the model that answered the old row.
     is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
@@ -297,7 +298,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Give some new rows the old rows that they have in `other`."""
+        """Match some new rows with the old rows that they have in `other`."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
@@ -338,11 +339,11 @@ class _SecondAnswers:
     def __init__(self, plan: Plan, old: OldRuns) -> None:
         self._first_places = [part.first for part in old.parts]
         is_usable = [_asks_second_too(plan, part.plan) for part in old.parts]
-        # is_usable[part]: whether an old part's answers may be taken. The last value is for part -1, see `usable`.
+        # One value for each old part, and a last value for the part number -1, which stands for no old row.
         self._is_usable = np.array([*is_usable, False])
 
     def usable(self, places: Places) -> Places:
-        """Return these places of old rows, with -1 for each old row whose answer may not be taken."""
+        """Return `places`, with -1 for each row whose answer may not be taken. places: indices among all old rows."""
         # part_numbers[i]: the old part that holds places[i]; -1 for a place of -1
         part_numbers = np.searchsorted(self._first_places, places, "right") - 1
         return np.where(self._is_usable[part_numbers], places, -1)
@@ -353,17 +354,17 @@ def _match_equal(
 ) -> None:
     """Look for old rows that asked the same as the new rows.
 
-    keys: the new rows' keys, without a model. second_answers: set if the run is a cascade. Then the first of
-    `matches.marks` is the second model's.
+    keys: the new rows' keys, which do not cover the model. second_answers: set if the run is a cascade. Then the first
+    of `matches.marks` is the second model's.
     """
     has_key = keys.any(axis=1)
-    for number, mark in enumerate(matches.marks):
-        missing = np.flatnonzero(has_key & (matches.places < 0))
-        old_places = old.keys.find(whole_keys(keys[missing], mark))
-        if second_answers is not None and number == 0:
+    for model_number, mark in enumerate(matches.marks):
+        unmatched = np.flatnonzero(has_key & (matches.places < 0))
+        old_places = old.keys.find(whole_keys(keys[unmatched], mark))
+        if second_answers is not None and model_number == 0:
             old_places = second_answers.usable(old_places)
-        matches.places[missing] = old_places
-        matches.models[missing] = number
+        matches.places[unmatched] = old_places
+        matches.models[unmatched] = model_number
 
 
 def _match_shorter(
@@ -375,25 +376,26 @@ def _match_shorter(
 ) -> None:
     """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
 
-    keys: the new rows' keys, without a model. keys_of_shorter: one RowKeys for each smaller max_tokens.
+    keys: the new rows' keys, which do not cover the model. keys_of_shorter: one RowKeys for each smaller max_tokens.
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
-        for number, mark in enumerate(matches.marks):
-            missing = np.flatnonzero(has_key & (matches.places < 0))
-            missing_rows = [rows[index] for index in missing.tolist()]
-            shorter_keys = row_keys(shorter.key_of, missing_rows)
+        for model_number, mark in enumerate(matches.marks):
+            unmatched = np.flatnonzero(has_key & (matches.places < 0))
+            unmatched_rows = [rows[index] for index in unmatched.tolist()]
+            shorter_keys = row_keys(shorter.key_of, unmatched_rows)
             old_places = old.keys.find(whole_keys(shorter_keys, mark))
-            matches.places[missing] = old_places
-            matches.models[missing] = number
-            matches.is_shorter[missing] = old_places >= 0
+            matches.places[unmatched] = old_places
+            matches.models[unmatched] = model_number
+            matches.is_shorter[unmatched] = old_places >= 0
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return the RowKeys that the plan would have with the smaller max_tokens of an old run, for each such max_tokens.
+    """Return one RowKeys for each max_tokens of an old run that is smaller than the plan's.
 
-    An old answer under one of these keys would be the same now, unless it was cut. A run of batch files gets no such
-    RowKeys, because its lines have sampling values of their own. check: the version of the check's function.
+    It makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these keys would
+    be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have sampling
+    values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -424,7 +426,7 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
 
 
 def _shows_cuts(column: str) -> bool:
-    """Whether a column shows that an answer was cut, or that the row was asked again because of that."""
+    """Whether a column shows that an answer was cut, or that a row was asked again because its answer was cut."""
     return column == ATTEMPTS or column.endswith(FINISH_REASON)
 
 
@@ -440,7 +442,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` escalates to the second model all rows that `old` does."""
+    """Whether both plans have the same models, and `plan` asks the second model about every row that `old` did."""
     if _identities(plan) != _identities(old):
         return False
     old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
@@ -459,8 +461,8 @@ def take_answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield batches of new rows: the rows' numbers, their answers as columns of `schema`, and the old rows' names.
 
-    If the answer of a row's old row cannot be read or taken, another old row is looked up, among all old runs. In the
-    end, each row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
+    If the answer of an old row cannot be read or taken, another old row is looked up in all old runs. At the end, each
+    new row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
     known.
     """
     is_taken = np.zeros(len(matches.places), bool)
@@ -474,7 +476,8 @@ def take_answers(
             taken_rows = rows[indices]
             is_usable = _are_usable(matches, taken_rows, batch)
             if not is_usable.all():
-                matches.is_cut[taken_rows[~is_usable]] = True
+                cut_rows = taken_rows[~is_usable]
+                matches.is_cut[cut_rows] = True
                 taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
@@ -499,6 +502,6 @@ def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.ND
 
 def _sources(part: OldPart, places: Places) -> list[str]:
     """Return the names of old rows of a part: the old run's output and the row's number in the old run."""
-    # A place counts old rows over all old parts, and a row number counts them over their run.
+    # A place is counted over the rows of all old parts, a row number over the rows of one old run.
     row_numbers = places - part.first + part.plan.first_row(part.shard)
     return [f"{part.reused.output}#{number}" for number in row_numbers]

@@ -1,4 +1,4 @@
-"""Plans a run or resumes one, as `jobs.score_parquet` does inside a worker."""
+"""Plans a run, or resumes one. `jobs.score_parquet` calls this inside a worker."""
 
 import os
 from collections.abc import Sequence

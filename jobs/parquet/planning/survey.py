@@ -316,7 +316,7 @@ def _rows_with_room(
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers, until the rows have MAX_TRIED_CHARS characters."""
+    """Return the rows of these requests by their numbers. Rows beyond MAX_TRIED_CHARS characters are left out."""
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
     chars_left = MAX_TRIED_CHARS
@@ -373,6 +373,7 @@ class _Counts:
     ) -> None:
         """Count the rows of a shard, in the order in which they would be asked. start: the number of the first row."""
         equal_rows: dict[Row, list[int]] = {}
+        # Only rows whose number can be divided by `_step` are counted.
         first_number = math.ceil(start / self._step) * self._step
         for number in range(first_number, start + len(rows), self._step):
             row = rows[number - start]
@@ -468,7 +469,7 @@ def _limit_of(request: Request) -> int:
 
 
 def _with_beginning(request: Request, beginning: str) -> Request:
-    """Return a request with a text before its prompt, or before its first message.
+    """Return a request that begins with another text, so that no part of its prompt is in the engine's cache.
 
     A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
     """

@@ -48,6 +48,7 @@ class JinjaSource(PromptSource):
         texts, self._roles = template_texts(template)
         self._template = JinjaTexts(texts)
         self._defaults = dict(defaults)
+        # A template with roles makes a chat, and the engine keeps control tokens out of chats.
         self._control_tokens = list(control_tokens) if self._roles is None else []
         self.columns = tuple(sorted(self._template.names))
         if needs_column and not self.columns:
@@ -80,7 +81,7 @@ class JinjaSource(PromptSource):
                 rows_at_once = 1
 
     def _rendered(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        """Have a child render rows; yield each row's texts, or its problem as a text."""
+        """Render rows in a child process; yield each row's texts, or its problem as a text."""
         question = {
             "texts": self._template.texts,
             "columns": self.columns,

@@ -24,7 +24,7 @@ ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """Adds pictures to the prompts of another source.
+    """Adds pictures to the prompts that another source makes: `prompts`.
 
     A picture stands where the template names its column. If the template does not name the column, the picture comes
     first. The template is rendered with a mark, which is a random text, as the value of each column of pictures. The
@@ -54,7 +54,7 @@ class PictureSource(PromptSource):
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType if a column cannot hold pictures, or if the other source cannot read its columns."""
+        """Raise WrongColumnType if a column cannot hold pictures, or if `prompts` cannot read its columns."""
         for name in self._picture_columns:
             kind = schema.field(name).type
             if not _may_be_picture(kind):
@@ -63,14 +63,14 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            if name in self._template_names:  # the other source gets the marks in place of pictures
+            if name in self._template_names:  # `prompts` gets the marks in place of pictures
                 fields.append(pa.field(name, pa.string()))
             else:
                 fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield, for each row, a pair: the values that the other source reads, and the lists of pictures by mark.
+        """Yield a pair for each row: the values that `prompts` reads, and the row's lists of pictures by mark.
 
         Yield a RowProblem in place of the pair if a value or a picture of the row cannot be read.
         """
@@ -93,7 +93,7 @@ class PictureSource(PromptSource):
         rows: pa.RecordBatch,
         pictures_by_column: Mapping[str, Sequence[list[Picture] | RowProblem]],
     ) -> pa.RecordBatch:
-        """Return the columns that the other source reads. A column of pictures has marks in place of its pictures."""
+        """Return the columns that `prompts` reads. A column of pictures has a mark in place of each row's pictures."""
         text_columns = [name for name in self._prompts.columns if name not in self._template_names]
         marked = rows.select(text_columns)
         for name, column in self._template_names.items():
@@ -207,7 +207,8 @@ def _put_first(messages: Parts, pictures: Parts) -> None:
 def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:
     """Return a function that reads the file of a path or URI.
 
-    folder: the folder where relative paths start. None refuses relative paths, because rows have several folders.
+    folder: the folder where relative paths start. None if the rows come from several folders; then relative paths are
+    refused.
     """
     storage = Storage.of(context)
 

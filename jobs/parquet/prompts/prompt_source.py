@@ -74,9 +74,10 @@ class PromptSource(abc.ABC):
         """Return the prompt of one row; if the row has pictures, its messages or parts. Raises RowProblem."""
 
     def row(self, values: Any, read: ReadFile) -> Row:
-        """Return the row that is made of these values. Raises RowProblem.
+        """Return the row that is made of these values.
 
-        read: returns the bytes of a picture's file. For pictures, raises InvalidJob, or what `read` raises.
+        read: returns the bytes of a picture's file. Raises RowProblem. If the row has pictures, also raises InvalidJob,
+        or what `read` raises.
         """
         prompt = self.render(values)
         if isinstance(prompt, str):
@@ -135,7 +136,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
 def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
 
-    drops_keys: whether to leave out keys of messages that are not read.
+    drops_keys: whether to leave out the keys of a message that nothing reads.
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:
@@ -151,7 +152,7 @@ def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. The structs of all rows have the same keys. Keys that are null in a row are left out."""
+    """A column of chats. Arrow gives the structs of all rows the same keys, so keys that are null are left out."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield each row's messages, or its RowProblem."""
@@ -203,8 +204,8 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. Not used for a
-    chat, because the engine keeps these tokens out of chats.
+    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. They are not used
+    for a chat, because the engine keeps these tokens out of chats.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class TemplateSource(PromptSource):
         self.columns = template.columns
         self._template = template
         self._defaults = defaults
+        # A template with roles makes a chat.
         self._control_tokens = control_tokens if template.roles is None else ()
         check_defaults(defaults, self.columns)
 
@@ -242,7 +244,7 @@ class TemplateSource(PromptSource):
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
-    """Return values as JSON of the texts that a template would show."""
+    """Return the texts that a template would show for values, as a JSON object by the values' names."""
     texts: dict[str, str | None] = {}
     for name, value in values.items():
         if value is None:

@@ -124,6 +124,7 @@ class RowSampling:
     def _find_problem(self, sampling_json: str) -> str | None:
         """Return why a row's sampling values are impossible; None if they are possible."""
         values = json.loads(sampling_json)
+        # Each value is checked alone first, so that the problem can name its column.
         for name, value in values.items():
             try:
                 self._check_options({name: value})
@@ -180,7 +181,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it. Whole floats become integers: pandas turns integers beside a null into floats."""
+    """Return a value as JSON writes it. Whole floats become integers: pandas makes floats of integers beside a null."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
@@ -286,7 +287,7 @@ def row_source(
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling,
     control_tokens: Collection[str] = (),
 ) -> RowSource:
-    """Return the source for a run's arguments. It checks the rows' sampling values. Raises InvalidJob.
+    """Return the source of a run's rows, which also checks the rows' sampling values. Raises InvalidJob.
 
     control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts unless
     the run allows them.
@@ -320,7 +321,7 @@ def _step_source(
     """Return the source of rows with several prompts. Row.values has the values that later prompts read."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
-    later_columns: dict[str, None] = {}
+    later_columns: dict[str, None] = {}  # a set that keeps its order
     for step in later_steps:
         later_columns.update(dict.fromkeys(step.template.columns))
     value_columns = [column for column in later_columns if column not in step_names]
@@ -331,7 +332,8 @@ def _step_source(
 
 def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
-    return control_tokens if chat.get(SPLIT_TOKENS, True) else ()
+    allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
+    return () if allows_control_tokens else control_tokens
 
 
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
@@ -356,9 +358,10 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """The source of one prompt of rows that have several prompts. Its problems name the prompt.
+    """Makes one of a row's several prompts. If a row has a problem, the problem names the prompt.
 
-    defaults: the defaults of all prompts of a row. reserved_names: names that no column of the input may have.
+    defaults: the defaults of all prompts of a row. reserved_names: the names of all prompts, which no column of the
+    input may have.
     """
 
     def __init__(
@@ -391,8 +394,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
-    A picture that a line names by its path becomes a data: URL. inline_pictures: whether a line that names a picture by
-    its path is refused instead.
+    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: whether pictures must
+    be data: URLs already; a line that names a path is refused.
     """
 
     columns = ("request",)
@@ -413,13 +416,13 @@ class LineSource(PromptSource):
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        # The image_url objects of the line whose `url` is the path of a file.
+        # The line's image_url objects that name a file: their `url` is a path.
         images_with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             """Note the picture of a part if its URL is a path. Called with each object of the line. Returns the object.
 
-            If the part's image_url is a text, an object with this `url` replaces the text.
+            If the part's image_url is a text, it is replaced by an object whose `url` is this text.
             """
             if part.get("type") != "image_url":
                 return part
@@ -435,7 +438,7 @@ class LineSource(PromptSource):
         try:
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
-            return Row(text)  # the ask reports what is wrong with the line
+            return Row(text)  # the row's error will say what is wrong with the line
         if images_with_path and self._inline_pictures:
             raise RowProblem(
                 "a picture is no data: URL, and other URLs are not fetched: send data:image/...;base64,..."

@@ -1,1 +1,1 @@
-"""Answers of earlier runs. They are found again by what was asked."""
+"""Takes answers of earlier runs. A key that says what a row asks finds the row's answer again."""

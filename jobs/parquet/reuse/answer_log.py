@@ -64,7 +64,7 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or the progress of a row that has no answer yet.
 
-    row: the row's number in the shard, from 0. mark: the mark of the model that answers the row.
+    row: the row's number in the shard, from 0. mark: a hash of the model that answers the row.
     num_tokens: how many tokens were generated for the answer. If equal rows share an answer, only the first row has its
     tokens, and the other rows have 0.
     """
@@ -83,9 +83,9 @@ def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
 
 
 def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
-    """Return what identifies the shard that a log belongs to: its run, number, seed, models and ask.
+    """Return what identifies the shard that a log belongs to: its run, number, seed and models, and what is asked.
 
-    ask_name: RowKeys.name.
+    ask_name: a hash of what the run asks, see RowKeys.name.
     """
     second = None if plan.second is None else plan.second.pin
     return [plan.run, shard, plan.seed, plan.model.pin, second, ask_name]
@@ -105,7 +105,10 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return records of answers that are Arrow columns. keys: whole keys. sources: names of earlier runs' rows."""
+    """Return the records of a log, made of answers in Arrow columns.
+
+    rows, keys, marks: each answer's row, whole key and model. sources: the names of the rows in earlier runs.
+    """
     no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
@@ -144,7 +147,8 @@ def open_log(
 class AnswerLog:
     """Writes and reads the logs of one shard.
 
-    owner: see `log_owner`. keys: the keys of the shard's rows, without a model. fields: the columns of its answers.
+    owner: see `log_owner`. keys: the keys of the shard's rows, which do not cover the model. fields: the columns of the
+    shard's answers.
     """
 
     owner: list[Any]

@@ -66,9 +66,10 @@ _COUNT_BYTES = 8
 def write_keys(
     storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str
 ) -> None:
-    """Write the keys of a part's rows, unless they are there.
+    """Write the file of a part's keys, unless the file exists.
 
-    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark of its model.
+    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark (a hash) of the model
+    that answered it.
     """
     distinct_marks = np.unique(marks, axis=0)
     packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
@@ -80,7 +81,7 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks of the models that answered the rows. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and the marks (hashes) of the models that answered. Raises PartDamaged.
 
     run: the run that wrote the keys.
     """
@@ -135,20 +136,21 @@ class KnownKeys:
         #: The places of the known keys, ordered by the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How often one of several equal keys was found, at the place of the first of these keys.
+        #: How often each group of equal keys was found. The number is at the place of the group's first key.
         self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
-        """Make the keys at these places unknown."""
+        """Make the known keys at these indices unknown."""
         self._second_halves[places] = 0  # no key that is looked up has a second half of zeros
 
     def find(self, keys: Keys) -> Places:
-        """Return the place of each key among the known keys; -1 for an unknown key.
+        """Return the index of each key among the known keys; -1 for an unknown key.
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
         # The known keys whose first half is that of keys[i] are self._order[lows[i]:highs[i]].
         first_halves = np.ascontiguousarray(keys[:, 0])
+        second_halves = keys[:, 1]
         lows = np.searchsorted(self._first_halves, first_halves, "left")
         highs = np.searchsorted(self._first_halves, first_halves, "right")
         num_candidates = highs - lows
@@ -158,19 +160,20 @@ class KnownKeys:
         # Nearly all keys have one candidate or none. These keys are found without a loop.
         has_one = (num_candidates == 1) & is_key
         only_candidates = self._order[lows[has_one]].astype(np.int64)
-        is_equal = self._second_halves[only_candidates] == keys[has_one, 1]
+        is_equal = self._second_halves[only_candidates] == second_halves[has_one]
         found_places[has_one] = np.where(is_equal, only_candidates, -1)
 
         for row in np.flatnonzero((num_candidates > 1) & is_key):
             end = min(highs[row], lows[row] + MAX_EQUAL)
             candidates = self._order[lows[row] : end]
-            equal_places = candidates[self._second_halves[candidates] == keys[row, 1]]
+            is_equal = self._second_halves[candidates] == second_halves[row]
+            equal_places = candidates[is_equal]
             if len(equal_places):
                 found_places[row] = self._next_in_turn(equal_places)
         return found_places
 
     def _next_in_turn(self, equal_places: npt.NDArray[np.uint32]) -> int:
-        """Return one of the places of several equal keys, each place in turn."""
+        """Return the index of one of several equal keys. Each call returns the next of `equal_places`, in turn."""
         first_place = equal_places[0]
         turn = self._times_found[first_place] % len(equal_places)
         self._times_found[first_place] += 1
@@ -198,7 +201,7 @@ class ReusedRun:
     differs: list[str] = field(default_factory=list)
 
     def pass_over(self, path: str, reason: str) -> None:
-        """Note a file or folder that is not used."""
+        """Note a file or folder that is not used, and why. At most MAX_LISTED are noted."""
         if len(self.passed_over) < MAX_LISTED:
             self.passed_over.append(f"{path}: {reason}")
 
@@ -211,7 +214,7 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of the shard's first row among all old rows. reused: what the new run has taken from the shard's
+    first: the index of the shard's first row among all old rows. reused: what the new run has taken from the shard's
     run. journal: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
@@ -235,10 +238,10 @@ Opened = tuple[pa.Schema, Batches]
 
 
 class OldRuns:
-    """The runs that a submission names, as they are now. Later answers are not seen.
+    """The earlier runs that a submission names. Only the answers that they have now are seen.
 
     reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
-    keys: an index of the rows of all parts, which are called old rows. marks: the marks of the models that answered.
+    keys: an index of the rows of all parts, which are called old rows. marks: hashes of the models that answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -253,23 +256,24 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        marks = [NO_KEYS]  # arrays of marks; NO_KEYS, because there may be no other array
+        mark_arrays = [NO_KEYS]  # one array even if there are no parts, so that they can be joined
         for part in self.parts:
             storage.check_interrupted()
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    marks += self._read_journal(part, part_keys)
+                    mark_arrays += self._read_journal(part, part_keys)
                 else:
                     run = part.reused.run
                     known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
                     part_keys[:] = known_keys
-                    marks.append(known_marks)
+                    mark_arrays.append(known_marks)
             except PartDamaged as error:
                 part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
-        self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_MODELS_OF_OLD_RUNS]
+        distinct_marks = np.unique(np.concatenate(mark_arrays), axis=0)
+        self.marks = distinct_marks[:MAX_MODELS_OF_OLD_RUNS]
 
     def _add_run(self, output: str) -> None:
         """Add the run of a folder, and its shards that have answers. Raises CannotReuse."""
@@ -309,7 +313,7 @@ class OldRuns:
             first += part.num_rows
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the keys of a shard's answers from its logs. Returns the marks of the models that answered.
+        """Read the keys of a shard's answers from its logs. Returns the marks (hashes) of the models that answered.
 
         keys: the whole key of each answered row is written into this array. A damaged log is passed over.
         """
@@ -331,17 +335,18 @@ class OldRuns:
     def answers(
         self, places: Places, schema: pa.Schema
     ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers of some old rows, part by part: the part, indices into `places`, and the answers.
+        """Yield the answers of the wanted old rows, part by part.
 
-        places: ascending places among all old rows. schema: the columns of a new run's answers. Rows with an error are
+        places: the ascending indices of the wanted rows among all old rows. schema: the columns of a new run's answers.
+        Yields the part, the indices in `places` of the rows with an answer, and the answers. Rows with an error are
         left out. Files that are damaged or lack a column are passed over.
         """
         for part in self.parts:
-            # places[begin:end]: the places in this part
+            # places[begin:end]: the wanted rows that are in this part
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
             if begin == end:
                 continue
-            wanted = places[begin:end] - part.first  # rows of the shard
+            wanted = places[begin:end] - part.first  # their row numbers within the shard
             is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
@@ -379,8 +384,8 @@ class OldRuns:
                 self._storage.check_interrupted()
                 # wanted[first:end]: the wanted rows that may be in this batch
                 first, end = _wanted_range(wanted, rows, part.num_rows)
-                places_in_batch, indices = _places_of(wanted[first:end], rows)
-                wanted_rows = batch.take(pa.array(places_in_batch))
+                indices_in_batch, indices = _indices_of(wanted[first:end], rows)
+                wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
                     is_good &= _is_whole(wanted_rows.column(name))
@@ -390,7 +395,7 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers of a log whose keys are in `self.keys`. Raises AnswersDamaged.
+        """Lend the answers of a log, but only those whose keys are in `self.keys`. Raises AnswersDamaged.
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
@@ -451,16 +456,16 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
     return int(first), int(end)
 
 
-def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Look wanted row numbers up in `rows`. Return their indices in `rows`, and their indices in `wanted`.
+def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
+    """Find the wanted row numbers in `rows`. Return the indices in `rows` and in `wanted` of those that are found.
 
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
     order = np.argsort(rows, kind="stable")
-    # places[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
-    places = order[np.searchsorted(rows, wanted, sorter=order)]
-    indices = np.flatnonzero(rows[places] == wanted)
-    return places[indices], indices
+    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
+    nearest = order[np.searchsorted(rows, wanted, sorter=order)]
+    found = np.flatnonzero(rows[nearest] == wanted)  # indices in `wanted`
+    return nearest[found], found
 
 
 def _max_lengths(plan: Plan) -> set[int]:
@@ -514,9 +519,10 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the paths of the logs of each shard that has answers. The list of a shard with a part is empty.
+    """Return the paths of the logs of each shard that has answers.
 
-    Raises CannotReuse for parts without keys.
+    If a shard has a part, its list is empty, because the part has its answers. Raises CannotReuse for parts without
+    keys.
     """
     logs_by_shard: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)

@@ -28,7 +28,7 @@ def row_runner(
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. Once all requests are delivered, it has one answer for each row.
 
-    Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
+    Rows are asked in the order of their prompts. If equal rows must get the same answer, only one of them is asked.
     rows: the rows, with an Answer in place of each row that has an answer already. number_of: takes the index of a row
     in `rows`, and returns the row's number in the run. memo: holds the answers of other shards, by whole keys.
     memo_keys: the whole keys of the rows. let_go: called with each row whose texts are no longer needed. is_over:
@@ -36,8 +36,8 @@ def row_runner(
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
-        """Begin a row's item, which holds what it needs of the row. place: the row's index in `rows`."""
-        let_go(row)
+        """Begin a row's item. place: the row's index in `rows`."""
+        let_go(row)  # the item holds all that it needs of the row
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
@@ -64,11 +64,13 @@ def _entries(
     begin: Callable[[Row, int], Item[Answer]],
     memo_keys: Keys | None,
 ) -> list[Entry[Answer]]:
-    """Return one entry for each item, sorted by the items' rows. An entry has the places of all rows that it answers.
+    """Return the items to ask, each in an entry with the places of all rows that it answers.
 
-    begin: returns the item of a row at an index of `rows`. memo_keys: see row_runner.
+    The entries are sorted by their rows. begin: returns the item of a row; its second argument is the row's index in
+    `rows`. memo_keys: see row_runner.
     """
-    shared_entries: dict[Row, Entry[Answer]] = {}  # of rows whose equal rows get the same answer
+    # The entries of rows whose equal rows get the same answer.
+    shared_entries: dict[Row, Entry[Answer]] = {}
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):

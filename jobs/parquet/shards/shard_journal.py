@@ -27,7 +27,7 @@ _PROGRESS = "now"
 
 @dataclass
 class Journalled:
-    """What earlier executions have left of a shard.
+    """What earlier executions of a shard's job have recorded.
 
     answers: the records of answered rows, by row. under_way: the progress of other rows, by row. num_tokens: how many
     tokens were generated for the answers.
@@ -38,7 +38,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If two executions have worked on a row, the record of the execution that got further counts."""
+        """Add a record. If there are two records of a row, the one that shows more progress is kept."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
@@ -55,7 +55,7 @@ class ShardJournal:
     """The journal of one shard. An execution reads what earlier executions have written, then adds entries."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: the mark of the model that this execution asks. Records of a cascade's other model are left out."""
+        """mark: a hash of the model that this execution asks. Records of a cascade's other model are left out."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id
@@ -73,7 +73,7 @@ class ShardJournal:
         self._writing = threading.Lock()
 
     def read(self) -> Journalled:
-        """Return what earlier executions have left. Logs that are damaged or of another plan are passed over."""
+        """Return what earlier executions have recorded. Logs that are damaged or of another plan are passed over."""
         journalled = Journalled()
         names = self._storage.names(self._folder)
         self._names = {name for name in names if name.startswith(self._prefix)}

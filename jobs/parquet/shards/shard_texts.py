@@ -1,4 +1,4 @@
-"""The rows of a shard, rendered ahead of the engine."""
+"""Renders the rows of a shard, and counts the bytes that their texts take in memory."""
 
 import os
 from collections.abc import Iterable, Iterator, Set
@@ -38,7 +38,7 @@ class ShardTexts:
         self._columns = columns
         self._shard_bytes = shard_bytes
         self._remedy = remedy
-        #: The first row of all equal rows, by each row that equals it.
+        #: For each row, the first row that equals it.
         self._first_of_equal: dict[Row, Row] = {}
         #: The bytes that are counted in `shard_bytes`.
         self._bytes = 0
@@ -66,7 +66,8 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        factor = ""  # the limit is the setting itself, not a multiple
+        # This limit is the setting itself. The limit of a reader is a multiple of it.
+        factor = ""
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:
@@ -106,8 +107,8 @@ def shard_rows(
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
     folder: str | None = os.path.dirname(file.path)
-    if file.num_chosen and len(folders) > 1:  # the chosen rows of all files are in one file
-        folder = None
+    if file.num_chosen and len(folders) > 1:
+        folder = None  # the chosen rows of all folders are in one file, which does not say a row's folder
     read = picture_reader(context, folder)
     for batch in shard_batches(context, plan, shard, reader):
         for row in source.rows(batch, read):
@@ -142,7 +143,7 @@ def shard_readers(
 ) -> Iterator[tuple[int, RowReader]]:
     """Yield the number of each shard that has rows, and a reader that reaches these rows.
 
-    A reader only moves forwards. A shard gets the reader of the shard before if that reader still reaches it.
+    A reader only moves forwards. If the previous shard's reader can still reach a shard, it is used again.
     """
     reader = None
     file_number = -1

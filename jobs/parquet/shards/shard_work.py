@@ -63,7 +63,7 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: for the job that asks a cascade's second model, the run's queue, because that job may be on another one.
+        queue: the run's queue, if this job asks a cascade's second model, because such a job may be on another queue.
         None for all other jobs.
         """
         self._context = context
@@ -136,24 +136,28 @@ class ShardWork(RowsTask):
         if write is None and not self.required_runner.has_more:
             return None
 
-        def keep() -> None:
+        def write_and_read() -> None:
             """Write the entry, if there is one, and read the deadline."""
             if write is not None:
                 write()
             self._read_deadline()
 
-        return keep
+        return write_and_read
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
-        num_low = self._escalate()  # if the second model is asked, its job writes the part
+        num_escalated = self._escalate()  # if the second model is asked, its job writes the part
         stats = None
-        if self.runner is not None and not num_low:
+        if self.runner is not None and not num_escalated:
             stats = self._publish(self.runner)
         if self._journal is not None:
             self._journal.remove()
-        if num_low:
-            return {"run": self._folder.plan.run, "shard": self._number, "rows_escalated": num_low}
+        if num_escalated:
+            return {
+                "run": self._folder.plan.run,
+                "shard": self._number,
+                "rows_escalated": num_escalated,
+            }
 
         if stats is None:  # another execution was first, and its part counts
             stats = self._folder.part_stats(self._number)
@@ -170,7 +174,7 @@ class ShardWork(RowsTask):
         }
 
     def close(self) -> None:
-        """Free the memory of the rows that are not answered, and tell other shards that the file is no longer read."""
+        """Free the memory of unanswered rows, and tell other shards that this shard no longer reads its file."""
         if self._has_entered:
             self._has_entered = False
             self._context.files.leave(self._file.path)
@@ -194,11 +198,12 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        num_low = self._shard.rows  # at most all rows, if an earlier execution has kept the answers
+        # If an earlier execution has kept the answers, this one has no runner, and at most all rows are asked.
+        num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())
-            num_low -= len(records)
-            if not num_low:
+            num_escalated -= len(records)
+            if not num_escalated:
                 return 0
             try:
                 keep_answers(folder, number, self._log, records)
@@ -209,8 +214,8 @@ class ShardWork(RowsTask):
                     raise
                 return 0
         state = RunState(self._context.connection, folder.plan.run, self._context.lease)
-        enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_low)
-        return num_low
+        enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_escalated)
+        return num_escalated
 
     def _records_to_keep(self, answers: Sequence[Answer]) -> list[Record]:
         """Return a record of each answer that the second model's job keeps. That job asks the other rows again.
@@ -251,7 +256,7 @@ class ShardWork(RowsTask):
         )
         keys = whole_keys(self._log.keys, self._marks)
         has_failed = [answer.error is not None for answer in answers]
-        keys[has_failed] = 0
+        keys[has_failed] = 0  # a row without a key is never found by a later run
 
         def write(sink: Any) -> None:
             """Write the part, then the keys. The part gets its name last."""
@@ -357,7 +362,7 @@ class ShardWork(RowsTask):
     def _render_rows(self, source: RowSource) -> ShardTexts:
         """Read and render the shard's rows.
 
-        `shard_bytes` counts each row's bytes until the row is let go or this task is closed.
+        `shard_bytes` counts each row's bytes until the row's texts are no longer needed, or this task is closed.
         """
         texts = ShardTexts(self._file.path, source.columns, self._context.shard_bytes)
         self._texts = texts  # freed by `close`, even if an error is raised below
@@ -367,13 +372,13 @@ class ShardWork(RowsTask):
         return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
-        """Return the records of answers that were there before the shard was asked."""
+        """Return the records of the answers that planning has taken, or that the first model's job has kept."""
         storage = self._folder.storage
         plan = self._folder.plan
         if not self._is_second:
             return taken_answers(storage, plan, self._number, self._log)
         records = kept_answers(storage, plan, self._number, self._log)
-        self._num_escalated = num_rows - len(records)
+        self._num_escalated = num_rows - len(records)  # rows without a kept answer are asked again
         return records
 
     @property

@@ -50,8 +50,8 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows of the sample, and what the run has recorded for them.
 
-        sample: a share such as "1%", which is at least one row; or a number of rows, as 20 or "20". seed: the seed by
-        which rows are chosen.
+        sample: a share such as "1%", which is at least one row; or a number of rows, such as 20 or "20". seed: the seed
+        by which rows are chosen.
         Raises InvalidJob, RunOfAnotherModel, RunError or NoRoomYet.
         """
         storage = Storage.of(context)
@@ -72,8 +72,8 @@ class VerifyWork(RowsTask):
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
 
-        answers_of_row = max(spec.n, len(spec.labels or ()))
-        max_rows = MAX_ANSWERS // answers_of_row
+        answers_per_row = max(spec.n, len(spec.labels or ()))
+        max_rows = MAX_ANSWERS // answers_per_row
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
         self._num_other_models = 0
         self._recorded: dict[int, dict[str, Any]] = {}
@@ -81,11 +81,11 @@ class VerifyWork(RowsTask):
         for shard in self._plan.shards_of(self._sample):
             read_part_stats(storage, self._plan, shard)
             self._recorded |= self._recorded_answers(storage, shard)
-            keys |= _keys_where_mixed(storage, self._plan, shard, self._sample)
+            keys |= _recorded_keys(storage, self._plan, shard, self._sample)
         self._make_runner(context, storage, self._plan, keys)
 
     def _recorded_answers(self, storage: Storage, shard: int) -> dict[int, dict[str, Any]]:
-        """Return the values to compare, by row, of a shard's rows in the sample. Rows with an error are left out."""
+        """Return the recorded values of a shard's sampled rows, by row. Rows with an error are left out."""
         prefix = self._plan.spec.output_prefix
         columns = [prefix + name for name in self._columns]
         recorded = {}
@@ -135,7 +135,7 @@ class VerifyWork(RowsTask):
     def _add_rows(
         self, start: int, rows: Sequence[Row | RowProblem], ask: RowAsk, keys: Mapping[int, bytes]
     ) -> None:
-        """Add a shard's recorded rows to the texts. A row that is not comparable is no longer recorded.
+        """Add a shard's recorded rows to the texts. Rows that cannot be compared are removed from `_recorded`.
 
         start: the number of the shard's first row. keys: see _make_runner.
         """
@@ -167,7 +167,7 @@ class VerifyWork(RowsTask):
         return self._plan.reused is None or ask.is_greedy(row)
 
     def result(self) -> dict[str, Any]:
-        """Return how many rows have other answers than the run has recorded, and the first differences."""
+        """Return how many rows now got another answer than the run has recorded, and the first differences."""
         differences = []
         different_rows = set()
         answers = self.required_runner.answers()
@@ -192,10 +192,11 @@ class VerifyWork(RowsTask):
         }
 
 
-def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of a shard's rows, by row; {} if the run's model has answered the whole shard.
+def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
+    """Return the whole keys of a shard's rows, by row. The keys show which model has answered each row.
 
-    rows: the rows that are wanted. Rows of other shards are left out, and so are rows without a key.
+    Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
+    shards are left out, and so are rows without a key.
     """
     keys, marks = read_keys(storage, plan, shard, plan.run)
     if np.array_equal(marks, model_mark(plan.model)):

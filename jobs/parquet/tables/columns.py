@@ -71,7 +71,7 @@ class ColumnChoice(NamedTuple):
     def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
-            # The extra columns of the chosen columns are read as well, and so is the column of problems.
+            # Planning may have added a column of JSON for a chosen column, and a column of problems. They are read too.
             as_json = [AS_JSON + name for name in self.names]
             return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
         if not self.without:
@@ -91,8 +91,9 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which each extra column of JSON takes the place of its column."""
-    json_columns: dict[str, str] = {}  # the name of the extra column, by the name of its column
+    """Return a batch in which the extra columns of JSON (see AS_JSON) replace the columns that they belong to."""
+    # The name of each extra column, by the name of the column that it replaces.
+    json_columns: dict[str, str] = {}
     names = []
     for name in batch.schema.names:
         if name.startswith(AS_JSON):
@@ -233,12 +234,18 @@ def python_rows(
 
 def has_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers."""
-    return DIGITS.items() <= (field.metadata or {}).items() or has_comma_digits(field)
+    return _form(field) in (DIGITS[_OWN_KEY], COMMA_DIGITS[_OWN_KEY])
 
 
 def has_comma_digits(field: pa.Field) -> bool:
     """Whether a text column holds only numbers with a decimal comma."""
-    return COMMA_DIGITS.items() <= (field.metadata or {}).items()
+    return _form(field) == COMMA_DIGITS[_OWN_KEY]
+
+
+def _form(field: pa.Field) -> bytes | None:
+    """Return the form in which a column's file writes its values (see NUMBER, COMMA, JSON); None for the usual form."""
+    metadata: dict[bytes, bytes] = field.metadata or {}
+    return metadata.get(_OWN_KEY)
 
 
 def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
@@ -251,8 +258,7 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
-    metadata = field.metadata or {}
-    form = metadata.get(_OWN_KEY)  # how the file writes the values; None for the usual form
+    form = _form(field)
     if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         values = map(_whole_as_integer, values)
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
@@ -289,18 +295,18 @@ def _from_json(name: str, text: Any) -> Any:
     if len(text) > MAX_NESTED_VALUES:
         # A value follows a comma, or begins a list or an object.
         without_texts = _JSON_TEXT.sub("", text)
-        count = sum(map(without_texts.count, ",[{"))
+        count = sum(without_texts.count(sign) for sign in ",[{")
         if count > MAX_NESTED_VALUES:
             return _above_limit(name, count, "values", MAX_NESTED_VALUES)
     return json.loads(text)
 
 
-def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
+def row_values(name: str, column: pa.Array, are_answers: bool = False) -> Iterator[Any]:
     """Return an iterator over each row's value, or its RowProblem. Maps become dicts.
 
-    is_ours: whether the values are answers, which may be larger than a prompt.
+    are_answers: whether the values are answers, which may be larger than a prompt.
     """
-    values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
+    values = (scalar.as_py() for scalar in column) if are_answers else _python_values(name, column)
     if holds(column.type, pa.types.is_map):
         values = _maps_as_dicts(values, column.type)
     return values

@@ -66,7 +66,7 @@ def _as_table(source: Any) -> pa.Table:
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
-    # A DataFrame of polars has `to_arrow`, whose result has no views of texts. A LazyFrame has `collect`.
+    # `to_arrow` of a polars DataFrame gives plain columns of text, not columns of views. A LazyFrame has `collect`.
     if package == "polars" and hasattr(source, "to_arrow"):
         source = source.to_arrow()
     if package == "polars" and hasattr(source, "collect"):

@@ -29,18 +29,20 @@ def write_groups(
 ) -> list[int]:
     """Write rows as Parquet; return the number of rows of each row group.
 
-    schema: the rows' schema. None takes the schema of the first batch, so there must be a row.
+    schema: the rows' schema. If it is None, the schema of the first batch is used, so there must be at least one row.
     """
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
     groups = grouped(slices)
-    first_groups = list(islice(groups, 1))  # one group, or none; `groups` goes on after it
+    # The first group shows the schema. The list is empty if there are no rows.
+    first_groups = list(islice(groups, 1))
     if schema is None:
         [(_, _, first_pieces)] = first_groups
         schema = first_pieces[0].schema
 
     rows_of_groups: list[int] = []
     with pq.ParquetWriter(sink, schema) as writer:
+        # `groups` goes on with the second group.
         for num_rows, _, group_pieces in chain(first_groups, groups):
             writer.write_table(pa.Table.from_batches(group_pieces))
             rows_of_groups.append(num_rows)

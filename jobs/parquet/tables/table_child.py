@@ -50,7 +50,7 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
 
 @with_file
 def look(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a Parquet file's schema, its row groups, and the statistics that a part has."""
+    """Reply with a Parquet file's schema and its row groups, and with a part's statistics if the file is a part."""
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]

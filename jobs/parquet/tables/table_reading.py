@@ -46,10 +46,10 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a file holds.
 
-    groups: the rows and bytes of each of its row groups. For a file in another format, these are the groups that its
-    Parquet file will have.
+    groups: the rows and bytes of each of its row groups. A file in another format gets the row groups of the Parquet
+    file into which it will be converted.
     statistics: a part's statistics as JSON; "" for other files.
-    kinds: the kinds of a text file's columns.
+    kinds: the types of a text file's columns, see formats/kinds.py.
     """
 
     schema: pa.Schema
@@ -77,7 +77,7 @@ def look_at(
 
 
 def with_second_try(path: str, ask: Callable[[], T]) -> T:
-    """Call `ask`, which has a child do something, and return its result. If the child is killed, call `ask` once more.
+    """Return the result of `ask`, which uses a child process. If the child is killed, `ask` is called once more.
 
     Raises TableNotRead if a child fails otherwise, or is killed twice.
     """
@@ -115,7 +115,7 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)  # the schema comes before the batches
 
     def close(self) -> None:
-        """End the pass, and give the child back."""
+        """End the pass, so that the child process can serve another one."""
         self.batches.close()
 
 
@@ -127,7 +127,7 @@ def _read(
     rows_done = 0
     batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
     was_replaced = False
-    share: float = CHILD_SHARE
+    share: float = CHILD_SHARE  # how much memory the child may take, see open_table
     while True:  # for each child, until a child comes to the file's end
         question = {
             "columns": columns,
@@ -194,7 +194,7 @@ def open_table(
         return content
 
     def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
-        """Have the child do a task, and yield its replies. An error among them is raised here."""
+        """Have the child do a task, and yield its replies. If a reply is an error, the error is raised."""
         about_file = {"path": path, "input_format": input_format, "size": size}
         replies = child.replies(task, {**about_file, **question}, limits, fetch=fetch)
         stack.callback(replies.close)
@@ -239,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether the shard lies ahead, and a new reader would not begin nearer to the shard."""
+        """Whether this reader is before the shard's rows, and a new reader would not begin nearer to them."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(

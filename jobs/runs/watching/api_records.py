@@ -1,6 +1,7 @@
 """Records of the API servers in Redis: their batches, and which projects were refused at a limit.
 
-The dashboard and /metrics show these records. The servers decide nothing by them, because batches lie in a folder.
+The dashboard and /metrics show these records. The servers do not need the records, because their batches lie in a
+folder.
 """
 
 import json

@@ -107,9 +107,9 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
-    """Return a run's progress, also if a worker has planned the run under another id. Raises UnknownRun.
+    """Return a run's progress, even if a worker has planned the run under another id. Raises UnknownRun.
 
-    The id depends on the output's real path, which may be another one on the worker's machine.
+    The id depends on the output's real path, which may differ between this machine and the worker's.
     """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
@@ -137,7 +137,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return, of the last `limit` submitted runs, those that are not expected to end before their deadline."""
+    """Return those of the last `limit` submitted runs that are not expected to end before their deadline."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
@@ -247,7 +247,7 @@ def _read_queues(
         for name in reader.queues:
             if not reader.is_finished:
                 entries_of[name] = max_entries
-            entries_of.setdefault(name, 1)  # a finished run needs no entries, and 1 is the fewest
+            entries_of.setdefault(name, 1)  # a finished run needs no entries, but 0 cannot be read
     queues = {}
     for name, most in entries_of.items():
         queues[name] = read_queue(connection, name, most)

@@ -356,6 +356,7 @@ class RunReader:
             return None
         if measured_until <= began_at:
             return None
+        # The judged numbers count the parts that were recorded since the last submission.
         return _Measured(
             _number(facts, "judged_rows"),
             _number(facts, "judged_tokens"),

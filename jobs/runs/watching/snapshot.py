@@ -157,7 +157,7 @@ class RunSnapshot:
 
     @property
     def all_failed(self) -> bool:
-        """Whether the run has finished with an error in every row, which its limit does not allow."""
+        """Whether the run has finished with an error in every row, and its limit does not allow so many errors."""
         has_only_errors = self.errors > 0 and self.errors == self.rows
         return self.finished and self.too_many_errors is not None and has_only_errors
 

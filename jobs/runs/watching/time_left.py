@@ -51,8 +51,8 @@ class PartsDone:
 class Span:
     """Work that a worker did on a shard between two moments.
 
-    began_at, ended_at: Unix seconds; a shard that is under way ends with its last report. work: in the unit of the
-    shards' shares.
+    began_at, ended_at: Unix seconds. For a shard that is under way, ended_at is the time of its last report.
+    work: how much work was done, in the unit of the shards' shares.
     """
 
     worker: str
@@ -82,7 +82,7 @@ def time_left(
         shares = [1] * shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
-    new_shares = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    new_text_shares = _new_text_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
     spans = _finished_work(parts.latest, shares)
     remaining = []  # the remaining work of each shard that has some
     for shard in range(shards):
@@ -94,14 +94,14 @@ def time_left(
             continue
         share_done = _share_done(progress, tokens_of_row)
         remaining.append(shares[shard] * (1 - share_done))
-        generated_work = shares[shard] * share_done * new_shares.next_rows
+        generated_work = shares[shard] * share_done * new_text_shares.next_rows
         # Nothing is known of the time since the last report, which may be long ago, for example while Redis is full.
         reported_at = max(progress.started_at, progress.reported_at or 0.0)
         span = Span(
             progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
         )
         spans.append(span)
-    return seconds_left(spans, fsum(remaining) * new_shares.remaining_rows, now)
+    return seconds_left(spans, fsum(remaining) * new_text_shares.remaining_rows, now)
 
 
 def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
@@ -121,7 +121,7 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     spans: the work that was done so far. now: Unix seconds.
     Returns 0 if no work is left. Otherwise, returns None if no worker is busy, or if too little has been observed.
     """
-    without_rate = 0.0 if work <= 0 else None
+    without_rate = 0.0 if work <= 0 else None  # the result if no rate is known
     if not spans:
         return without_rate
     began_at = min(span.began_at for span in spans)
@@ -162,22 +162,22 @@ def _rate(spans: Sequence[Span], since: float) -> float:
     return work / busy_s if busy_s > 0 else 0.0
 
 
-class _NewShares(NamedTuple):
+class _NewTextShares(NamedTuple):
     """The estimated shares of rows whose text is new: among the next few rows, and among all remaining rows."""
 
     next_rows: float
     remaining_rows: float
 
 
-def _new_shares(rows: int, share: float, all_rows: int) -> _NewShares:
+def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
     """Estimate which share of the rows to come has a new text.
 
     rows: the number of rows so far. share: the share of these rows whose text was new. all_rows: the run's rows.
-    Rows are taken as drawn at random from n texts. Then x rows hold n * (1 - exp(-x / n)) different texts. The rows so
-    far hold rows * share different texts, from which n follows.
+    The estimate assumes that the text of each row is drawn at random from n texts. Then x rows hold
+    n * (1 - exp(-x / n)) different texts. The rows so far hold rows * share different texts, from which n follows.
     """
     if share >= 1 or not 0 < rows < all_rows:
-        return _NewShares(1.0, 1.0)
+        return _NewTextShares(1.0, 1.0)
 
     # Bisect for x = rows / n, at which 1 - exp(-x) = share * x.
     low = 0.0
@@ -193,10 +193,10 @@ def _new_shares(rows: int, share: float, all_rows: int) -> _NewShares:
     next_rows = exp(-rows_per_text)
     remaining_per_text = rows_per_text * (all_rows - rows) / rows
     if remaining_per_text <= 0:
-        return _NewShares(next_rows, 1.0)
+        return _NewTextShares(next_rows, 1.0)
     # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
     remaining_rows = next_rows * -expm1(-remaining_per_text) / remaining_per_text
-    return _NewShares(next_rows, remaining_rows)
+    return _NewTextShares(next_rows, remaining_rows)
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
@@ -218,7 +218,8 @@ def _share_done(progress: Progress, tokens_of_row: float) -> float:
 def _open_rows_done(progress: Progress, tokens_of_row: float) -> float:
     """Return the work done on rows that are being answered, as a number of rows.
 
-    This work counts because rows of equal length end together: until then, nothing else would be done.
+    This work counts because rows of equal length end together. If only whole rows counted, the shard would seem to do
+    nothing until then.
     """
     if tokens_of_row == 0:
         return 0.0
