@@ -213,7 +213,10 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, for the line of the output. The number of the request is left out."""
+    """Return the text of a line's error in the output.
+
+    The text leaves out the request's number, because a line is one request.
+    """
     if isinstance(error, ModelNotServed):
         name = str(error.argument("model"))
         return (

@@ -190,8 +190,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. Unless this attempt continued it, a check has refused that answer. So the row
-            # has an error.
+            # The previous answer stays. If this attempt did not continue it, a check had refused it. So the failure of
+            # this attempt is reported as the answer's error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"

@@ -53,10 +53,9 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if key not in MESSAGE_KEYS and not drops_keys:
-            read_keys = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
-                f"message {number} holds {brief(key)}, which is not built: {read_keys}; in runs drop_unsupported "
-                "(--drop-unsupported) leaves others out"
+                f"message {number} holds {brief(key)}, which is not built. The keys that are read are "
+                f"{', '.join(MESSAGE_KEYS)}; in runs drop_unsupported (--drop-unsupported) leaves out other keys"
             )
         fields[key] = value
 
@@ -206,7 +205,7 @@ def forces_call(values: Mapping[str, Any]) -> bool:
 
 
 def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a `tool_choice` in one form, if it forces a call of one of these tools. Raises InvalidJob if not."""
+    """Return the normal form of a `tool_choice` that forces a call. Raises InvalidJob if no tool fits the choice."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)

@@ -195,7 +195,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     """Return a chat's tool for a body's tool. Raises InvalidValue."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        raise InvalidValue("tools has a {}, which is not built: only functions are", brief(kind))
+        raise InvalidValue(
+            "tools has a tool of type {}, which is not built: give tools of type 'function'",
+            brief(kind),
+        )
     return {"type": "function", "function": _without_type(tool)}
 
 

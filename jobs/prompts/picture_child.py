@@ -26,7 +26,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
         decoded = _decoded(worker.body, worker.question["most"])
     except MemoryError:  # the limit of the task is to blame, and not the file
         raise
-    except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
+    except Exception as error:  # noqa: BLE001  # a broken file may raise any error
         decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
     if isinstance(decoded, str):
         yield {"problem": decoded}, b""

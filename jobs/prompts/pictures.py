@@ -144,7 +144,7 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
 
     def task_with_files(context: JobContext) -> Task:
         """Read the pictures' files, and return the task."""
-        assert context.picture_reader is not None, "a process that runs jobs lends one"
+        assert context.picture_reader is not None, "every process that runs jobs sets it"
         read_file = context.picture_reader(context)
         files = loaded(pictures, read_file)
         return make(filled(messages, files))

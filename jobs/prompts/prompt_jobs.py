@@ -28,7 +28,7 @@ from jobs.prompts.responses import (
     text_completion,
 )
 from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import check_beside, split_way, way_of
+from jobs.prompts.ways.table import check_way_fits, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import Parts, Request, Task
 
@@ -75,7 +75,7 @@ def _checked_way(
     """
     way = way_of(options)
     if way is not None:
-        check_beside(way, sampling, repairs)
+        check_way_fits(way, sampling, repairs)
         way.check(sampling, tools)
     return way
 
@@ -92,7 +92,7 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
     if not names:
         name = next(iter(sources))
         raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+            f"{name} is missing: give it, or give {name}_template, which makes it from the answers of other jobs"
         )
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")

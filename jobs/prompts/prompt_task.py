@@ -186,7 +186,7 @@ NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
-    """Tells the runner of a job's prompts what it needs to know. has_checks: whether answers are checked."""
+    """What a job's runner needs to know about the job's prompts. has_checks: whether answers are checked."""
 
     def __init__(self, *, has_checks: bool) -> None:
         self.has_checks = has_checks
@@ -201,8 +201,8 @@ class OpenPrompts(ItemsTask):
         self._context = context
         self._task = task
         self._began_at: float | None = None  # when `requests` was first called
-        self._progress_at = 0.0  # when the last progress was made
-        self._last_progress: dict[str, int] = {}  # the progress that was returned last
+        self._last_progress: dict[str, int] = {}  # what `progress` returned last
+        self._progress_at = 0.0  # when `_last_progress` was counted
         # How many of the runner's answers are counted, and the characters and tokens of these answers.
         self._num_counted = 0
         self._num_chars = 0
@@ -231,7 +231,7 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return, by index, the digest by which the journal knows each prompt.
+        """Return each prompt's digest, by the prompt's index. The journal names prompts by their digests.
 
         The digests are computed when they are first needed, because most jobs end before they write a journal.
         """
@@ -243,7 +243,10 @@ class OpenPrompts(ItemsTask):
         return digests
 
     def _read_journal(self) -> dict[int, Progress]:
-        """Return how far an earlier execution came with each prompt that still asks the same, by the prompt's index."""
+        """Return each prompt's progress in an earlier execution, by the prompt's index.
+
+        A prompt that has changed since then is left out.
+        """
         journal = self._context.journal
         if journal is None or journal.stored is None:
             return {}
@@ -303,7 +306,7 @@ class OpenPrompts(ItemsTask):
         return partial(self._context.journal.write, records)
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests. The first call begins the time after which progress is returned."""
+        """Yield the requests. `progress` counts the job's time from the first call."""
         if self._began_at is None:
             self._began_at = self._task.clock()
         return super().requests()
@@ -323,7 +326,7 @@ class OpenPrompts(ItemsTask):
             raise ResultTooLarge(self._context.max_result_bytes)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how many prompts are done, counted at most every PROGRESS_EVERY_S.
+        """Return how many prompts are done. They are counted anew when the last count is PROGRESS_EVERY_S old.
 
         Returns None until the job has run for PROGRESS_AFTER_S.
         """

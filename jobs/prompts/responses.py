@@ -21,7 +21,8 @@ TokenLogprobs = Mapping[int, Logprob]
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = ("logprobs", "prompt_logprobs")
-NAMES = ("echo", "top_logprobs", *LOGPROBS)
+#: Arguments that say what a response shows.
+RESPONSE_NAMES = ("echo", "top_logprobs", *LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values. Arguments of NAMES that are null or false are left out.
+    """Return a run's sampling values. Arguments about the response that are null or false are left out.
 
-    Raises InvalidJob for an argument of NAMES with a value that a run cannot have.
+    Raises InvalidJob for an argument about the response with a value that a run cannot have.
     """
     remaining: dict[str, Any] = {}
     for name, value in values.items():
-        is_off = name in NAMES and (value is None or value is False)
+        is_off = name in RESPONSE_NAMES and (value is None or value is False)
         if not is_off:
             remaining[name] = value
     for name in LOGPROBS:
@@ -337,7 +338,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return a choice's fields about its prompt: log probabilities, attempts, and columns of the way to the answer."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and what the prompt's way adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)

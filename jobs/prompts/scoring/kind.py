@@ -91,7 +91,7 @@ class Scoring(abc.ABC):
 
 
 def unscored(completion: Completion) -> Scored:
-    """Return the result of a completion without numbers: its error."""
+    """Return the result of a completion that has no numbers to score: an error and no values."""
     return Scored(error=completion.error or NO_REASON)
 
 

@@ -49,7 +49,8 @@ def parse_labels(name: str, labels: object) -> list[str]:
 class Labels(Scoring):
     """Asks for the log-likelihood of each label.
 
-    prior: the log-likelihoods after the prompt without content, or why that prompt failed; None without calibration.
+    prior: for calibration, the labels' log-likelihoods after a prompt without content. If that prompt failed, a text
+    that says why. None if there is no calibration.
     """
 
     labels: Sequence[str]

@@ -62,7 +62,9 @@ class Agreement(Way):
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob if all samples would be equal, or would not be texts."""
         if sampling.get("temperature") == 0:
-            raise InvalidJob("agree and temperature=0: samples would be alike: raise temperature")
+            raise InvalidJob(
+                "with temperature=0, all samples agree: raise temperature, or leave agree out"
+            )
         if tools:
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
@@ -91,7 +93,7 @@ class Agreement(Way):
         return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return the part of a sample that is compared; None if the sample agrees with no other sample."""
+        """Return the part of a sample that is compared; None if the sample has nothing to compare."""
         if sample.finish_reason != "stop":
             return None
         if not self.questions:

@@ -63,8 +63,8 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
     return ways[0] if ways else None
 
 
-def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
-    """Raise InvalidJob if options beside a way ask for several answers of a prompt, or for checks or continuations."""
+def check_way_fits(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
+    """Raise InvalidJob for options that no way can be combined with: several answers, checks, and continuations."""
     name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")

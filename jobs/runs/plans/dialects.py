@@ -51,12 +51,12 @@ def _may_separate(character: str) -> bool:
 
 
 def parse_decimal(name: str, value: Any) -> str | None:
-    """Return the decimal mark of numbers; None for the point, the default. Raises InvalidValue."""
+    """Return the decimal mark in a file's numbers: "," or None, which means the point. Raises InvalidValue."""
     if value in (None, "."):
         return None
     if value != ",":
         raise wrong_value_error(
-            name, value, "the point or the comma that stands in numbers, . or ,"
+            name, value, "the mark before a number's decimals: a point or a comma, . or ,"
         )
     return ","
 

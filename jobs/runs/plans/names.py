@@ -81,8 +81,10 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
         file_format = named_format(name) or PARQUET
         first_names.setdefault(file_format, name)
     if len(first_names) > 1:
-        first, other = list(first_names)[:2]
-        raise MixedFormats(first_names[other], other, first_names[first], first)
+        first_format, other_format = list(first_names)[:2]
+        raise MixedFormats(
+            first_names[other_format], other_format, first_names[first_format], first_format
+        )
     return next(iter(first_names), PARQUET)
 
 

@@ -10,7 +10,7 @@ from jobs.context.values import check_shard, column_name
 from jobs.errors import InvalidJob, InvalidValue, wrong_value_error
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import CHAT_OPTIONS, forces_call
-from jobs.prompts.responses import NAMES as RESPONSE_NAMES
+from jobs.prompts.responses import RESPONSE_NAMES
 from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -178,8 +178,9 @@ def refuse_generation_values(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    allowed: the names of values that say how a prompt is read. request: words for what generates nothing, such as
-    "labels". owner: words for what has the values. The message has both.
+    allowed: the names of values that say how a prompt is read.
+    request, owner: words for the error. The request is what generates nothing, such as "labels". The owner is the
+    option that holds the values.
     """
     for name in values:
         # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.
@@ -227,7 +228,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], request: str) -> None:
-    """Raise InvalidJob if one of these options has a value. request: words for what generates nothing."""
+    """Raise InvalidJob if one of these options has a value. request: the option that forbids them, for the error."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {request} do not go together: nothing is generated")

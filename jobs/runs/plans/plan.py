@@ -33,7 +33,10 @@ class AnotherFormat(ValueError):
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """A column that no file has. Its values come from folders named `key=value`, or are the files' paths."""
+    """A column that planning adds to the files' columns.
+
+    Its values come from the names of folders, such as `year=2024`, or are the files' paths.
+    """
 
     name: str
     type: Literal["int64", "string"]
@@ -59,7 +62,7 @@ class PlannedFile:
 
     @property
     def num_asked(self) -> int:
-        """Return how many rows of this file the run asks."""
+        """Return the number of this file's rows for which the run asks the model."""
         return self.rows if self.num_chosen is None else self.num_chosen
 
 
@@ -67,8 +70,8 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: a part of the names of the files that hold the answers. any_model: whether answers of other models were taken.
-    runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
+    name: names the files that hold the answers; see `Plan.reused_path`. any_model: whether answers of other models were
+    taken. runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
     """
 
     name: str
@@ -131,7 +134,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Return how many rows the run asks."""
+        """Return the number of rows for which the run asks the model."""
         num_rows = sum(file.num_asked for file in self.files)
         if self.spec.limit is not None:
             num_rows = min(num_rows, self.spec.limit)
@@ -170,7 +173,7 @@ class Plan:
         return self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queue of each of a shard's jobs, paired with whether the job asks the second model.
+        """Return a pair for each job of a shard: the job's queue, and whether the job asks the second model.
 
         queue: the run's queue, which is the queue of a shard's first job.
         """
@@ -186,7 +189,7 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the path of the Parquet file that holds an input's rows: the input itself, or a file made from it."""
-        # With None, all rows are asked. With 0, the run never reads the file, so its path does not matter.
+        # If num_chosen is None, the run uses all rows. If it is 0, the run never reads the file.
         has_chosen_rows = file.num_chosen not in (None, 0)
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
@@ -245,8 +248,9 @@ class Plan:
         content["digest"] = self._digest
         # Shards are encoded one by one. One call for ten thousand shards leaves 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        without_brace = json.dumps(content, default=_as_object).removesuffix("}")
-        return f'{without_brace}, "shards": [{shards}]}}'
+        other_fields = json.dumps(content, default=_as_object)
+        opened = other_fields.removesuffix("}")  # the shards come before this brace
+        return opened + f', "shards": [{shards}]' + "}"
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -291,23 +295,23 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _model(content: dict[str, Any]) -> PinnedModel:
-    """Return the model that a plan has written with `_as_object`."""
+    """Read a model from the object that `_as_object` made of it."""
     adapters = tuple(content.get("adapters", ()))
     return PinnedModel(**{**content, "adapters": adapters})
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Return the second model that a plan has written with `_as_object`; None if the plan has none."""
+    """Read the second model from the object that `_as_object` made of it; None if the plan has none."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Return what a plan has written about earlier runs; None if planning has taken nothing from any."""
+    """Read a plan's object about earlier runs. None if the plan takes no answers from earlier runs."""
     return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
-    """Return the file that a plan has written with `_as_object`."""
+    """Read an input file from the object that `_as_object` made of it."""
     return PlannedFile(**{**content, "values": tuple(content["values"])})
 
 
@@ -367,17 +371,18 @@ def cut_shards(
 
 def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> Iterator[Shard]:
     """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
+    # In a short run, all shards have `max_rows` rows. In a long run, the last shards are smaller.
     min_rows = max_rows
-    if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
-        min_tail_rows = min(max_rows, MIN_TAIL_ROWS)
-        min_rows = max(max_rows // TAIL_SHARE, min_tail_rows)
+    is_long = num_left > TAIL_SHARE * max_rows
+    if is_long:
+        min_rows = min(max_rows, max(max_rows // TAIL_SHARE, MIN_TAIL_ROWS))
     for file, groups in enumerate(row_groups):
         ends = list(accumulate(groups))  # ends[i]: the index of the row after row group i
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
-            rows_by_share = max(min_rows, num_left // TAIL_SHARE)
-            rows = min(rows_by_share, max_rows, num_rows_of_file - start, num_left)
+            wanted_rows = max(min_rows, num_left // TAIL_SHARE)
+            rows = min(wanted_rows, max_rows, num_rows_of_file - start, num_left)
             yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows

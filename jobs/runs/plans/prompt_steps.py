@@ -58,7 +58,8 @@ class Template:
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
-        check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
+        num_pieces = sum(map(len, self.texts))
+        check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would return. They may be very many if a template repeats a long value."""

@@ -193,5 +193,5 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
 def _unfit_schema_error(path: str, reason: str) -> InvalidJob:
     """Return the error for a part of a schema that fits into no column."""
     return InvalidJob(
-        f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give it one type"
+        f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give {path} one type"
     )

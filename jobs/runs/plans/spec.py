@@ -20,7 +20,7 @@ from jobs.prompts.messages import ChatArguments, split_chat_options
 from jobs.prompts.responses import LOGPROBS
 from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
-from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
+from jobs.prompts.ways.table import WAY_OPTIONS, check_way_fits, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
@@ -251,7 +251,10 @@ class RunSpec:
 
     @property
     def writes_lines(self) -> bool:
-        """Whether the output is one file of CSV or JSON lines, which can hold any value of an input of such lines."""
+        """Whether the output is one file of CSV or JSON lines.
+
+        Such a file can hold all values that an input file of its format can hold.
+        """
         return self.single_file in (CSV, JSONL)
 
     @property
@@ -353,7 +356,7 @@ class RunSpec:
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # Most names do not take None, so InvalidValue says nothing here. An unknown name raises another error.
+            # Only an unknown name is an error here. InvalidValue means that the name is known, and cannot be None.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 
@@ -531,7 +534,7 @@ def _check_images(spec: RunSpec) -> None:
 
 
 def _check_escalation(spec: RunSpec) -> None:
-    """Raise InvalidJob for a cascade that lacks an option, or asks no labels."""
+    """Raise InvalidJob for a cascade that lacks an option, or that is not for labels."""
     margin = spec.escalate_below
     second = spec.escalate_to or spec.escalate_model
     _check_used(
@@ -552,7 +555,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         second,
         margin,
-        "escalate_to and escalate_model say who is asked again: give escalate_below too",
+        "escalate_to and escalate_model name the second model that is asked: give escalate_below too",
     )
 
 
@@ -595,7 +598,7 @@ def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")
     if spec.task != checks.GENERATE or is_batch:
         raise InvalidJob(f"{name} is for prompts and chats whose answers are generated")
-    check_beside(way, spec.sampling, spec.repairs)
+    check_way_fits(way, spec.sampling, spec.repairs)
     way.check(spec.sampling, spec.chat.options.get("tools", []))
 
 

@@ -245,7 +245,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
-            # The clock counts too, because Redis may have lost the numbers of earlier submissions.
+            # Redis may have lost the numbers of earlier submissions. The present time is at least as high as these.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts = {
@@ -301,7 +301,8 @@ class RunState:
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
-        # The clock counts too, because nobody knows a job's submission if Redis lost the run.
+        # `submit` makes the numbers of submissions from the clock. If Redis lost the run, `submission` may be too low.
+        # The present time covers all numbers that were given so far.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
@@ -451,9 +452,9 @@ class RunState:
         def amend(pipe: Pipeline) -> PartCount:
             """Compare the listing with the records of this moment, and write what differs."""
             # If Redis has lost the totals, all records are written anew.
-            is_lost = self._is_lost(pipe)
+            lacks_totals = self._lacks_totals(pipe)
             records: dict[int, bytes] = {}
-            if not is_lost:
+            if not lacks_totals:
                 records = self._records_of(pipe, [*unrecorded, *gone])
             fields: dict[Any, Any] = {_TOTAL: total}
             added_parts = []
@@ -469,7 +470,7 @@ class RunState:
                     dropped_parts.append(PartStats.from_text(record))
 
             pipe.multi()
-            if is_lost:
+            if lacks_totals:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
             if dropped_fields:
@@ -489,13 +490,13 @@ class RunState:
 
         The mapping is empty if Redis has lost the run's totals, even if parts were recorded after that.
         """
-        if self._is_lost(self.connection):
+        if self._lacks_totals(self.connection):
             return {}
         fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
-    def _is_lost(self, client: Redis) -> bool:
-        """Whether Redis lacks the number of shards or a total of the parts. A text that is no number does not count."""
+    def _lacks_totals(self, client: Redis) -> bool:
+        """Whether Redis lacks the number of shards or one of the totals. A text that is no number counts as missing."""
         fields: Any = [client.hget(self._parts_key, _TOTAL)]
         fields += cast("list[Any]", client.hmget(self._key, TOTALS))
         counts = [stored.count(stored.text(field or b"")) for field in fields]
