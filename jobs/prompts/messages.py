@@ -133,18 +133,18 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
-    name = f"tool call of message {number}"
+    call_name = f"tool call of message {number}"  # for errors
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        arguments = checked_text(arguments, f"the arguments of a {name}")
+        arguments = checked_text(arguments, f"the arguments of a {call_name}")
     normal = {
         "type": "function",
-        "function": {"name": checked_text(function["name"], name), "arguments": arguments},
+        "function": {"name": checked_text(function["name"], call_name), "arguments": arguments},
     }
     if call.get("id") is not None:
-        normal["id"] = checked_text(call["id"], f"the id of a {name}")
+        normal["id"] = checked_text(call["id"], f"the id of a {call_name}")
     return normal
 
 

@@ -90,7 +90,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(body: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that is not built or not known, or that is no list or object but must be one."""
+    """Raise InvalidJob for an argument that is not supported, not known, or not the list or object that it must be."""
     for name, value in body.items():
         if name in _REFUSED and value not in _REFUSED[name]:
             raise NotBuilt(f"{name} is not built: leave it out")

@@ -47,7 +47,7 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 
 
 class _SplitOptions(NamedTuple):
-    """The keyword arguments of a job. way_options: those that ask for a way to the answer; see Way."""
+    """The keyword arguments of a job. way_options: the arguments that ask for a Way."""
 
     sampling: dict[str, Any]
     repairs: RepairOptions

@@ -106,7 +106,7 @@ class PromptTask(Task):
         return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed if the job asks for another model, or InvalidJob for impossible values or checks."""
+        """Raise ModelNotServed if the job asks for another model, or InvalidJob if this worker refuses its options."""
         if self.model is not None:
             context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
@@ -260,9 +260,9 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return an earlier execution's progress, with the tokens that were sent to a client that follows the job.
+        """Return an earlier execution's progress, with all tokens that a client has received already.
 
-        The answer must go on after these tokens, because the client has them.
+        A client that follows the job received these tokens. The answer must go on after them.
         progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal

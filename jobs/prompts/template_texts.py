@@ -16,7 +16,7 @@ MAX_TEMPLATE_MESSAGES = 100
 
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
-    """Return a template's texts, and for a chat's template also their roles; else None in place of the roles.
+    """Return a template's texts, and the texts' roles. The roles are None if the template is not a chat.
 
     The texts may be in any template language. Raises InvalidJob.
     """

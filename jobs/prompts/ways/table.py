@@ -25,7 +25,7 @@ WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments; return those that are no options of ways, and then the parsed options of ways.
+    """Split keyword arguments into the parsed options of ways and all other arguments. The other arguments come first.
 
     Raises InvalidJob.
     """

@@ -76,7 +76,7 @@ class ToolUse(Way):
             turn = replace(request, messages=messages)
             if answers:
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
-                # A tool_choice that forces a call has done so in the first answer.
+                # A tool_choice may force a call in the first answer. Later answers are free.
                 sampling.pop("tool_choice", None)
                 turn = replace(turn, sampling=sampling)
             [[completion]] = yield [turn]  # one request with one sample

@@ -1,4 +1,7 @@
-"""Finds the type of a column for values of a JSON schema. Needs no pyarrow, so a run is refused before it starts."""
+"""Finds the type of a column for values of a JSON schema.
+
+The module needs no pyarrow. So the CLI can use it, and refuse a schema before the run is submitted.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

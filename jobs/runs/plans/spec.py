@@ -1,4 +1,7 @@
-"""Checks the arguments of a run, and makes the run's id of them. Needs no pyarrow, because the CLI uses it."""
+"""Checks the arguments of a run, and makes the run's id from them.
+
+The CLI uses this module without pyarrow, so this module does not import it.
+"""
 
 import json
 import os
@@ -312,7 +315,7 @@ class RunSpec:
         return types
 
     def _schema_of(self, sampling: Mapping[str, Any]) -> Any:
-        """Return the JSON schema of a prompt's answers, or else the one of the run's check; None if there is none."""
+        """Return the JSON schema of a prompt's answers, or else of the run's check; None if there is no schema."""
         structured = sampling.get("structured_outputs")
         if isinstance(structured, dict) and structured.get("json") is not None:
             return structured["json"]
@@ -482,13 +485,14 @@ def _check_task_options(spec: RunSpec) -> None:
         _check_used(
             True,
             spec.labels,
-            "probabilities are a struct of a run's own labels, and there are none: name labels too, or leave a map",
+            "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
+            "labels too, or leave probabilities out",
         )
         check_limit(
             len(spec.labels or ()),
             checks.MAX_STRUCT_LABELS,
             "a struct of probabilities has {} labels",
-            "leave a map",
+            "leave probabilities out, for a map",
         )
     _check_used(
         spec.dimensions,

@@ -2,12 +2,12 @@
 
 Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
-A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction. The
-transaction is carried out only if the values that were read are still true:
-- A submission, or a planner that enqueues: nobody has planned, submitted or cancelled the run meanwhile.
-- Other writes of a planner: the planner's job is still held.
-- A cancel: no other submission came.
-- A count of parts: no part was recorded since the count.
+A process may be frozen for any time between a read and a write. So each write that depends on a read is one
+transaction. What the transaction is, and the condition under which it is carried out:
+- A submission, or a planner that enqueues jobs: nobody has planned, submitted or cancelled the run meanwhile.
+- Another write of a planner: the planner's worker still holds its job.
+- A cancel: the run was not submitted again meanwhile.
+- A count of parts: no part was recorded meanwhile.
 """
 
 import json
@@ -348,7 +348,7 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        The parts recorded since the submission are judged. Expired rows, which the deadline left unbegun, do not count.
+        The parts recorded since the submission are judged. Rows that the deadline kept from being asked do not count.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
         not matter.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -431,7 +431,8 @@ class RunState:
                 "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
-            "newest": TOTALS[-1],  # the totals of an older version lack this one, and count as lost
+            # An older version does not write this total. Without it, all totals count as lost.
+            "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
         }

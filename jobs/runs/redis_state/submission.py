@@ -121,7 +121,7 @@ SUBMISSION_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Submission:
-    """The arguments of one submission of a run that do not belong to the run itself.
+    """The arguments of jobs.score_parquet that belong to one submission, and not to the run itself.
 
     model: only workers that serve this model may plan the run or resume it; None for any model.
     limit: how many errors stop the run.
