@@ -233,7 +233,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that change something, under our names. Arguments of NEUTRAL and FOR_OPERATORS are left out.
+    """Return the values that change something, each under one name. NEUTRAL and FOR_OPERATORS values are left out.
 
     Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
     """

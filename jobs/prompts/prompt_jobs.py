@@ -81,7 +81,7 @@ def _checked_way(
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task for the one argument that says what to ask. Raises InvalidJob if none or several say it.
+    """Return the task for the argument that says what to ask. Raises InvalidJob unless there is exactly one.
 
     make: called with "prompt" or "messages" and its value; returns the task. For a template, the value is what the
     filled template gives.

@@ -165,7 +165,7 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer as it is; if one of its samples has failed, return one in which all samples have failed.
+        """Return an answer in which all samples have failed if one sample has failed; otherwise the answer as it is.
 
         With repairs, an answer has one sample, and is returned as it is.
         """
@@ -292,7 +292,8 @@ class OpenPrompts(ItemsTask):
         # this execution has come further.
         progress_of = dict(self._earlier_progress)
         for answered in self.runner.answered:
-            progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
+            index = answered.place
+            progress_of[index] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for index, progress in self.runner.under_way(tokens).items():
             if index not in progress_of or progress.sort_key > progress_of[index].sort_key:
                 progress_of[index] = progress

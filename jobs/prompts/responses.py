@@ -176,7 +176,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _offset_after(characters: str, text: str, offset: int) -> int:
-    """Return the offset in a text after these characters, or `offset` itself if the text leaves them out there."""
+    """Return the offset behind characters that stand in a text at `offset`; `offset` if the text leaves them out."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):

@@ -96,7 +96,7 @@ def unscored(completion: Completion) -> Scored:
 
 
 def truncation(value: object) -> dict[str, int]:
-    """Return `truncate_prompt_tokens` as a sampling value, or nothing for None. Raises InvalidJob."""
+    """Return `truncate_prompt_tokens` as a sampling value; {} for None. Raises InvalidJob."""
     if value is None:
         return {}
     if type(value) is int and (value >= 1 or value == -1):

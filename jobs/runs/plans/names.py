@@ -144,7 +144,7 @@ def keys_name(shard: int) -> str:
 
 
 def row_numbers_name(execution_id: str) -> str:
-    """Return the name of the file with the row numbers that planning has chosen, as a path below the run's folder."""
+    """Return the name of the file that lists the rows that planning has chosen, as a path below the run's folder."""
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 
@@ -165,7 +165,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
         if match is None:
             continue
         shard = int(match["shard"])
-        if part_name(shard) == name:  # a number with further zeros is not ours
+        if part_name(shard) == name:  # the pattern also matches names with too many zeros
             parts[shard] = name
     return parts
 

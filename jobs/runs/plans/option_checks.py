@@ -1,4 +1,4 @@
-"""Checks a run's options: brings small options into one form, and refuses options that cannot be combined."""
+"""Brings options of a run into one form, and refuses options that cannot be combined."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -179,8 +179,8 @@ def refuse_generation_values(
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
     allowed: the names of values that say how a prompt is read.
-    request, owner: words for the error. The request is what generates nothing, such as "labels". The owner is the
-    option that holds the values.
+    request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. Both
+    are words for the error.
     """
     for name in values:
         # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.

@@ -155,7 +155,7 @@ class Plan:
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
-        """Return the path of the file with the answers of a shard that were taken from earlier runs."""
+        """Return the path of the file that holds a shard's answers from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def converted_folder(self) -> str:
-        """Return the folder of the Parquet files that were made from other inputs."""
+        """Return the folder of the Parquet files that were made from inputs of other formats."""
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
@@ -248,9 +248,9 @@ class Plan:
         content["digest"] = self._digest
         # Shards are encoded one by one. One call for ten thousand shards leaves 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        other_fields = json.dumps(content, default=_as_object)
-        opened = other_fields.removesuffix("}")  # the shards come before this brace
-        return opened + f', "shards": [{shards}]' + "}"
+        without_shards = json.dumps(content, default=_as_object)
+        # The shards are put before the closing brace.
+        return without_shards.removesuffix("}") + f', "shards": [{shards}]' + "}"
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -287,7 +287,7 @@ class Plan:
 
 
 def _as_object(value: Any) -> dict[str, Any]:
-    """Return a record as a mapping. The field `adapters` of a model is left out if empty, for older versions."""
+    """Return a record as a mapping. A model's empty `adapters` are left out, because older versions lack the field."""
     content = asdict(value)
     if isinstance(value, PinnedModel) and not value.adapters:
         del content["adapters"]
@@ -369,13 +369,15 @@ def cut_shards(
     return tuple(shards)
 
 
-def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> Iterator[Shard]:
-    """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
+def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_rows: int) -> Iterator[Shard]:
+    """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_rows` rows."""
     # In a short run, all shards have `max_rows` rows. In a long run, the last shards are smaller.
     min_rows = max_rows
-    is_long = num_left > TAIL_SHARE * max_rows
+    is_long = num_rows > TAIL_SHARE * max_rows
     if is_long:
-        min_rows = min(max_rows, max(max_rows // TAIL_SHARE, MIN_TAIL_ROWS))
+        tail_rows = max(max_rows // TAIL_SHARE, MIN_TAIL_ROWS)
+        min_rows = min(tail_rows, max_rows)
+    num_left = num_rows
     for file, groups in enumerate(row_groups):
         ends = list(accumulate(groups))  # ends[i]: the index of the row after row group i
         num_rows_of_file = sum(groups)

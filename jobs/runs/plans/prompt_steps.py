@@ -24,7 +24,7 @@ Pieces = tuple[tuple[str, str | None], ...]
 
 @dataclass(frozen=True)
 class Template:
-    """A text, or a chat whose message contents are such texts.
+    """A text with the names of columns in braces, or a chat of such texts.
 
     Braces may hold plain column names only: no attribute, index, conversion or format. The template is part of a job,
     and jobs are not trusted. A value is never parsed again, so braces in the data are harmless.

@@ -178,7 +178,7 @@ _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: S
 
 
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
-    """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
+    """Return the type of a column that holds values of all these types. Raises InvalidJob if no type fits."""
     if not types:
         raise _unfit_schema_error(path, "its schema names null alone")
     is_nullable = is_nullable or any(value_type.is_nullable for value_type in types)
@@ -189,7 +189,7 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
             common = replace(common, kind=NUMBER)
         elif common != other:
             kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
-            raise _unfit_schema_error(path, f"it may be values of unlike types ({kinds})")
+            raise _unfit_schema_error(path, f"its values may have different types ({kinds})")
     return common
 
 

@@ -512,7 +512,7 @@ def _check_task_options(spec: RunSpec) -> None:
     _check_used(
         "tools" in spec.sampling_columns,
         spec.is_chat and spec.prompts is None,
-        "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
+        "tools from a column are for chats, with one prompt for each row: give messages_column or a chat's template",
     )
 
 

@@ -3,7 +3,7 @@
 Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
 A process may be frozen for any time between a read and a write. So each write that depends on a read is one
-transaction. What the transaction is, and the condition under which it is carried out:
+transaction, which is carried out only under a condition:
 - A submission, or a planner that enqueues jobs: nobody has planned, submitted or cancelled the run meanwhile.
 - Another write of a planner: the planner's worker still holds its job.
 - A cancel: the run was not submitted again meanwhile.
