@@ -198,7 +198,7 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that makes the body of a line's response from the result of its task.
 
-    The function does not hold the line's prompt, because many lines wait for their answers at the same time.
+    The function keeps no prompt in memory, because many lines wait for their answers at the same time.
     """
     if line["url"] != RESPONSES:
         return lambda answer: answer

@@ -216,7 +216,8 @@ def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
     if not isinstance(function.get("name"), str):
         expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise wrong_value_error("tool_choice", choice, expected)
-    if all(tool["function"]["name"] != function["name"] for tool in tools):
+    offered_names = [tool["function"]["name"] for tool in tools]
+    if function["name"] not in offered_names:
         raise InvalidValue(
             "tool_choice names {}, which is none of the tools", brief(function["name"])
         )

@@ -20,7 +20,7 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The picture's file is the body of the question. The question's `most` says how many pixels it may have.
+    The picture's file is the body of the question. The question's `most` says how many pixels the picture may have.
     """
     try:
         decoded = _decoded(worker.body, worker.question["most"])

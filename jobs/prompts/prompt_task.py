@@ -85,7 +85,9 @@ class PromptTask(Task):
         if adapter is None:
             return self
         name = some_text(ADAPTER, adapter, MAX_MODEL_CHARS)
-        if any(isinstance(prompt, Request) and prompt.kind == HEAD_KIND for prompt in self.prompts):
+        requests = [prompt for prompt in self.prompts if isinstance(prompt, Request)]
+        asks_head = any(request.kind == HEAD_KIND for request in requests)
+        if asks_head:
             raise InvalidJob(
                 f"{name!r} is an adapter, and a model's head gives classes and scores only without an adapter: "
                 f"name {context.model.name!r}, or leave `model` out"

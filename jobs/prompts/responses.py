@@ -349,7 +349,7 @@ def _prompt_values(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    """Return a choice's fields about its end."""
+    """Return a choice's fields that say how it ended."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     if sample.error is not None:
         ending["error"] = sample.error

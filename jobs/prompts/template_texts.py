@@ -86,7 +86,7 @@ class _TokenBreaker:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            # This is repeated, because a token may stand within another one.
+            # One pass is not enough, because a token may stand within another token.
             while self._pattern.search(value):
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
@@ -100,7 +100,7 @@ class _TokenBreaker:
         """Return a text with BREAK in each token that begins near the text's end and is cut off there."""
         broken = text
         first_start = max(len(text) - self._max_length, 0)
-        # From the end backwards, because an inserted BREAK shifts all that follows it.
+        # The loop goes backwards, because an inserted BREAK shifts the text after it.
         for start in reversed(range(first_start, len(text))):
             if text[start:] in self._beginnings:
                 broken = _with_break(broken, start + 1)  # after the token's first character

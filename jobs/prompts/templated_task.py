@@ -141,7 +141,7 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
         ) from None
     if value == NO_JSON_VALUE:
         raise AnswerMissing(
-            safe_name(job_id), "what it returned has no JSON: return texts, lists and dicts"
+            safe_name(job_id), "its return value has no JSON form: return texts, lists and dicts"
         )
     return value
 

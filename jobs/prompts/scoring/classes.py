@@ -1,4 +1,4 @@
-"""Classes: the class of each text by a model's sequence-classification head."""
+"""Classes: a model's sequence-classification head gives each text a class."""
 
 from collections.abc import Mapping
 from functools import partial

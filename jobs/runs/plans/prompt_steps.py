@@ -148,7 +148,7 @@ def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]
 class PromptStep:
     """One of a row's prompts.
 
-    sampling: its sampling values, merged with those of the run. chat: the options of a chat.
+    sampling: the prompt's sampling values, merged with the run's values. chat: the options of a chat.
     is_scored: whether the prompt is scored against labels.
     """
 

@@ -270,7 +270,7 @@ class _ShardJobs:
 
     def _delete(self, pipe: Pipeline, job: EarlierJob) -> None:
         """Have `pipe` delete a dead job and its results."""
-        # A dead job is never on the target queue, so this queue, which may be long, is not searched.
+        # A job on the target queue is alive, so a dead job is not there. That queue may be long, and is not searched.
         may_be_on_queue = job.origin != self._target.queue.name
         job.delete(pipe, from_queue=may_be_on_queue)
         pipe.delete(results_key(job.id))
@@ -349,7 +349,7 @@ class _ShardQueue:
         for job in jobs:
             if job.status == JobStatus.QUEUED and not job.executions:
                 waiting_ids.add(job.id)
-        # The first use of `_ids_on_queue` reads the queue. This is left out if no job should be on the queue.
+        # The first use of `_ids_on_queue` reads the queue. If no job should be on the queue, it is not read.
         all_are_found = not waiting_ids or waiting_ids <= self._ids_on_queue
         if all_are_found:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]

@@ -180,7 +180,7 @@ class RunState:
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts about the plan, or why there is no plan (PLAN_ERROR). Raises RunBusy."""
-        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
+        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan removes an earlier error
 
         def write(pipe: Pipeline) -> None:
             """Write the facts, and put the run first in the list of runs."""
