@@ -28,8 +28,8 @@ class Agreement(Way):
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
     agree: the share that must give one answer, above 0 and at most 1.
-    agree_on: the part of a text that is compared. With None, whole texts are compared; with "json", the texts as JSON;
-    with a JSON pointer (RFC 6901), a part of the JSON; with a pattern, the text of its first group.
+    agree_on: the part of a text that is compared. None compares whole texts. "json" compares the texts as JSON. A JSON
+    pointer (RFC 6901) compares a part of the JSON. A pattern compares the text of the pattern's first group.
     """
 
     agree: float

@@ -108,7 +108,8 @@ class Plan:
     sizes: for each shard, the bytes of its rows.
     second: in a cascade, the model that is asked again about rows with a low margin.
     planned_at: Unix seconds. Chat templates take this as the present time.
-    input_folder: the folder of Parquet files that were made from other inputs. By default it is in the output.
+    input_folder: the folder of Parquet files that were made from inputs of other formats. By default it is in the
+    output.
     """
 
     spec: RunSpec

@@ -297,7 +297,7 @@ class RunState:
             pipe.multi()
             self.mark_cancelled(pipe, submission, **reason)
 
-        self.as_of(submission, mark)
+        self.change_if_last(submission, mark)
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
@@ -307,10 +307,10 @@ class RunState:
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
-    def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change as one transaction, as `transact` does, and return the result of `change`.
+    def change_if_last(self, submission: int, change: Callable[[Pipeline], T]) -> T:
+        """Make a change as one transaction if `submission` is the run's last one. Return the result of `change`.
 
-        Raises RunResubmitted if `submission` is not the last one any more.
+        change: see `transact`. Raises RunResubmitted if a later submission came.
         """
 
         def checked(pipe: Pipeline) -> T:
