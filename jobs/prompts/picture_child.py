@@ -20,10 +20,10 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The picture's file is the body of the question. The question's `most` says how many pixels the picture may have.
+    The picture's file is the body of the question. The question has `max_pixels`.
     """
     try:
-        decoded = _decoded(worker.body, worker.question["most"])
+        decoded = _decoded(worker.body, worker.question["max_pixels"])
     except MemoryError:  # the limit of the task is to blame, and not the file
         raise
     except Exception as error:  # noqa: BLE001  # a broken file may raise any error

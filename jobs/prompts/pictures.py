@@ -118,12 +118,9 @@ class DecodedPicture(NamedTuple):
     rgb: bytearray
 
 
-def decode(file: bytes, name: str, most: int) -> DecodedPicture:
-    """Have a child decode a picture. Raises InvalidJob.
-
-    name: the picture's name in errors. most: the most pixels that the picture may have.
-    """
-    question = {"most": most}
+def decode(file: bytes, name: str, max_pixels: int) -> DecodedPicture:
+    """Have a child decode a picture. Raises InvalidJob. name: the picture's name in errors."""
+    question = {"max_pixels": max_pixels}
     try:
         reply, rgb = DECODERS.call(
             lambda child: child.ask("jobs.prompts.picture_child:decode", question, LIMITS, file)

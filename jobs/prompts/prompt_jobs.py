@@ -92,7 +92,7 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
     if not names:
         name = next(iter(sources))
         raise InvalidJob(
-            f"{name} is missing: give it, or give {name}_template, which makes it from the answers of other jobs"
+            f"{name} is missing: give it, or {name}_template, which makes it from the answers of other jobs"
         )
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")

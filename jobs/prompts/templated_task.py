@@ -40,7 +40,7 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob(
-            "the template needs answers of other jobs, and the job depends on none: name some in depends_on"
+            "the template needs answers of other jobs, and the job depends on none: name them in depends_on"
         )
     check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
     results = []

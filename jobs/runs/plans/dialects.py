@@ -55,9 +55,7 @@ def parse_decimal(name: str, value: Any) -> str | None:
     if value in (None, "."):
         return None
     if value != ",":
-        raise wrong_value_error(
-            name, value, "the mark before a number's decimals: a point or a comma, . or ,"
-        )
+        raise wrong_value_error(name, value, "the point or the comma as the decimal mark, . or ,")
     return ","
 
 
