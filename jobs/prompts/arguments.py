@@ -156,7 +156,7 @@ def one_prompt(prompt: object, name: str) -> Prompt:
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `sampling` without values that change nothing. The engine checks names and ranges later.
 
-    Raises InvalidJob for a number that arrived as text, and for an argument that is not built.
+    Raises InvalidJob for a number that arrived as text, and for an argument that is not supported.
     """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
@@ -179,7 +179,7 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
     for name in CHAT_ONLY:
         if values.get(name) is not None:
             raise InvalidJob(
-                f"{name} belongs to a chat, and a prompt that is a text passes no template"
+                f"{name} belongs to a chat, because a prompt that is a text has no chat template"
             )
 
 
@@ -233,7 +233,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that change something, under our names. Arguments of NEUTRAL and FOR_OPERATORS are left out.
+    """Return the values that change something, each under one name. NEUTRAL and FOR_OPERATORS values are left out.
 
     Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
     """
@@ -279,8 +279,8 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
         return True
     for neutral in NEUTRAL[name]:
         # In Python, 1 equals True. Here they mean different things.
-        have_same_kind = isinstance(value, bool) is isinstance(neutral, bool)
-        if have_same_kind and value == neutral:
+        both_or_neither_bool = isinstance(value, bool) == isinstance(neutral, bool)
+        if both_or_neither_bool and value == neutral:
             return True
     return False
 

@@ -198,7 +198,7 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that makes the body of a line's response from the result of its task.
 
-    The function does not hold the line's prompt, because many lines wait for their answers at the same time.
+    The function keeps no prompt in memory, because many lines wait for their answers at the same time.
     """
     if line["url"] != RESPONSES:
         return lambda answer: answer
@@ -213,7 +213,10 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line failed, for the line of the output. The number of the request is left out."""
+    """Return the text of a line's error in the output.
+
+    The text leaves out the request's number, because a line is one request.
+    """
     if isinstance(error, ModelNotServed):
         name = str(error.argument("model"))
         return (

@@ -106,8 +106,8 @@ def generated(
     """Return the item that asks a prompt for its completions.
 
     row: what a check function gets beside the answer.
-    control_tokens: the model's control tokens. Before an answer or a reason is added to a text prompt, these tokens are
-    broken in it (see with_breaks). In chats, the engine does this.
+    control_tokens: the model's control tokens. They are broken (see with_breaks) in an answer or a reason that is added
+    to a text prompt. In chats, the engine breaks them.
     """
     if repairs.may_ask_again:
         return _asked_until_accepted(request, repairs, row, control_tokens)
@@ -133,8 +133,8 @@ def _asked_until_accepted(
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [sent]  # one request with one sample
         if problem is not None and not sent.continued and _is_refused(completion):
-            # This prompt repeats earlier answers, and exceeds the model's length with them. So they are left out. The
-            # refused request does not count as an attempt.
+            # The earlier answers that this prompt repeats make it longer than the model's length. So they are left out.
+            # The refused request does not count as an attempt.
             prompt = _without_answers(original, repairs, problem, attempt, control_tokens)
             sent = prompt
             [[completion]] = yield [sent]
@@ -190,8 +190,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. Unless this attempt continued it, a check has refused that answer. So the row
-            # has an error.
+            # The previous answer stays. If this attempt did not continue it, a check had refused it. So the failure of
+            # this attempt is reported as the answer's error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"

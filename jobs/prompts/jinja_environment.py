@@ -62,7 +62,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox. Lists and dicts become JSON, and templates can use neither chance nor other templates."""
+    """Jinja's sandbox. Lists and dicts become JSON. Templates have no random numbers and no other templates."""
 
     code_generator_class = _Generator
 

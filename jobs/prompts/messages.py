@@ -53,10 +53,9 @@ def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
         if value is None or value == []:
             continue
         if key not in MESSAGE_KEYS and not drops_keys:
-            read_keys = f"role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(
-                f"message {number} holds {brief(key)}, which is not built: {read_keys}; in runs drop_unsupported "
-                "(--drop-unsupported) leaves others out"
+                f"message {number} holds {brief(key)}, which is not built. The keys that are read are "
+                f"{', '.join(MESSAGE_KEYS)}; in runs drop_unsupported (--drop-unsupported) leaves out other keys"
             )
         fields[key] = value
 
@@ -134,18 +133,18 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
-    name = f"tool call of message {number}"
+    call_name = f"tool call of message {number}"  # for errors
     arguments = function.get("arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        arguments = checked_text(arguments, f"the arguments of a {name}")
+        arguments = checked_text(arguments, f"the arguments of a {call_name}")
     normal = {
         "type": "function",
-        "function": {"name": checked_text(function["name"], name), "arguments": arguments},
+        "function": {"name": checked_text(function["name"], call_name), "arguments": arguments},
     }
     if call.get("id") is not None:
-        normal["id"] = checked_text(call["id"], f"the id of a {name}")
+        normal["id"] = checked_text(call["id"], f"the id of a {call_name}")
     return normal
 
 
@@ -206,7 +205,7 @@ def forces_call(values: Mapping[str, Any]) -> bool:
 
 
 def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
-    """Return a `tool_choice` in one form, if it forces a call of one of these tools. Raises InvalidJob if not."""
+    """Return the normal form of a `tool_choice` that forces a call. Raises InvalidJob if no tool fits the choice."""
     if not tools:
         raise InvalidValue(
             "tool_choice is {}, and no tools are given that it could call", brief(choice)
@@ -217,7 +216,8 @@ def _forced_choice(choice: object, tools: list[dict[str, Any]]) -> object:
     if not isinstance(function.get("name"), str):
         expected = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise wrong_value_error("tool_choice", choice, expected)
-    if all(tool["function"]["name"] != function["name"] for tool in tools):
+    offered_names = [tool["function"]["name"] for tool in tools]
+    if function["name"] not in offered_names:
         raise InvalidValue(
             "tool_choice names {}, which is none of the tools", brief(function["name"])
         )

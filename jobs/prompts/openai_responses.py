@@ -90,7 +90,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(body: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that is not built or not known, or that is no list or object but must be one."""
+    """Raise InvalidJob for an argument that is not supported, not known, or not the list or object that it must be."""
     for name, value in body.items():
         if name in _REFUSED and value not in _REFUSED[name]:
             raise NotBuilt(f"{name} is not built: leave it out")
@@ -195,7 +195,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     """Return a chat's tool for a body's tool. Raises InvalidValue."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        raise InvalidValue("tools has a {}, which is not built: only functions are", brief(kind))
+        raise InvalidValue(
+            "tools has a tool of type {}, which is not built: give tools of type 'function'",
+            brief(kind),
+        )
     return {"type": "function", "function": _without_type(tool)}
 
 

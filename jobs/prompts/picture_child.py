@@ -20,13 +20,13 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The picture's file is the body of the question. The question's `most` says how many pixels it may have.
+    The picture's file is the body of the question. The question has `max_pixels`.
     """
     try:
-        decoded = _decoded(worker.body, worker.question["most"])
+        decoded = _decoded(worker.body, worker.question["max_pixels"])
     except MemoryError:  # the limit of the task is to blame, and not the file
         raise
-    except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
+    except Exception as error:  # noqa: BLE001  # a broken file may raise any error
         decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
     if isinstance(decoded, str):
         yield {"problem": decoded}, b""

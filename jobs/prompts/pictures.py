@@ -118,12 +118,9 @@ class DecodedPicture(NamedTuple):
     rgb: bytearray
 
 
-def decode(file: bytes, name: str, most: int) -> DecodedPicture:
-    """Have a child decode a picture. Raises InvalidJob.
-
-    name: the picture's name in errors. most: the most pixels that the picture may have.
-    """
-    question = {"most": most}
+def decode(file: bytes, name: str, max_pixels: int) -> DecodedPicture:
+    """Have a child decode a picture. Raises InvalidJob. name: the picture's name in errors."""
+    question = {"max_pixels": max_pixels}
     try:
         reply, rgb = DECODERS.call(
             lambda child: child.ask("jobs.prompts.picture_child:decode", question, LIMITS, file)
@@ -144,7 +141,7 @@ def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
 
     def task_with_files(context: JobContext) -> Task:
         """Read the pictures' files, and return the task."""
-        assert context.picture_reader is not None, "a process that runs jobs lends one"
+        assert context.picture_reader is not None, "every process that runs jobs sets it"
         read_file = context.picture_reader(context)
         files = loaded(pictures, read_file)
         return make(filled(messages, files))

@@ -28,7 +28,7 @@ from jobs.prompts.responses import (
     text_completion,
 )
 from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import check_beside, split_way, way_of
+from jobs.prompts.ways.table import check_way_fits, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import Parts, Request, Task
 
@@ -47,7 +47,7 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 
 
 class _SplitOptions(NamedTuple):
-    """The keyword arguments of a job. way_options: those that ask for a way to the answer; see Way."""
+    """The keyword arguments of a job. way_options: the arguments that ask for a Way."""
 
     sampling: dict[str, Any]
     repairs: RepairOptions
@@ -75,13 +75,13 @@ def _checked_way(
     """
     way = way_of(options)
     if way is not None:
-        check_beside(way, sampling, repairs)
+        check_way_fits(way, sampling, repairs)
         way.check(sampling, tools)
     return way
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task for the one argument that says what to ask. Raises InvalidJob if none or several say it.
+    """Return the task for the argument that says what to ask. Raises InvalidJob unless there is exactly one.
 
     make: called with "prompt" or "messages" and its value; returns the task. For a template, the value is what the
     filled template gives.
@@ -92,7 +92,7 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
     if not names:
         name = next(iter(sources))
         raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+            f"{name} is missing: give it, or {name}_template, which makes it from the answers of other jobs"
         )
     if len(names) > 1:
         raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")

@@ -85,7 +85,9 @@ class PromptTask(Task):
         if adapter is None:
             return self
         name = some_text(ADAPTER, adapter, MAX_MODEL_CHARS)
-        if any(isinstance(prompt, Request) and prompt.kind == HEAD_KIND for prompt in self.prompts):
+        requests = [prompt for prompt in self.prompts if isinstance(prompt, Request)]
+        asks_head = any(request.kind == HEAD_KIND for request in requests)
+        if asks_head:
             raise InvalidJob(
                 f"{name!r} is an adapter, and a model's head gives classes and scores only without an adapter: "
                 f"name {context.model.name!r}, or leave `model` out"
@@ -106,7 +108,7 @@ class PromptTask(Task):
         return OpenPrompts(context, task)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed if the job asks for another model, or InvalidJob for impossible values or checks."""
+        """Raise ModelNotServed if the job asks for another model, or InvalidJob if this worker refuses its options."""
         if self.model is not None:
             context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
@@ -165,7 +167,7 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer as it is; if one of its samples has failed, return one in which all samples have failed.
+        """Return an answer in which all samples have failed if one sample has failed; otherwise the answer as it is.
 
         With repairs, an answer has one sample, and is returned as it is.
         """
@@ -186,7 +188,7 @@ NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
-    """Tells the runner of a job's prompts what it needs to know. has_checks: whether answers are checked."""
+    """What a job's runner needs to know about the job's prompts. has_checks: whether answers are checked."""
 
     def __init__(self, *, has_checks: bool) -> None:
         self.has_checks = has_checks
@@ -201,8 +203,8 @@ class OpenPrompts(ItemsTask):
         self._context = context
         self._task = task
         self._began_at: float | None = None  # when `requests` was first called
-        self._progress_at = 0.0  # when the last progress was made
-        self._last_progress: dict[str, int] = {}  # the progress that was returned last
+        self._last_progress: dict[str, int] = {}  # what `progress` returned last
+        self._progress_at = 0.0  # when `_last_progress` was counted
         # How many of the runner's answers are counted, and the characters and tokens of these answers.
         self._num_counted = 0
         self._num_chars = 0
@@ -231,7 +233,7 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return, by index, the digest by which the journal knows each prompt.
+        """Return each prompt's digest, by the prompt's index. The journal names prompts by their digests.
 
         The digests are computed when they are first needed, because most jobs end before they write a journal.
         """
@@ -243,7 +245,10 @@ class OpenPrompts(ItemsTask):
         return digests
 
     def _read_journal(self) -> dict[int, Progress]:
-        """Return how far an earlier execution came with each prompt that still asks the same, by the prompt's index."""
+        """Return each prompt's progress in an earlier execution, by the prompt's index.
+
+        A prompt that has changed since then is left out.
+        """
         journal = self._context.journal
         if journal is None or journal.stored is None:
             return {}
@@ -257,9 +262,9 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return an earlier execution's progress, with the tokens that were sent to a client that follows the job.
+        """Return an earlier execution's progress, with all tokens that a client has received already.
 
-        The answer must go on after these tokens, because the client has them.
+        A client that follows the job received these tokens. The answer must go on after them.
         progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
@@ -289,7 +294,8 @@ class OpenPrompts(ItemsTask):
         # this execution has come further.
         progress_of = dict(self._earlier_progress)
         for answered in self.runner.answered:
-            progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
+            index = answered.place
+            progress_of[index] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for index, progress in self.runner.under_way(tokens).items():
             if index not in progress_of or progress.sort_key > progress_of[index].sort_key:
                 progress_of[index] = progress
@@ -303,7 +309,7 @@ class OpenPrompts(ItemsTask):
         return partial(self._context.journal.write, records)
 
     def requests(self) -> Iterator[Request]:
-        """Yield the requests. The first call begins the time after which progress is returned."""
+        """Yield the requests. `progress` counts the job's time from the first call."""
         if self._began_at is None:
             self._began_at = self._task.clock()
         return super().requests()
@@ -323,7 +329,7 @@ class OpenPrompts(ItemsTask):
             raise ResultTooLarge(self._context.max_result_bytes)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how many prompts are done, counted at most every PROGRESS_EVERY_S.
+        """Return how many prompts are done. They are counted anew when the last count is PROGRESS_EVERY_S old.
 
         Returns None until the job has run for PROGRESS_AFTER_S.
         """

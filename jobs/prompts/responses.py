@@ -21,7 +21,8 @@ TokenLogprobs = Mapping[int, Logprob]
 
 MAX_TOP_LOGPROBS = 20
 LOGPROBS = ("logprobs", "prompt_logprobs")
-NAMES = ("echo", "top_logprobs", *LOGPROBS)
+#: Arguments that say what a response shows.
+RESPONSE_NAMES = ("echo", "top_logprobs", *LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values. Arguments of NAMES that are null or false are left out.
+    """Return a run's sampling values. Arguments about the response that are null or false are left out.
 
-    Raises InvalidJob for an argument of NAMES with a value that a run cannot have.
+    Raises InvalidJob for an argument about the response with a value that a run cannot have.
     """
     remaining: dict[str, Any] = {}
     for name, value in values.items():
-        is_off = name in NAMES and (value is None or value is False)
+        is_off = name in RESPONSE_NAMES and (value is None or value is False)
         if not is_off:
             remaining[name] = value
     for name in LOGPROBS:
@@ -175,7 +176,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _offset_after(characters: str, text: str, offset: int) -> int:
-    """Return the offset in a text after these characters, or `offset` itself if the text leaves them out there."""
+    """Return the offset behind characters that stand in a text at `offset`; `offset` if the text leaves them out."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
@@ -337,7 +338,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return a choice's fields about its prompt: log probabilities, attempts, and columns of the way to the answer."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and what the prompt's way adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)
@@ -348,7 +349,7 @@ def _prompt_values(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    """Return a choice's fields about its end."""
+    """Return a choice's fields that say how it ended."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     if sample.error is not None:
         ending["error"] = sample.error

@@ -16,7 +16,7 @@ MAX_TEMPLATE_MESSAGES = 100
 
 
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
-    """Return a template's texts, and for a chat's template also their roles; else None in place of the roles.
+    """Return a template's texts, and the texts' roles. The roles are None if the template is not a chat.
 
     The texts may be in any template language. Raises InvalidJob.
     """
@@ -86,7 +86,7 @@ class _TokenBreaker:
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token of its texts."""
         if isinstance(value, str):
-            # This is repeated, because a token may stand within another one.
+            # One pass is not enough, because a token may stand within another token.
             while self._pattern.search(value):
                 value = self._pattern.sub(lambda match: _with_break(match[0], 1), value)
             return self._broken_end(value)
@@ -100,7 +100,7 @@ class _TokenBreaker:
         """Return a text with BREAK in each token that begins near the text's end and is cut off there."""
         broken = text
         first_start = max(len(text) - self._max_length, 0)
-        # From the end backwards, because an inserted BREAK shifts all that follows it.
+        # The loop goes backwards, because an inserted BREAK shifts the text after it.
         for start in reversed(range(first_start, len(text))):
             if text[start:] in self._beginnings:
                 broken = _with_break(broken, start + 1)  # after the token's first character

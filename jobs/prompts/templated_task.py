@@ -1,4 +1,7 @@
-"""Makes prompts from templates over the answers of jobs on which a job depends. The answers are read from Redis."""
+"""Fills the answers of earlier jobs into the template of a job's prompt.
+
+The job depends on these earlier jobs. Their answers are read from Redis.
+"""
 
 import json
 from base64 import b64decode
@@ -36,21 +39,24 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
-        raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
+        raise InvalidJob(
+            "the template needs answers of other jobs, and the job depends on none: name them in depends_on"
+        )
     check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
     results = []
     bytes_left = context.max_result_bytes
     for start in range(0, len(ids), MAX_READ_AT_ONCE):
         context.check_interrupted()
-        for end in _read_ends(context, ids[start : start + MAX_READ_AT_ONCE]):
-            bytes_left -= len(end.result.get(b"return_value") or b"")
+        for outcome in _read_outcomes(context, ids[start : start + MAX_READ_AT_ONCE]):
+            returned = outcome.result.get(b"return_value") or b""
+            bytes_left -= len(returned)
             if bytes_left < 0:
                 raise InvalidJob(
                     "the results of the jobs that this one depends on have more than "
                     f"{context.max_result_bytes} bytes: depend on fewer jobs, or raise the worker's setting "
                     "TOKENMILL_MAX_RESULT_BYTES"
                 )
-            results.append(_value(end))
+            results.append(_value(outcome))
     return {"answers": list(map(answer_of, results)), "results": results}
 
 
@@ -81,7 +87,7 @@ def _text_of(choice: Any) -> Any:
     return choice.get("text")
 
 
-class _End(NamedTuple):
+class _Outcome(NamedTuple):
     """How a job has ended: the last entry of its results, and its status. Both are empty if Redis has lost them."""
 
     job_id: str
@@ -89,37 +95,37 @@ class _End(NamedTuple):
     status: str
 
 
-def _read_ends(context: JobContext, ids: Sequence[str]) -> list[_End]:
+def _read_outcomes(context: JobContext, ids: Sequence[str]) -> list[_Outcome]:
     """Read how jobs have ended, in the order of the ids."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
             pipe.hget(job_key(job_id), "status")
         replies = iter(pipe.execute())
-    ends = []
+    outcomes = []
     for job_id in ids:
         entries = next(replies)
         status = next(replies)
         result: dict[bytes, bytes] = {}
         if entries:
             _, result = entries[0]
-        ends.append(_End(job_id, result, text(status or b"")))
-    return ends
+        outcomes.append(_Outcome(job_id, result, text(status or b"")))
+    return outcomes
 
 
-def _value(end: _End) -> Any:
+def _value(outcome: _Outcome) -> Any:
     """Return what a job returned; None for a failed job. Raises AnswerMissing."""
-    kind = result_type(end.result)
+    kind = result_type(outcome.result)
     if kind is ResultType.SUCCESSFUL:
-        return _parsed(end.job_id, end.result.get(b"return_value"))
-    has_failed_status = kind is None and end.status in _FAILED_STATUSES
+        return _parsed(outcome.job_id, outcome.result.get(b"return_value"))
+    has_failed_status = kind is None and outcome.status in _FAILED_STATUSES
     if kind in _FAILED or has_failed_status:
         return None
-    if not end.status:
+    if not outcome.status:
         problem = "job and result are gone: enqueue it again, with a longer result_ttl"
     else:
-        problem = f"it has left no result, and its status is {safe_name(end.status)!r}"
-    raise AnswerMissing(safe_name(end.job_id), problem)
+        problem = f"it has left no result, and its status is {safe_name(outcome.status)!r}"
+    raise AnswerMissing(safe_name(outcome.job_id), problem)
 
 
 def _parsed(job_id: str, packed: bytes | None) -> Any:
@@ -135,7 +141,7 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
         ) from None
     if value == NO_JSON_VALUE:
         raise AnswerMissing(
-            safe_name(job_id), "what it returned has no JSON: return texts, lists and dicts"
+            safe_name(job_id), "its return value has no JSON form: return texts, lists and dicts"
         )
     return value
 
@@ -168,8 +174,8 @@ def templated_task(
         unknown_names = sorted(jinja_texts.names - NAMES)
         if unknown_names:
             raise InvalidValue(
-                f"{argument} names {{}}: there are `answers`, one for each job that this one depends "
-                "on, and `results`, all that each returned",
+                f"{argument} names {{}}: it may name `answers`, with an answer of each job that this job depends on, "
+                "and `results`, with the whole result of each of these jobs",
                 brief(unknown_names[0]),
             )
         values: Any = read_dependencies(context)
@@ -191,9 +197,9 @@ def templated_task(
 
 
 def refuse_template(values: dict[str, Any]) -> None:
-    """Raise InvalidJob for a template outside a job, because only jobs can depend on other jobs."""
+    """Raise InvalidJob if a request outside a job has a template. Only a job can depend on other jobs."""
     for name in ARGUMENTS:
         if values.get(name) is not None:
             raise InvalidJob(
-                f"{name} stands for answers of jobs that a job depends on, and this is no job"
+                f"{name} takes in the answers of other jobs, and only a job can depend on other jobs"
             )

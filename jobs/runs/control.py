@@ -203,7 +203,7 @@ def _cancel_jobs(
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
-        stopped += state.as_of(submission, partial(stop_held, state.connection, chunk))
+        stopped += state.change_if_last(submission, partial(stop_held, state.connection, chunk))
     return Cancelled(removed, stopped)
 
 
@@ -234,8 +234,8 @@ def remove_waiting(
     removed = 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
-        taken_ids = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
-        state.as_of(submission, partial(_delete, taken_ids))
+        taken_ids = state.change_if_last(submission, partial(_take, queue_key, chunk, from_end))
+        state.change_if_last(submission, partial(_delete, taken_ids))
         removed += len(taken_ids)
     return removed
 

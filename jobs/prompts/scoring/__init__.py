@@ -1,1 +1,1 @@
-"""Kinds of scoring: nothing is generated, and a prompt or row gets numbers."""
+"""Kinds of scoring. Scoring gives each prompt or row numbers, and generates no text."""

@@ -1,4 +1,4 @@
-"""Classes: the class of each text by a model's sequence-classification head."""
+"""Classes: a model's sequence-classification head gives each text a class."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -34,7 +34,7 @@ class Classes(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model has no head, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model has no head, or if a shard would hold too many probabilities."""
         if not model.classes:
             raise InvalidJob(
                 f"the worker serves {model.name!r}, which has no sequence-classification head"

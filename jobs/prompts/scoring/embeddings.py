@@ -52,7 +52,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob if the model gives no such embeddings, or a shard of the run would hold too many numbers."""
+        """Raise InvalidJob if the model cannot give these embeddings, or if a shard would hold too many numbers."""
         if not model.embedding_size:
             raise InvalidJob(
                 f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "

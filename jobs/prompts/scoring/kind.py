@@ -91,12 +91,12 @@ class Scoring(abc.ABC):
 
 
 def unscored(completion: Completion) -> Scored:
-    """Return the result of a completion without numbers: its error."""
+    """Return the result of a completion that has no numbers to score: an error and no values."""
     return Scored(error=completion.error or NO_REASON)
 
 
 def truncation(value: object) -> dict[str, int]:
-    """Return `truncate_prompt_tokens` as a sampling value, or nothing for None. Raises InvalidJob."""
+    """Return `truncate_prompt_tokens` as a sampling value; {} for None. Raises InvalidJob."""
     if value is None:
         return {}
     if type(value) is int and (value >= 1 or value == -1):

@@ -49,7 +49,8 @@ def parse_labels(name: str, labels: object) -> list[str]:
 class Labels(Scoring):
     """Asks for the log-likelihood of each label.
 
-    prior: the log-likelihoods after the prompt without content, or why that prompt failed; None without calibration.
+    prior: for calibration, the labels' log-likelihoods after a prompt without content. If that prompt failed, a text
+    that says why. None if there is no calibration.
     """
 
     labels: Sequence[str]
@@ -151,7 +152,7 @@ def classify_task(
         )
     _, chat = split_chat_options(options)
     is_calibrated = calibrate is not False and calibrate is not None
-    respond = partial(_response, labels=scoring)
+    respond = partial(_response, scoring=scoring)
 
     def chat_task(messages: Parts) -> PromptTask:
         """Return the task for a chat whose pictures are loaded."""
@@ -217,17 +218,17 @@ def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
     return normal_messages(calibrate)
 
 
-def _response(answers: Answers, job_id: str, labels: Labels) -> dict[str, Any]:
-    """Return the classification of the first prompt. A second prompt is the prompt without content.
+def _response(answers: Answers, job_id: str, scoring: Labels) -> dict[str, Any]:
+    """Return the classification of the first prompt. Raises RequestFailed if a prompt failed.
 
-    Raises RequestFailed if one of the prompts failed.
+    With calibration, there is a second prompt, which is the prompt without content.
     """
     for number, answer in enumerate(answers):
         if answer.first.loglikelihoods is None:
             raise RequestFailed(number, answer.first.error or NO_REASON)
     if len(answers) > 1:
-        labels = labels.calibrated(answers[1].first)
-    scored = labels.scored(answers[0].first)
+        scoring = scoring.calibrated(answers[1].first)
+    scored = scoring.scored(answers[0].first)
     if scored.error is not None:
         raise RequestFailed(0, scored.error)
     return {

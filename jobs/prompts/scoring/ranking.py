@@ -150,8 +150,8 @@ def _response(
 ) -> dict[str, Any]:
     """Return the job's response, with the most relevant document first.
 
-    documents: the texts that the response shows; None shows none. num_results: the most results that are returned; None
-    for all.
+    documents: the texts of the results; None leaves the texts out. num_results: the most results that are returned;
+    None for all.
     """
     results = []
     for number, answer in enumerate(answers):

@@ -28,8 +28,8 @@ class Agreement(Way):
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
     agree: the share that must give one answer, above 0 and at most 1.
-    agree_on: the part of a text that is compared. With None, whole texts are compared; with "json", the texts as JSON;
-    with a JSON pointer (RFC 6901), a part of the JSON; with a pattern, the text of its first group.
+    agree_on: the part of a text that is compared. None compares whole texts. "json" compares the texts as JSON. A JSON
+    pointer (RFC 6901) compares a part of the JSON. A pattern compares the text of the pattern's first group.
     """
 
     agree: float
@@ -62,7 +62,9 @@ class Agreement(Way):
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob if all samples would be equal, or would not be texts."""
         if sampling.get("temperature") == 0:
-            raise InvalidJob("agree and temperature=0: samples would be alike: raise temperature")
+            raise InvalidJob(
+                "with temperature=0, all samples agree: raise temperature, or leave agree out"
+            )
         if tools:
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
@@ -91,7 +93,7 @@ class Agreement(Way):
         return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return the part of a sample that is compared; None if the sample agrees with no other sample."""
+        """Return the part of a sample that is compared; None if the sample has nothing to compare."""
         if sample.finish_reason != "stop":
             return None
         if not self.questions:

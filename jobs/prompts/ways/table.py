@@ -25,7 +25,7 @@ WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments; return those that are no options of ways, and then the parsed options of ways.
+    """Split keyword arguments into the parsed options of ways and all other arguments. The other arguments come first.
 
     Raises InvalidJob.
     """
@@ -63,8 +63,8 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
     return ways[0] if ways else None
 
 
-def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
-    """Raise InvalidJob if options beside a way ask for several answers of a prompt, or for checks or continuations."""
+def check_way_fits(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
+    """Raise InvalidJob for options that no way can be combined with: several answers, checks, and continuations."""
     name = way.main_option()
     if sampling.get("n", 1) != 1:
         raise InvalidJob(f"{name} and n do not go together: with {name}, a prompt has one answer")

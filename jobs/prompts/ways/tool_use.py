@@ -45,7 +45,7 @@ class ToolUse(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the question for each function, by which a child process calls it."""
+        """Return a question for each function. A child process answers the question by calling the function."""
         return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
@@ -57,10 +57,10 @@ class ToolUse(Way):
         for name in self._function_of:
             if name not in offered:
                 raise InvalidValue(
-                    "tool has a function {}, and tools offers no such tool", brief(name)
+                    "tool has a function {}, and tools offers no tool of that name", brief(name)
                 )
         if len(self._function_of) < len(self.tool):
-            raise InvalidJob("tool has two functions of one name: each tool is answered by one")
+            raise InvalidJob("tool has two functions of one name: give each tool one function")
 
     @property
     def _function_of(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ class ToolUse(Way):
             turn = replace(request, messages=messages)
             if answers:
                 sampling = reseeded(request.sampling, f"turn {len(answers)}")
-                # A tool_choice that forces a call has done so in the first answer.
+                # A tool_choice may force a call in the first answer. Later answers are free.
                 sampling.pop("tool_choice", None)
                 turn = replace(turn, sampling=sampling)
             [[completion]] = yield [turn]  # one request with one sample

@@ -26,7 +26,7 @@ class WayOption:
 
 
 class Way(abc.ABC):
-    """A way from a prompt to its answer, by several requests.
+    """A method by which several requests lead from a prompt to its answer.
 
     options: the way's arguments, by name. A job or a run that gives the first argument uses the way.
     columns: the columns that the way adds to an answer beside the completion, with Arrow's names of their types.

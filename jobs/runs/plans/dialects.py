@@ -51,13 +51,11 @@ def _may_separate(character: str) -> bool:
 
 
 def parse_decimal(name: str, value: Any) -> str | None:
-    """Return the decimal mark of numbers; None for the point, the default. Raises InvalidValue."""
+    """Return the decimal mark in a file's numbers: "," or None, which means the point. Raises InvalidValue."""
     if value in (None, "."):
         return None
     if value != ",":
-        raise wrong_value_error(
-            name, value, "the point or the comma that stands in numbers, . or ,"
-        )
+        raise wrong_value_error(name, value, "the point or the comma as the decimal mark, . or ,")
     return ","
 
 

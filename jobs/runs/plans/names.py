@@ -81,8 +81,10 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
         file_format = named_format(name) or PARQUET
         first_names.setdefault(file_format, name)
     if len(first_names) > 1:
-        first, other = list(first_names)[:2]
-        raise MixedFormats(first_names[other], other, first_names[first], first)
+        first_format, other_format = list(first_names)[:2]
+        raise MixedFormats(
+            first_names[other_format], other_format, first_names[first_format], first_format
+        )
     return next(iter(first_names), PARQUET)
 
 
@@ -142,7 +144,7 @@ def keys_name(shard: int) -> str:
 
 
 def row_numbers_name(execution_id: str) -> str:
-    """Return the name of the file with the row numbers that planning has chosen, as a path below the run's folder."""
+    """Return the name of the file that lists the rows that planning has chosen, as a path below the run's folder."""
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 
@@ -163,7 +165,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
         if match is None:
             continue
         shard = int(match["shard"])
-        if part_name(shard) == name:  # a number with further zeros is not ours
+        if part_name(shard) == name:  # the pattern also matches names with too many zeros
             parts[shard] = name
     return parts
 

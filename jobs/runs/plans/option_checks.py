@@ -1,4 +1,4 @@
-"""Checks a run's options: brings small options into one form, and refuses options that cannot be combined."""
+"""Brings options of a run into one form, and refuses options that cannot be combined."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jobs.context.values import check_shard, column_name
 from jobs.errors import InvalidJob, InvalidValue, wrong_value_error
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import CHAT_OPTIONS, forces_call
-from jobs.prompts.responses import NAMES as RESPONSE_NAMES
+from jobs.prompts.responses import RESPONSE_NAMES
 from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH
@@ -83,7 +83,8 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 def model_alias(name: str, value: Any) -> list[str] | None:
     """Return the names that stand for the served model; None for an empty list. Raises InvalidValue."""
-    if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
+    is_list = isinstance(value, list)
+    if not is_list or not all(isinstance(alias, str) and alias for alias in value):
         raise wrong_value_error(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
 
@@ -178,8 +179,9 @@ def refuse_generation_values(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    allowed: the names of values that say how a prompt is read. request: words for what generates nothing, such as
-    "labels". owner: words for what has the values. The message has both.
+    allowed: the names of values that say how a prompt is read.
+    request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. Both
+    are words for the error.
     """
     for name in values:
         # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.
@@ -227,7 +229,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], options: Mapping[str, Any], request: str) -> None:
-    """Raise InvalidJob if one of these options has a value. request: words for what generates nothing."""
+    """Raise InvalidJob if one of these options has a value. request: the option that forbids them, for the error."""
     for name in names:
         if options[name]:
             raise InvalidJob(f"{name} and {request} do not go together: nothing is generated")

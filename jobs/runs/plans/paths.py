@@ -25,20 +25,20 @@ def run_path(path: object) -> str:
         raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
     uri = _URI.fullmatch(path)
     if uri is not None:
-        scheme, authority, inner, query = uri.groups()
+        scheme, authority, uri_path, query = uri.groups()
         scheme = scheme.lower()
         _, _, host = authority.rpartition("@")
         # Errors show no user, password or query, because these may hold a store's keys. A password that is not encoded
         # may hold a slash, and so reach beyond the authority. So everything up to the URI's last @ is cut off.
-        _, _, without_secrets = (authority + inner).rpartition("@")
+        _, _, without_secrets = (authority + uri_path).rpartition("@")
         safe = f"{scheme}://{without_secrets}"
         if scheme in STORES:
-            return _stored_path(scheme, authority, inner, query, safe)
+            return _stored_path(scheme, authority, uri_path, query, safe)
         if scheme != "file":
             raise UnsupportedScheme(safe, scheme)
         if host not in ("", "localhost"):
-            raise UnsupportedScheme(f"file://{host}{inner}", f"file on host {host}")
-        path = unquote(inner)
+            raise UnsupportedScheme(f"file://{host}{uri_path}", f"file on host {host}")
+        path = unquote(uri_path)
     _check_text(path)
     return os.path.abspath(path)
 
@@ -53,14 +53,14 @@ def real_path(path: str) -> str:
     return path if is_stored(path) else os.path.realpath(path)
 
 
-def _stored_path(scheme: str, bucket: str, inner: str, query: str, safe: str) -> str:
+def _stored_path(scheme: str, bucket: str, uri_path: str, query: str, safe: str) -> str:
     """Return the path of an object. Raises InvalidJob if the URI names none. safe: the URI without secrets."""
     if not _BUCKET.fullmatch(bucket) or query:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
             "keys for the store belong in the worker's environment"
         )
-    key = inner.strip("/")
+    key = uri_path.strip("/")
     if key and any(segment in ("", ".", "..") for segment in key.split("/")):
         raise InvalidJob(
             f"{safe} has an empty segment, '.' or '..': name the object as the store lists it"

@@ -33,7 +33,10 @@ class AnotherFormat(ValueError):
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """A column that no file has. Its values come from folders named `key=value`, or are the files' paths."""
+    """A column that planning adds to the files' columns.
+
+    Its values come from the names of folders, such as `year=2024`, or are the files' paths.
+    """
 
     name: str
     type: Literal["int64", "string"]
@@ -59,7 +62,7 @@ class PlannedFile:
 
     @property
     def num_asked(self) -> int:
-        """Return how many rows of this file the run asks."""
+        """Return the number of this file's rows for which the run asks the model."""
         return self.rows if self.num_chosen is None else self.num_chosen
 
 
@@ -67,8 +70,8 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: a part of the names of the files that hold the answers. any_model: whether answers of other models were taken.
-    runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
+    name: names the files that hold the answers; see `Plan.reused_path`. any_model: whether answers of other models were
+    taken. runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
     """
 
     name: str
@@ -105,7 +108,8 @@ class Plan:
     sizes: for each shard, the bytes of its rows.
     second: in a cascade, the model that is asked again about rows with a low margin.
     planned_at: Unix seconds. Chat templates take this as the present time.
-    input_folder: the folder of Parquet files that were made from other inputs. By default it is in the output.
+    input_folder: the folder of Parquet files that were made from inputs of other formats. By default it is in the
+    output.
     """
 
     spec: RunSpec
@@ -131,7 +135,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Return how many rows the run asks."""
+        """Return the number of rows for which the run asks the model."""
         num_rows = sum(file.num_asked for file in self.files)
         if self.spec.limit is not None:
             num_rows = min(num_rows, self.spec.limit)
@@ -152,7 +156,7 @@ class Plan:
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
-        """Return the path of the file with the answers of a shard that were taken from earlier runs."""
+        """Return the path of the file that holds a shard's answers from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
@@ -170,7 +174,7 @@ class Plan:
         return self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queue of each of a shard's jobs, paired with whether the job asks the second model.
+        """Return a pair for each job of a shard: the job's queue, and whether the job asks the second model.
 
         queue: the run's queue, which is the queue of a shard's first job.
         """
@@ -181,12 +185,12 @@ class Plan:
 
     @property
     def converted_folder(self) -> str:
-        """Return the folder of the Parquet files that were made from other inputs."""
+        """Return the folder of the Parquet files that were made from inputs of other formats."""
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the path of the Parquet file that holds an input's rows: the input itself, or a file made from it."""
-        # With None, all rows are asked. With 0, the run never reads the file, so its path does not matter.
+        # If num_chosen is None, the run uses all rows. If it is 0, the run never reads the file.
         has_chosen_rows = file.num_chosen not in (None, 0)
         if self.input_format == PARQUET and not has_chosen_rows:
             return file.path
@@ -245,8 +249,9 @@ class Plan:
         content["digest"] = self._digest
         # Shards are encoded one by one. One call for ten thousand shards leaves 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        without_brace = json.dumps(content, default=_as_object).removesuffix("}")
-        return f'{without_brace}, "shards": [{shards}]}}'
+        without_shards = json.dumps(content, default=_as_object)
+        # The shards are put before the closing brace.
+        return without_shards.removesuffix("}") + f', "shards": [{shards}]' + "}"
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -283,7 +288,7 @@ class Plan:
 
 
 def _as_object(value: Any) -> dict[str, Any]:
-    """Return a record as a mapping. The field `adapters` of a model is left out if empty, for older versions."""
+    """Return a record as a mapping. A model's empty `adapters` are left out, because older versions lack the field."""
     content = asdict(value)
     if isinstance(value, PinnedModel) and not value.adapters:
         del content["adapters"]
@@ -291,23 +296,23 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _model(content: dict[str, Any]) -> PinnedModel:
-    """Return the model that a plan has written with `_as_object`."""
+    """Read a model from the object that `_as_object` made of it."""
     adapters = tuple(content.get("adapters", ()))
     return PinnedModel(**{**content, "adapters": adapters})
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Return the second model that a plan has written with `_as_object`; None if the plan has none."""
+    """Read the second model from the object that `_as_object` made of it; None if the plan has none."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Return what a plan has written about earlier runs; None if planning has taken nothing from any."""
+    """Read a plan's object about earlier runs. None if the plan takes no answers from earlier runs."""
     return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
-    """Return the file that a plan has written with `_as_object`."""
+    """Read an input file from the object that `_as_object` made of it."""
     return PlannedFile(**{**content, "values": tuple(content["values"])})
 
 
@@ -365,19 +370,22 @@ def cut_shards(
     return tuple(shards)
 
 
-def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_left: int) -> Iterator[Shard]:
-    """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_left` rows."""
+def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_rows: int) -> Iterator[Shard]:
+    """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_rows` rows."""
+    # In a short run, all shards have `max_rows` rows. In a long run, the last shards are smaller.
     min_rows = max_rows
-    if num_left > TAIL_SHARE * max_rows:  # then the last shards are smaller
-        min_tail_rows = min(max_rows, MIN_TAIL_ROWS)
-        min_rows = max(max_rows // TAIL_SHARE, min_tail_rows)
+    is_long = num_rows > TAIL_SHARE * max_rows
+    if is_long:
+        tail_rows = max(max_rows // TAIL_SHARE, MIN_TAIL_ROWS)
+        min_rows = min(tail_rows, max_rows)
+    num_left = num_rows
     for file, groups in enumerate(row_groups):
         ends = list(accumulate(groups))  # ends[i]: the index of the row after row group i
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
-            rows_by_share = max(min_rows, num_left // TAIL_SHARE)
-            rows = min(rows_by_share, max_rows, num_rows_of_file - start, num_left)
+            wanted_rows = max(min_rows, num_left // TAIL_SHARE)
+            rows = min(wanted_rows, max_rows, num_rows_of_file - start, num_left)
             yield _shard(file, ends, start, rows)
             start += rows
             num_left -= rows

@@ -24,7 +24,7 @@ Pieces = tuple[tuple[str, str | None], ...]
 
 @dataclass(frozen=True)
 class Template:
-    """A text, or a chat whose message contents are such texts.
+    """A text with the names of columns in braces, or a chat of such texts.
 
     Braces may hold plain column names only: no attribute, index, conversion or format. The template is part of a job,
     and jobs are not trusted. A value is never parsed again, so braces in the data are harmless.
@@ -58,7 +58,8 @@ class Template:
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
-        check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
+        num_pieces = sum(map(len, self.texts))
+        check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would return. They may be very many if a template repeats a long value."""
@@ -147,7 +148,7 @@ def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]
 class PromptStep:
     """One of a row's prompts.
 
-    sampling: its sampling values, merged with those of the run. chat: the options of a chat.
+    sampling: the prompt's sampling values, merged with the run's values. chat: the options of a chat.
     is_scored: whether the prompt is scored against labels.
     """
 

@@ -1,4 +1,7 @@
-"""Finds the type of a column for values of a JSON schema. Needs no pyarrow, so a run is refused before it starts."""
+"""Finds the type of a column for values of a JSON schema.
+
+The module needs no pyarrow. So the CLI can use it, and refuse a schema before the run is submitted.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -175,7 +178,7 @@ _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: S
 
 
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
-    """Return the type of a column that holds values of these types. Raises InvalidJob if they are too unlike."""
+    """Return the type of a column that holds values of all these types. Raises InvalidJob if no type fits."""
     if not types:
         raise _unfit_schema_error(path, "its schema names null alone")
     is_nullable = is_nullable or any(value_type.is_nullable for value_type in types)
@@ -186,12 +189,12 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
             common = replace(common, kind=NUMBER)
         elif common != other:
             kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
-            raise _unfit_schema_error(path, f"it may be values of unlike types ({kinds})")
+            raise _unfit_schema_error(path, f"its values may have different types ({kinds})")
     return common
 
 
 def _unfit_schema_error(path: str, reason: str) -> InvalidJob:
     """Return the error for a part of a schema that fits into no column."""
     return InvalidJob(
-        f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give it one type"
+        f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give {path} one type"
     )

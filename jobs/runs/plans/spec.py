@@ -1,4 +1,7 @@
-"""Checks the arguments of a run, and makes the run's id of them. Needs no pyarrow, because the CLI uses it."""
+"""Checks the arguments of a run, and makes the run's id from them.
+
+The CLI uses this module without pyarrow, so this module does not import it.
+"""
 
 import json
 import os
@@ -20,7 +23,7 @@ from jobs.prompts.messages import ChatArguments, split_chat_options
 from jobs.prompts.responses import LOGPROBS
 from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
-from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
+from jobs.prompts.ways.table import WAY_OPTIONS, check_way_fits, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
@@ -251,7 +254,10 @@ class RunSpec:
 
     @property
     def writes_lines(self) -> bool:
-        """Whether the output is one file of CSV or JSON lines, which can hold any value of an input of such lines."""
+        """Whether the output is one file of CSV or JSON lines.
+
+        Such a file can hold all values that an input file of its format can hold.
+        """
         return self.single_file in (CSV, JSONL)
 
     @property
@@ -309,7 +315,7 @@ class RunSpec:
         return types
 
     def _schema_of(self, sampling: Mapping[str, Any]) -> Any:
-        """Return the JSON schema of a prompt's answers, or else the one of the run's check; None if there is none."""
+        """Return the JSON schema of a prompt's answers, or else of the run's check; None if there is no schema."""
         structured = sampling.get("structured_outputs")
         if isinstance(structured, dict) and structured.get("json") is not None:
             return structured["json"]
@@ -353,7 +359,7 @@ class RunSpec:
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # Most names do not take None, so InvalidValue says nothing here. An unknown name raises another error.
+            # Only an unknown name is an error here. InvalidValue means that the name is known, and cannot be None.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 
@@ -479,13 +485,14 @@ def _check_task_options(spec: RunSpec) -> None:
         _check_used(
             True,
             spec.labels,
-            "probabilities are a struct of a run's own labels, and there are none: name labels too, or leave a map",
+            "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
+            "labels too, or leave probabilities out",
         )
         check_limit(
             len(spec.labels or ()),
             checks.MAX_STRUCT_LABELS,
             "a struct of probabilities has {} labels",
-            "leave a map",
+            "leave probabilities out, for a map",
         )
     _check_used(
         spec.dimensions,
@@ -505,7 +512,7 @@ def _check_task_options(spec: RunSpec) -> None:
     _check_used(
         "tools" in spec.sampling_columns,
         spec.is_chat and spec.prompts is None,
-        "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
+        "tools from a column are for chats, with one prompt for each row: give messages_column or a chat's template",
     )
 
 
@@ -531,7 +538,7 @@ def _check_images(spec: RunSpec) -> None:
 
 
 def _check_escalation(spec: RunSpec) -> None:
-    """Raise InvalidJob for a cascade that lacks an option, or asks no labels."""
+    """Raise InvalidJob for a cascade that lacks an option, or that is not for labels."""
     margin = spec.escalate_below
     second = spec.escalate_to or spec.escalate_model
     _check_used(
@@ -552,7 +559,7 @@ def _check_escalation(spec: RunSpec) -> None:
     _check_used(
         second,
         margin,
-        "escalate_to and escalate_model say who is asked again: give escalate_below too",
+        "escalate_to and escalate_model name the second model that is asked: give escalate_below too",
     )
 
 
@@ -595,7 +602,7 @@ def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")
     if spec.task != checks.GENERATE or is_batch:
         raise InvalidJob(f"{name} is for prompts and chats whose answers are generated")
-    check_beside(way, spec.sampling, spec.repairs)
+    check_way_fits(way, spec.sampling, spec.repairs)
     way.check(spec.sampling, spec.chat.options.get("tools", []))
 
 

@@ -100,7 +100,8 @@ def read_earlier(
     # The replies come in the order of the commands above.
     in_queue: set[str] = set()
     for _ in queue_keys:
-        in_queue.update(map(stored.text, next(replies)))
+        queued_ids = next(replies)
+        in_queue.update(map(stored.text, queued_ids))
 
     jobs = []
     for job_id in job_ids:
@@ -109,12 +110,13 @@ def read_earlier(
         executions = next(replies)
         if not is_there:
             continue
+        submission_text = stored.text(submission or b"")
         job = EarlierJob(
             id=job_id,
             status=rq_jobs.job_status(status),
             origin=stored.text(origin or b""),
             executions=tuple(map(stored.text, executions)),
-            submission=stored.count(stored.text(submission or b"")) or 0,
+            submission=stored.count(submission_text) or 0,
             in_queue=job_id in in_queue,
         )
         jobs.append(job)
@@ -189,15 +191,15 @@ def enqueue_shards(
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
-    num_low: int | None = None,
+    rows_for_second: int | None = None,
 ) -> int:
     """Enqueue a job for each shard that has no live job; return how many. Raises RunBusy, RunCancelled.
 
     queue_name: the run's queue.
-    num_low: None enqueues jobs of the run's first model. Otherwise `shards` has one shard, its job is for a cascade's
-    second model, and `num_low` is the most rows that this model may be asked about.
+    rows_for_second: None enqueues jobs for the run's first model. A number enqueues a job for a cascade's second model.
+    It is the most rows that this model may be asked about, and `shards` then has one shard.
     """
-    shard_jobs = _ShardJobs(context, queue_name, plan, state, num_low)
+    shard_jobs = _ShardJobs(context, queue_name, plan, state, rows_for_second)
     num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
@@ -208,7 +210,7 @@ def enqueue_shards(
 
 
 class _ShardJob(NamedTuple):
-    """A job that a shard has. is_alive: whether the job will bring its shard to an end."""
+    """A job that a shard has. is_alive: whether the job runs, or will still run, for its shard."""
 
     job: EarlierJob
     is_alive: bool
@@ -218,21 +220,26 @@ class _ShardJobs:
     """Enqueues the jobs of shards, all for one model of the run. Arguments: see enqueue_shards."""
 
     def __init__(
-        self, context: JobContext, queue_name: str, plan: Plan, state: RunState, num_low: int | None
+        self,
+        context: JobContext,
+        queue_name: str,
+        plan: Plan,
+        state: RunState,
+        rows_for_second: int | None,
     ) -> None:
         self._context = context
         self._queue_name = queue_name
         self._plan = plan
         self._state = state
-        self._num_low = num_low
-        self._is_second = num_low is not None
+        self._rows_for_second = rows_for_second
+        self._is_second = rows_for_second is not None
         # If a shard has a job for the second model, it needs no job for the first model. So both queues are searched
         # before jobs for the first model are enqueued.
         self._queues = []
-        for name, is_second in plan.queues(queue_name):
-            if self._is_second and not is_second:
+        for name, is_for_second in plan.queues(queue_name):
+            if self._is_second and not is_for_second:
                 continue
-            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_for_second))
         self._target = self._queues[0]  # where the jobs are enqueued
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
@@ -263,7 +270,7 @@ class _ShardJobs:
 
     def _delete(self, pipe: Pipeline, job: EarlierJob) -> None:
         """Have `pipe` delete a dead job and its results."""
-        # A dead job is never on the target queue, so this queue, which may be long, is not searched.
+        # A job on the target queue is alive, so a dead job is not there. That queue may be long, and is not searched.
         may_be_on_queue = job.origin != self._target.queue.name
         job.delete(pipe, from_queue=may_be_on_queue)
         pipe.delete(results_key(job.id))
@@ -305,7 +312,7 @@ class _ShardJobs:
 
     def _fields(self, shard: int, submission: int) -> dict[Any, Any]:
         """Return Tokenmill's own fields of a shard's job."""
-        num_sequences = self._num_low
+        num_sequences = self._rows_for_second  # a cascade scores labels: one sequence for each row
         if num_sequences is None:
             num_sequences = self._plan.shards[shard].rows * self._plan.spec.n
         return {
@@ -342,16 +349,17 @@ class _ShardQueue:
         for job in jobs:
             if job.status == JobStatus.QUEUED and not job.executions:
                 waiting_ids.add(job.id)
-        # Without such jobs, the queue is not read.
-        if not waiting_ids or waiting_ids <= self._ids_on_queue:
+        # The first use of `_ids_on_queue` reads the queue. If no job should be on the queue, it is not read.
+        all_are_found = not waiting_ids or waiting_ids <= self._ids_on_queue
+        if all_are_found:
             jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
         else:
-            # Some of these jobs came onto the queue after it was read, or are lost. So it is read again.
+            # The missing jobs came onto the queue after it was read, or are lost. So the queue is read again.
             jobs = read_earlier(self._connection, job_ids, self.keys)
         return [_ShardJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
-        """Whether a job will bring its shard to an end."""
+        """Whether a job runs, or will still run, for its shard."""
         if job.was_cancelled(last_cancelled):  # a worker that holds the job ends it without a part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:

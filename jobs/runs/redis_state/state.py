@@ -2,12 +2,12 @@
 
 Resuming a run needs none of these keys. The parts on disk are the truth, and the planner rebuilds the keys from them.
 
-A writer may have been frozen for any time since it read. So each write that depends on a read is one transaction. The
-transaction is carried out only if the values that were read are still true:
-- A submission, or a planner that enqueues: nobody has planned, submitted or cancelled the run meanwhile.
-- Other writes of a planner: the planner's job is still held.
-- A cancel: no other submission came.
-- A count of parts: no part was recorded since the count.
+A process may be frozen for any time between a read and a write. So each write that depends on a read is one
+transaction, which is carried out only under a condition:
+- A submission, or a planner that enqueues jobs: nobody has planned, submitted or cancelled the run meanwhile.
+- Another write of a planner: the planner's worker still holds its job.
+- A cancel: the run was not submitted again meanwhile.
+- A count of parts: no part was recorded meanwhile.
 """
 
 import json
@@ -180,7 +180,7 @@ class RunState:
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts about the plan, or why there is no plan (PLAN_ERROR). Raises RunBusy."""
-        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan takes back an earlier error
+        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]  # a plan removes an earlier error
 
         def write(pipe: Pipeline) -> None:
             """Write the facts, and put the run first in the list of runs."""
@@ -245,7 +245,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
-            # The clock counts too, because Redis may have lost the numbers of earlier submissions.
+            # Redis may have lost the numbers of earlier submissions. The present time is at least as high as these.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts = {
@@ -297,19 +297,20 @@ class RunState:
             pipe.multi()
             self.mark_cancelled(pipe, submission, **reason)
 
-        self.as_of(submission, mark)
+        self.change_if_last(submission, mark)
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
-        # The clock counts too, because nobody knows a job's submission if Redis lost the run.
+        # `submit` makes the numbers of submissions from the clock. If Redis lost the run, `submission` may be too low.
+        # The present time covers all numbers that were given so far.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
-    def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
-        """Make a change as one transaction, as `transact` does, and return the result of `change`.
+    def change_if_last(self, submission: int, change: Callable[[Pipeline], T]) -> T:
+        """Make a change as one transaction if `submission` is the run's last one. Return the result of `change`.
 
-        Raises RunResubmitted if `submission` is not the last one any more.
+        change: see `transact`. Raises RunResubmitted if a later submission came.
         """
 
         def checked(pipe: Pipeline) -> T:
@@ -347,7 +348,7 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        The parts recorded since the submission are judged. Expired rows, which the deadline left unbegun, do not count.
+        The parts recorded since the submission are judged. Rows that the deadline kept from being asked do not count.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
         not matter.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -430,7 +431,8 @@ class RunState:
                 "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
-            "newest": TOTALS[-1],  # the totals of an older version lack this one, and count as lost
+            # An older version does not write this total. Without it, all totals count as lost.
+            "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
         }
@@ -451,9 +453,9 @@ class RunState:
         def amend(pipe: Pipeline) -> PartCount:
             """Compare the listing with the records of this moment, and write what differs."""
             # If Redis has lost the totals, all records are written anew.
-            is_lost = self._is_lost(pipe)
+            lacks_totals = self._lacks_totals(pipe)
             records: dict[int, bytes] = {}
-            if not is_lost:
+            if not lacks_totals:
                 records = self._records_of(pipe, [*unrecorded, *gone])
             fields: dict[Any, Any] = {_TOTAL: total}
             added_parts = []
@@ -469,7 +471,7 @@ class RunState:
                     dropped_parts.append(PartStats.from_text(record))
 
             pipe.multi()
-            if is_lost:
+            if lacks_totals:
                 pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
             if dropped_fields:
@@ -489,13 +491,13 @@ class RunState:
 
         The mapping is empty if Redis has lost the run's totals, even if parts were recorded after that.
         """
-        if self._is_lost(self.connection):
+        if self._lacks_totals(self.connection):
             return {}
         fields = cast("dict[bytes, bytes]", self.connection.hgetall(self._parts_key))
         return {int(field): record for field, record in fields.items() if field.isdigit()}
 
-    def _is_lost(self, client: Redis) -> bool:
-        """Whether Redis lacks the number of shards or a total of the parts. A text that is no number does not count."""
+    def _lacks_totals(self, client: Redis) -> bool:
+        """Whether Redis lacks the number of shards or one of the totals. A text that is no number counts as missing."""
         fields: Any = [client.hget(self._parts_key, _TOTAL)]
         fields += cast("list[Any]", client.hmget(self._key, TOTALS))
         counts = [stored.count(stored.text(field or b"")) for field in fields]

@@ -121,7 +121,7 @@ SUBMISSION_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Submission:
-    """The arguments of one submission of a run that do not belong to the run itself.
+    """The arguments of jobs.score_parquet that belong to one submission, and not to the run itself.
 
     model: only workers that serve this model may plan the run or resume it; None for any model.
     limit: how many errors stop the run.
@@ -148,7 +148,7 @@ class Submission:
     ) -> tuple[Submission, dict[str, Any]]:
         """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
 
-        now: Unix seconds, from which a deadline that is a duration counts; by default the present time.
+        now: the time from which a duration as deadline is counted, in Unix seconds; by default the present time.
         """
         check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)

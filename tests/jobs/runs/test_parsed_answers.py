@@ -138,7 +138,7 @@ for _number in range(1, 20):
     [
         (
             {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-            r"unlike types \(string and integer",
+            r"different types \(string and integer",
         ),
         ({"type": "object", "properties": {"a": {"type": ["string", "object"]}}}, r"\$\.a of"),
         ({"enum": [1, "a"]}, "integer and string"),
