@@ -277,7 +277,7 @@ class WorkerSettings(BaseSettings):
     def job_context(
         self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]
     ) -> JobContext:
-        """Return the context that this process lends to every job, without the values of a single job."""
+        """Return the context that all jobs of this process share, without the values that differ from job to job."""
         # The import loads Arrow, which only a worker needs.
         from jobs.parquet.prompts.picture_source import picture_reader
 

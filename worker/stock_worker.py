@@ -55,7 +55,7 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @contextmanager
 def _retried_after_server_faults_only() -> Iterator[None]:
-    """Take the retries from a job if its error would come again in each try."""
+    """Let the job be retried only after an error of the server. Any other error would come again in each try."""
     try:
         yield
     except JobsError as error:

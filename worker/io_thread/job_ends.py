@@ -209,6 +209,7 @@ class JobEnds:
 
         def call_back() -> Outcome | Raised | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
+            # This extends the job's lease, and it tells whether the job is still this worker's.
             began_at = outcome.started_at or outcome.ended_at
             lost_jobs = self._store.begin([(outcome.claimed, began_at)])
             if lost_jobs:
@@ -254,7 +255,7 @@ class JobEnds:
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(
-                "%s: job %s failed: its code left values in the job that its end cannot be written with (%s)",
+                "%s: job %s failed: the values that its code left in the job cannot be written (%s)",
                 job.claimed.queue_name,
                 job.claimed.job_id,
                 type(error).__name__,
@@ -275,7 +276,7 @@ class JobEnds:
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
         """Queue the dependents of a job whose end is written, a page at a time; then close the job.
 
-        cursor: the page, 0 for the first.
+        cursor: which page; 0 for the first page.
         """
         claimed = job.claimed
 

@@ -38,18 +38,21 @@ def _by_label(values: Mapping[str, Any]) -> list[tuple[tuple[str], Any]]:
 
 
 class Exporter:
-    """Writes all metrics in Prometheus' format. For any thread."""
+    """Writes all metrics in Prometheus' format. Any thread may use it."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Called once its model is loaded. facts: the values of its Redis key."""
+        """Show a worker's numbers from now on. Called once its model is loaded.
+
+        facts: the values of the worker's Redis key.
+        """
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all numbers and their content type. accept: the request's header of that name."""
+        """Return all numbers and their content type. accept: the request's Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

@@ -1,4 +1,4 @@
-"""Shows in Redis which held jobs have begun, and starts their clocks."""
+"""Shows in Redis which held jobs have begun. Their time limits count from then on."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -54,8 +54,8 @@ class Packer:
         functions that run at the same time. max_files: the most files that are opened at the same time.
         """
         self.slots = slots
-        self._min_reserve = max(1, prefetch)
-        self._reserve = self._min_reserve
+        self._prefetch = max(1, prefetch)
+        self._reserve = self._prefetch
         self._max_functions = max_functions
         self._max_files = max_files
         # By lane: the jobs with requests that are still to be sent.
@@ -68,7 +68,7 @@ class Packer:
         self._ended_streams: list[HeldJob] = []
         # How many sequences have left the engine since the last refill.
         self._num_departed = 0
-        # The same number at each of the last refills.
+        # For each of the last refills: how many sequences had left the engine since the refill before it.
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def note_opening(self, job: HeldJob) -> None:
@@ -112,12 +112,12 @@ class Packer:
         return max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
-        """Serve a job's requests after the other jobs of its lane."""
+        """Put a job whose stream is open at the end of its lane."""
         job.count_requests()
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Serve a job with further requests before the other jobs of its lane, because its prefixes are cached."""
+        """Put a job that has more requests at the front of its lane, because its prefixes are cached."""
         job.count_requests()
         self._streams[job.lane].appendleft(job)
 
@@ -171,7 +171,7 @@ class Packer:
 
     def _room(self, lane: int) -> int:
         """Return how many further sequences of the lane the engine may take."""
-        own_room = self._min_reserve - self._in_engine[lane]
+        own_room = self._prefetch - self._in_engine[lane]
         return max(self._shared_room(lane), own_room, 0)
 
     def _shared_room(self, lane: int) -> int:
@@ -181,7 +181,7 @@ class Packer:
     def _refill_room(self, lane: int) -> int:
         """Return the lane's room if half of the reserve, or half of the lane's own `prefetch`, is free; otherwise 0."""
         is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
-        is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
+        is_lane_low = 2 * self._in_engine[lane] <= self._prefetch
         if is_reserve_low or is_lane_low:
             return self._room(lane)
         return 0
@@ -233,12 +233,12 @@ class Packer:
             # An idle worker begins with a small reserve, so that other workers get some of the next jobs.
             self._departures.clear()
             self._num_departed = 0
-            self._reserve = self._min_reserve
+            self._reserve = self._prefetch
         elif self._num_departed:
             self._departures.append(self._num_departed)
             self._num_departed = 0
             wanted_reserve = 2 * max(self._departures)
-            self._reserve = max(self._min_reserve, min(self.slots, wanted_reserve))
+            self._reserve = max(self._prefetch, min(self.slots, wanted_reserve))
 
     @property
     def in_engine(self) -> Sequence[int]:

@@ -41,7 +41,7 @@ class TextStreams:
         self._waiting: list[WaitingPiece] = []
 
     def note(self, texts: Texts) -> None:
-        """Make pieces of what was added to growing texts. `write` writes them."""
+        """Make pieces of the text that each sample has gained. `write` writes the pieces later."""
         for request_id, samples in texts.samples.items():
             job, _ = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
