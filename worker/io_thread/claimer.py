@@ -51,7 +51,7 @@ class FairShare:
         """Note which job a claim left to other workers.
 
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
-        claimed_ids: the ids of the claimed jobs. A job that the claim before had left may be among them.
+        claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
         watched_id = self._first_left
         is_untouched = watched_id == first_left or watched_id in claimed_ids

@@ -446,7 +446,7 @@ class JobRunner:
         return True
 
     def check_deadlines(self) -> None:
-        """Fail overdue jobs, and give up threads that ignore their interrupts."""
+        """Interrupt silent calls of files, give up threads that ignore their interrupts, and fail overdue jobs."""
         self._files.check()
         self.threads.give_up_stuck()
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))

@@ -109,7 +109,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log takeovers in one line for each worker, and each job at level DEBUG. Log a single job as a warning."""
+        """Log one warning for each worker whose jobs are taken over. With several jobs, also log each at level DEBUG."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

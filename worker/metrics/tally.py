@@ -103,7 +103,7 @@ class Statistics:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
-    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by the same three.
+    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by queue, outcome and reason.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.

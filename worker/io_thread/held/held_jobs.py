@@ -283,7 +283,7 @@ class HeldJob:
         return [self.request_id(index) for index in self.open_requests]
 
     def request_id(self, index: int) -> str:
-        """Return the id in the engine of one of this job's requests."""
+        """Return the id that the job's request with this index has in the engine."""
         return f"{self.number}.{index}"
 
 

@@ -50,7 +50,7 @@ class JobGuard:
             function(*args)
 
     def for_each(self, jobs: Iterable[HeldJob], act: Callable[[HeldJob], None]) -> None:
-        """Call `act` for each job, each guarded by itself."""
+        """Call `act` for each job. If it raises for one job, it is still called for the next jobs."""
         for job in jobs:
             with self.around(job):
                 act(job)
