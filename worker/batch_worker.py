@@ -386,7 +386,10 @@ class BatchWorker(BaseWorker):
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
     def unsubscribe(self) -> None:
-        """End the thread that listens for commands. In RQ's own order of calls, the thread would stay for a minute."""
+        """End the thread that listens for commands.
+
+        RQ unsubscribes before it stops the thread. The thread would then listen on for a minute.
+        """
         thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:
             thread.stop()

@@ -205,7 +205,7 @@ class WorkerSettings(BaseSettings):
             last = int(match["last"] or first)
             if first == 0 and last == 0:
                 return range(0)
-            if 0 < first <= last < 1 << 16:
+            if 0 < first <= last <= 65_535:
                 return range(first, last + 1)
         raise ValueError(
             "expected a port from 1 to 65535, a range of ports such as 9100-9107, or 0 for none"

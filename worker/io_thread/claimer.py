@@ -218,7 +218,7 @@ class Claimer:
     def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
 
-        rooms: for each of these lanes, for how many sequences it claims jobs. A job may have several sequences.
+        rooms: how many sequences each of these lanes has room for. A job may have several sequences.
         """
         moment = self._clock()
         claims = self._call_claim(lanes, rooms, moment)
@@ -277,8 +277,8 @@ class Claimer:
         self._poll_timers[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
-        has_left_jobs = claim.first_left != ""
-        if claim.jobs and not has_left_jobs:
+        leaves_jobs_to_others = claim.first_left != ""
+        if claim.jobs and not leaves_jobs_to_others:
             # Jobs come, and none was left to others. So poll again at once, or soon if the lane may claim no file.
             self._poll_timers[lane].end_now()
             self._prompt_poll_timers[lane].postpone(self._clock() + POLL_S)
@@ -287,7 +287,7 @@ class Claimer:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
         self._num_held_at_claim[lane] = 0
-        if has_left_jobs:
+        if leaves_jobs_to_others:
             self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:

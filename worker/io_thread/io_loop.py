@@ -58,8 +58,8 @@ class Phase(enum.Enum):
     """What the worker does with new jobs and with the jobs that it holds."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # warm shutdown: finish what runs, claim nothing new
-    LEAVING = "leaving"  # give back what runs
+    DRAINING = "draining"  # warm shutdown: finish the jobs that run, claim nothing new
+    LEAVING = "leaving"  # give back the jobs that run
     GONE = "gone"
 
 
@@ -88,11 +88,11 @@ class IoLoop:
             parts.log, "Redis takes all commands again", clock=parts.clock
         )
         self._backoff_s = FIRST_BACKOFF_S
-        # When Redis is called again after an error.
+        # Monotonic seconds from which Redis is called again after an error.
         self._retry_at = float("-inf")
-        # When draining ends, and the jobs that still run are given back.
+        # Monotonic seconds at which draining ends and the jobs that still run are given back.
         self._drain_by = float("inf")
-        # When jobs are given back even if their ends or parts are being written.
+        # Monotonic seconds from which jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
         self._renew_timer = Timer(limits.renew_period_s)

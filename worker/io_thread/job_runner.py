@@ -452,11 +452,14 @@ class JobRunner:
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))
 
     def _check_deadline(self, job: HeldJob, moment: float) -> None:
-        """Interrupt or fail a job that has run for longer than its limit. moment: monotonic seconds now."""
+        """Interrupt or fail a job that has run for longer than its limit. moment: monotonic seconds now.
+
+        A function of our own is also interrupted if it has been silent for too long.
+        """
         if job.is_ending:
             return
         if job.is_ours and job.is_function:
-            self._files.interrupt_silent(job)  # a job that plans a run has this limit too
+            self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
 
@@ -551,8 +554,10 @@ class JobRunner:
 
         def may_go(job: HeldJob) -> bool:
             """Whether to let go of the job now."""
-            if not job.is_ending or self._ends.writer.is_waiting(job):
+            if not job.is_ending:
                 return True
+            if self._ends.writer.is_waiting(job):
+                return True  # its end is computed, but is not being written at this moment
             return parts_too and job.state is JobState.COLLECTING
 
         return self._withdraw_all([job for job in self.jobs if may_go(job)])

@@ -378,7 +378,7 @@ class TaskFiles:
         self._calls.submit(self._writers, job, call)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
-        """Close the task of a job that has ended, in a thread."""
+        """Have a thread close the task of a job that has ended."""
         self._writers.submit(
             partial(self._close, job_id, opened), lambda _, error: None, is_interruptible=False
         )
@@ -409,7 +409,8 @@ class TaskFiles:
 def _result_of(job: HeldJob) -> Any:
     """Return the result of a job's task.
 
-    A pool's call holds the job, and not the bound method `open_task.result`: this would keep a closed shard in memory.
+    A pool's call holds the job instead of the bound method `open_task.result`, which would keep a closed shard in
+    memory.
     """
     assert job.open_task is not None
     return job.open_task.result()

@@ -62,7 +62,9 @@ class Releases:
         """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts_against_job else "given_back"
         released = self._release([fault.claimed], mode)
-        self._take_over(released, mode, f", or met a fault; the last fault was {fault}")
+        # JobSetAside inserts this text after "workers died while they ran this job".
+        last_fault = f", or met a fault; the last fault was {fault}"
+        self._take_over(released, mode, last_fault)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
@@ -109,7 +111,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log one warning for each worker whose jobs are taken over. With several jobs, also log each at level DEBUG."""
+        """Log one warning for each worker whose jobs are taken over. If it has several jobs, also log each as DEBUG."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

@@ -228,7 +228,11 @@ class _WorkerCollector(Collector):
                 "Tokens of prompts looked up in the prefix cache.",
                 point.prompt_tokens,
             ),
-            ("prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
+            (
+                "prefix_cache_hits",
+                "Tokens of prompts found in the prefix cache.",
+                point.cached_tokens,
+            ),
         )
         for name, help_text, value in counters:
             yield self._of_model(_COUNTER, name, help_text, value)

@@ -1,4 +1,4 @@
-"""Shows in Redis which held jobs have begun. Their time limits count from then on."""
+"""Notes when held jobs begin, because their time limits count from then on, and shows it in Redis."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -36,9 +36,9 @@ class Packer:
     The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These further
     sequences are the reserve. All other requests stay in the jobs' lazy streams.
 
-    The reserve is refilled when half of it is gone. Its size is twice the number of sequences that left the engine
-    between two refills, because completions of equal length end together. The largest number of the last refills
-    counts. The smallest size is `prefetch`.
+    The reserve is refilled when half of it is gone. Its size is at least `prefetch`. Completions of equal length end
+    together, so the packer counts the sequences that leave the engine between two refills. The reserve is twice the
+    largest of the last counts.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
     and the sequences of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt.
@@ -112,12 +112,12 @@ class Packer:
         return max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
-        """Put a job whose stream is open at the end of its lane."""
+        """Put a job at the end of its lane. Its requests are served after those of the other jobs."""
         job.count_requests()
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Put a job that has more requests at the front of its lane, because its prefixes are cached."""
+        """Put a job back at the front of its lane. It has more requests, and their prefixes are cached."""
         job.count_requests()
         self._streams[job.lane].appendleft(job)
 

@@ -78,7 +78,10 @@ class TextStreams:
             job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
-        """Write the waiting pieces to Redis. After a RedisError they still wait. moment: not used."""
+        """Write the waiting pieces to Redis. After a RedisError they still wait.
+
+        moment: not used; the I/O loop passes it to all its duties.
+        """
         if self._waiting:
             self._store.write_texts(self._waiting)
             self._waiting = []
