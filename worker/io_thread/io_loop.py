@@ -443,7 +443,7 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether the time to leave is over. The worker then waits no longer for ends and parts to be written."""
+        """Whether leaving has taken too long. If so, the worker no longer waits for ends and parts to be written."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:

@@ -176,7 +176,8 @@ class JobEnds:
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        has_no_value = outcome.status != "finished"  # it has a traceback, which is not packed
+        # Without a value there is only an error text, which is not packed.
+        has_no_value = outcome.status != "finished"
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))

@@ -124,7 +124,7 @@ class PollRates:
     def renew_s(self) -> float:
         """The seconds between renewals of the held leases. The more leases there are, the longer the period.
 
-        A renewal also finds cancelled jobs, so with very many leases they are found later.
+        A renewal also finds cancelled jobs. So a cancelled job is found later if there are very many leases.
         """
         wanted_s = self._num_started / RENEWALS_PER_S * self._factor
         return min(max(self._limits.renew_period_s, wanted_s), self._limits.lease_s / 4)

@@ -217,7 +217,7 @@ class PoolCalls:
     def _handle_outcome(
         self, submission: _Submission, value: Any, error: BaseException | None
     ) -> None:
-        """Hand an outcome to the call's functions, or have the call made again later."""
+        """Hand an outcome to the call's `on_return` and `then`, or have the call made again later."""
         job = submission.job
         call = submission.call
         if not submission.is_awaited():
@@ -400,7 +400,7 @@ class TaskFiles:
         self._writers.interrupt_silent(self._limit_s, self._write_timeout)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a job that plans a run, if it has been silent for too long. This does not depend on its timeout."""
+        """Interrupt a job that plans a run, if it has been silent for too long, whatever its timeout is."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._plan_timeout)

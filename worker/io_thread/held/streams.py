@@ -142,7 +142,8 @@ class Streams:
         self._tally.count_sample(completion)
         if job.trace is not None:
             job.trace.note_sample(completion)
-        self.completion_tokens += len(completion.token_ids) - completion.num_continued
+        num_generated = len(completion.token_ids) - completion.num_continued
+        self.completion_tokens += num_generated
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)
