@@ -363,7 +363,7 @@ class BatchWorker(BaseWorker):
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed the signal's own."""
+        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed an earlier one."""
         if self._is_stopped_early:
             raise SystemExit
 

@@ -176,7 +176,7 @@ class JobEnds:
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        # Without a value there is only an error text, which is not packed.
+        # A failed or stopped job has an error text in place of a value. The text is not packed.
         has_no_value = outcome.status != "finished"
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:

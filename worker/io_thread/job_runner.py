@@ -277,8 +277,8 @@ class JobRunner:
     def _give_back_without_adapter(self, job: HeldJob, error: AdapterAwaited) -> None:
         """Give back a job whose adapter has other files on this worker than the job needs.
 
-        First read the folder of adapters again, so that this worker claims only jobs whose adapters it really has. A
-        prompt that names its adapter without a pin does not come here: it runs with the files that are present.
+        First read the folder of adapters again, so that from now on this worker claims only jobs whose adapters it has.
+        If the job names its adapter without a pin, its next execution uses the new files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""A lease lasts --job-monitoring-interval and these seconds. The next sweep comes within 10 s; 60 s are promised."""
+"""A lease lasts --job-monitoring-interval plus these seconds. A sweep finds an expired lease within 10 s more. The
+documentation promises 60 s for both."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
 
 SLOW_S = 2.0
-"""Seconds after which a call counts as slow. Then another thread is started, and the job's lane may claim a file."""
+"""Seconds after which a call counts as slow. Then another thread is started, and the lane may claim another file."""
 
 
 class JobState(enum.Enum):
