@@ -96,7 +96,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 samples.append(completion)
                 has_all = len(samples) == pending[index].num_samples
                 if has_all or completion.finish_reason == "error":
-                    # If the request has failed, its other samples still run. Otherwise there is nothing to abort.
+                    # This aborts the other samples of a failed request. For any other request it does nothing.
                     engine.abort(str(index))
                     del pending[index]
                     _deliver(task, index, samples)

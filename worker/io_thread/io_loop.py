@@ -366,7 +366,7 @@ class IoLoop:
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
         self._claimer.repeat_unanswered()
-        # The jobs that this worker has no thread or no adapter for do not count against --max-jobs.
+        # For these jobs the worker has no thread or no adapter. They do not count against --max-jobs.
         surplus = self._runner.take_surplus()
         self._claimer.stop_counting(len(surplus))
         self._runner.releases.give_back(surplus, "given_back")
@@ -436,6 +436,7 @@ class IoLoop:
         names = self._queue_names
         period_s = self._limits.sweep_period_s
         self._runner.releases.take_up_abandoned(names, period_s)
+        # RQ's own workers may have died, too. Their jobs are failed or retried.
         for claimed, error in self._stock_jobs.take_over(names, period_s):
             with self._runner.guard.around(claimed):
                 self._runner.fail_stock_job(claimed, error)

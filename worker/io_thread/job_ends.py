@@ -129,7 +129,7 @@ class JobEnds:
         error: BaseException | None = None,
         retries: bool = False,
     ) -> None:
-        """End a job. First send the notices of its run's failure, then call callbacks, then write the end."""
+        """End a job: send notices if a run fails with the job, call the job's callback, then have the end written."""
         job.state = JobState.ENDING
         working_s = 0.0
         if job.started_at is not None:
@@ -195,7 +195,7 @@ class JobEnds:
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
-        """Have the end written, now that its value is packed. A value that cannot be packed fails the job."""
+        """Have an outcome with a packed value written. If the value could not be packed, fail the job."""
         if failure is not None:
             self.fail(job, failure)
         else:

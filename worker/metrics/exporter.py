@@ -1,7 +1,7 @@
 """Writes a worker's numbers in Prometheus' format.
 
 The engine's metrics have vLLM's names, with `tokenmill_` in place of `vllm:`, because promtool refuses a colon. The
-queues' metrics have rq-exporter's names. No label has an unlimited number of values.
+queues' metrics have rq-exporter's names. Every label has a limited number of values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
