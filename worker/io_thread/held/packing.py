@@ -59,7 +59,7 @@ class Packer:
         self._max_functions = max_functions
         self._max_files = max_files
         # By lane: the jobs with requests that are still to be sent.
-        self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
+        self._streaming: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         # By lane: the number of sequences in the engine.
         self._in_engine = [0] * num_lanes
         self._opening = set[HeldJob]()  # files that are being opened
@@ -114,12 +114,12 @@ class Packer:
     def stream(self, job: HeldJob) -> None:
         """Put a job at the end of its lane. Its requests are served after those of the other jobs."""
         job.count_requests()
-        self._streams[job.lane].append(job)
+        self._streaming[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
         """Put a job back at the front of its lane. It has more requests, and their prefixes are cached."""
         job.count_requests()
-        self._streams[job.lane].appendleft(job)
+        self._streaming[job.lane].appendleft(job)
 
     @property
     def free_functions(self) -> int:
@@ -143,8 +143,8 @@ class Packer:
 
     def forget(self, job: HeldJob) -> None:
         """Drop the stream of a stopped or lost job, and stop counting its sequences."""
-        if job in self._streams[job.lane]:
-            self._streams[job.lane].remove(job)
+        if job in self._streaming[job.lane]:
+            self._streaming[job.lane].remove(job)
         self._in_engine[job.lane] -= job.num_in_engine
         job.num_in_engine = 0
 
@@ -161,10 +161,10 @@ class Packer:
         left than the engine has slots. It claims that early because opening the next file takes many steps. Functions
         and unopened files take no room.
         """
-        num_unread = sum(job.num_unread for job in self._streams[lane])
+        num_unread = sum(job.num_unread for job in self._streaming[lane])
         if num_unread == 0:
             return self._refill_room(lane)
-        newest_job = self._streams[lane][-1]
+        newest_job = self._streaming[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
         return 0
@@ -192,9 +192,9 @@ class Packer:
         Call it after every delivery. A job whose stream ends here becomes SENT, and may then be complete.
         """
         self._adapt_reserve()
-        for lane, streams in enumerate(self._streams):
-            while streams and self._room(lane) > 0:
-                job = streams[0]
+        for lane, jobs in enumerate(self._streaming):
+            while jobs and self._room(lane) > 0:
+                job = jobs[0]
                 request = None
                 with guard.around(job):
                     request = self._take_request(job, lane)
@@ -202,8 +202,8 @@ class Packer:
                     yield job, job.next_index - 1, request
                     continue
                 # The job's stream has ended. Or the guard has failed the job, and its stream is gone already.
-                if streams and streams[0] is job:
-                    self._ended_streams.append(streams.popleft())
+                if jobs and jobs[0] is job:
+                    self._ended_streams.append(jobs.popleft())
 
     def _take_request(self, job: HeldJob, lane: int) -> Request | None:
         """Take the next request of a job's stream and count its sequences. Returns None at the stream's end."""
