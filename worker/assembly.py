@@ -45,7 +45,7 @@ WEBHOOK_THREADS = 8
 
 
 class RqWorker(Protocol):
-    """What the assembly needs of `BatchWorker`. Most of it is inherited from RQ's worker and has its names."""
+    """What the assembly needs of `BatchWorker`. Most members are inherited from RQ's worker and keep RQ's names."""
 
     name: str
     log: logging.Logger
@@ -174,8 +174,8 @@ def _parts(
 def _clients(connection: Redis, tally: Tally) -> Clients:
     """Return a worker's clients of Redis: for the I/O thread, for our functions, and for users' code.
 
-    Only the client for users' code resends commands, as that code expects of RQ. Our own code decides for each command
-    whether to send it again.
+    Only the client for users' code resends every command after a lost connection, as RQ's own clients do. Our own code
+    decides for each command whether to send it again.
     """
     count_ours = partial(tally.count_sent, "worker")
     count_users = partial(tally.count_sent, "functions")
@@ -197,7 +197,7 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:
-    """Return the facts in the worker's Redis key that never change. Jobs may ask for the model by all its `models`."""
+    """Return the facts in the worker's Redis key that never change. Jobs may call the model by any name in `models`."""
     return {
         "worker": worker_name,
         "model": served.name,

@@ -171,7 +171,7 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            # Users' functions come first, because a wrong name of a function can be mended at once.
+            # Users' functions come first: a wrong name is then reported at once, not after the model is loaded.
             load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
@@ -194,10 +194,10 @@ class BatchWorker(BaseWorker):
         )
 
     def _exit_under_rq_command(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process, if one did.
+        """If RQ's command runs this worker, log a startup error in one line and exit, so that RQ prints no traceback.
 
-        Under RQ's command, log a startup error in one line and raise SystemExit, so that RQ prints no traceback. Under
-        any other program, return: the caller raises the error.
+        Under any other program, return, and the caller raises the error. In both cases, first stop the `rq worker-pool`
+        that started this process, if one did.
         """
         self._stop_pool(error)
         if called_by_rq_command():
@@ -224,14 +224,15 @@ class BatchWorker(BaseWorker):
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
-            self.register_death()  # otherwise RQ takes this worker's entry for another worker's
+            # Without this call, RQ would mistake this worker's first entry for another worker of the same name.
+            self.register_death()
             self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists. If the server does not answer, the entry expires."""
-        steps = [self.unsubscribe]
-        if not self._has_lost_name:  # otherwise the entry is another worker's, and stays
-            steps = [self.register_death, self.unsubscribe]
+        steps = [self.register_death, self.unsubscribe]
+        if self._has_lost_name:  # the entry in the lists belongs to another worker now
+            steps = [self.unsubscribe]
         for step in steps:
             try:
                 step()
@@ -261,8 +262,8 @@ class BatchWorker(BaseWorker):
             )
         if self.job_class is not Job:
             raise StartupError(
-                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: scripts end "
-                "jobs in the form of RQ's own class; serve functions that need this class by RQ's own worker"
+                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: this worker "
+                "ends jobs in the format of RQ's own class; serve functions that need this class by RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -278,11 +279,10 @@ class BatchWorker(BaseWorker):
         return settings
 
     def _take_name(self) -> None:
-        """Take this worker's name, also from a killed worker of this machine.
+        """Take this worker's name, even if Redis still lists a killed worker of this machine under it.
 
-        RQ would keep the name taken for eight minutes. The killed worker's leases are ended here, so that its jobs go
-        on at once.
-        Raises StartupError if a living worker has the name.
+        RQ would reserve the name for the killed worker for eight minutes. The killed worker's leases are ended here, so
+        that other workers take up its jobs at once. Raises StartupError if a living worker has the name.
         """
         namesake = living_namesake(self.connection, self.name, socket.gethostname())
         if namesake:
@@ -350,7 +350,7 @@ class BatchWorker(BaseWorker):
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Start a warm shutdown, or at a second signal a cold one. While the model loads, exit at once."""
         if self._io is None:
-            # The code that runs in this thread now may swallow this error.
+            # The flag is needed too, because the code that this signal interrupts may swallow SystemExit.
             self._is_stopped_early = True
             raise SystemExit
         if self._shutdown_requested_date is None:
@@ -363,7 +363,7 @@ class BatchWorker(BaseWorker):
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed the first one."""
+        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed an earlier one."""
         if self._is_stopped_early:
             raise SystemExit
 
@@ -386,7 +386,10 @@ class BatchWorker(BaseWorker):
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
     def unsubscribe(self) -> None:
-        """End the thread that listens for commands. In RQ's own order of calls, the thread would stay for a minute."""
+        """End the thread that listens for commands.
+
+        RQ unsubscribes before it stops the thread. The thread would then listen on for a minute.
+        """
         thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:
             thread.stop()

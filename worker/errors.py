@@ -26,8 +26,8 @@ class MetricsNotServed(StartupError):
 
 
 class NameTaken(WorkerError):
-    """the name {name} belongs to another worker by now, {successor}, which was started while this one was frozen or
-    cut off: this one stops; end a frozen worker before you start another of its name"""
+    """the name {name} now belongs to another worker ({successor}), which was started while this one was frozen or
+    cut off: this one stops; end a frozen worker before you start another with its name"""
 
 
 class FunctionNotFound(StartupError):

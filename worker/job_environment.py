@@ -25,7 +25,7 @@ from worker.traces.job_trace import Traces
 class JobEnvironment:
     """What a worker lends to all its jobs.
 
-    shared_context: a context without the values of a single job.
+    shared_context: the context of jobs, without the values that differ from job to job.
     function_grace_s: seconds from a thread's interrupt until the thread is given up.
     """
 

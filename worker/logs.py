@@ -26,9 +26,10 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble such as an outage: each kind of it once while it lasts, and then its end. For any thread.
+    """Logs a trouble such as an outage: each kind of it once while it lasts, and then its end.
 
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
+    Any thread may use this class.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ class WorkerSettings(BaseSettings):
             last = int(match["last"] or first)
             if first == 0 and last == 0:
                 return range(0)
-            if 0 < first <= last < 1 << 16:
+            if 0 < first <= last <= 65_535:
                 return range(first, last + 1)
         raise ValueError(
             "expected a port from 1 to 65535, a range of ports such as 9100-9107, or 0 for none"
@@ -277,7 +277,7 @@ class WorkerSettings(BaseSettings):
     def job_context(
         self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]
     ) -> JobContext:
-        """Return the context that this process lends to every job, without the values of a single job."""
+        """Return the context that all jobs of this process share, without the values that differ from job to job."""
         # The import loads Arrow, which only a worker needs.
         from jobs.parquet.prompts.picture_source import picture_reader
 

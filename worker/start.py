@@ -83,10 +83,11 @@ _MAPPED_BYTES = 1 << 18
 def share_freed_memory() -> None:
     """Let every thread use memory that another thread has freed. Call it before threads are started.
 
-    With shards, one thread allocates memory and another frees it. pyarrow's own allocator keeps such memory: after
-    4,000 shards it held 38 MiB, of which 5 MiB were in use. glibc has an arena for each thread, so the threads that
-    read shards cannot use memory that the planning thread has freed. Growing blocks leave gaps in glibc's heap: 10 MiB
-    within 3,000 shards. An engine on a CPU sets glibc's values again when it is loaded (engine/run/forward/memory.py).
+    When shards are processed, one thread allocates memory and another frees it. pyarrow's own allocator keeps such
+    memory: after 4,000 shards it held 38 MiB, of which 5 MiB were in use. glibc has an arena for each thread, so the
+    threads that read shards cannot use memory that the planning thread has freed. Growing blocks leave gaps in glibc's
+    heap: 10 MiB within 3,000 shards. An engine on a CPU sets glibc's values again when it is loaded
+    (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. With a C library
     that has no mallopt, only pyarrow's allocator is set. Source: mallopt(3).

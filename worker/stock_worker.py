@@ -55,7 +55,7 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @contextmanager
 def _retried_after_server_faults_only() -> Iterator[None]:
-    """Take the retries from a job if its error would come again in each try."""
+    """Let the job be retried only after an error of the server. Any other error would come again in each try."""
     try:
         yield
     except JobsError as error:
@@ -96,7 +96,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 samples.append(completion)
                 has_all = len(samples) == pending[index].num_samples
                 if has_all or completion.finish_reason == "error":
-                    # If the request has failed, its other samples still run. Otherwise there is nothing to abort.
+                    # This aborts the other samples of a failed request. For any other request it does nothing.
                     engine.abort(str(index))
                     del pending[index]
                     _deliver(task, index, samples)

@@ -114,7 +114,7 @@ def test_a_worker_that_thaws_leaves_if_another_was_started_under_its_name(worker
     os.kill(frozen.pid, signal.SIGCONT)
     assert frozen.wait(timeout=30) == 0
     log = workers.log(frozen)
-    assert log.count(f"the name w belongs to another worker by now, process {other.pid}") == 1
+    assert log.count(f"the name w now belongs to another worker (process {other.pid}") == 1
     assert redis.hmget("rq:worker:w", "pid", "death") == [str(other.pid).encode(), None]
     assert redis.smembers("rq:workers") == {b"rq:worker:w"}
     assert stats_of(workers, "w")["pid"] == other.pid

@@ -77,7 +77,7 @@ def test_a_job_that_meets_a_fault_on_every_worker_is_set_aside_with_the_reason(
     assert planning.get_status() == JobStatus.FAILED
     reason = workers.result(planning).exc_string or ""
     assert (
-        "2 workers died while they ran this job, or met a fault, of which the last is MemoryError"
+        "2 workers died while they ran this job, or met a fault; the last fault was MemoryError"
         in reason
     )
     assert leftovers(workers.redis, "bulk") == []

@@ -66,7 +66,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
             chosen.num_samples.clear()
         for pulled, index, _ in packer.pull(open_guard()):
             same_lane = [j for j in jobs if j.lane == pulled.lane and j.number < pulled.number]
-            waiting = [j for j in same_lane if j in packer._streams[pulled.lane]]
+            waiting = [j for j in same_lane if j in packer._streaming[pulled.lane]]
             assert waiting == [], "a later job was served before an earlier one of its lane"
             assert index in pulled.open_requests
 
@@ -79,7 +79,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
                 in_engine[lane] <= 2 * SLOTS + 2
             )  # one request of up to 3 num_samples may overshoot
             # What waits, waits for its own lane or for more urgent ones, never for those below.
-            if packer._streams[lane]:
+            if packer._streaming[lane]:
                 assert ahead + in_engine[lane] >= SLOTS + PREFETCH or in_engine[lane] >= PREFETCH
                 assert packer.claim_room(lane) == 0
 

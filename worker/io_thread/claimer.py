@@ -39,6 +39,7 @@ class FairShare:
         """
         if moment - self._last_untouched_at > FORGET_S:
             self._num_untouched = 0
+        # The first untouched job rounds the share up. Each further one halves the number of workers.
         num_halvings = max(0, self._num_untouched - 1)
         num_takers = max(1, num_workers >> num_halvings)
         rounds_up = self._num_untouched > 0
@@ -50,7 +51,7 @@ class FairShare:
         """Note which job a claim left to other workers.
 
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
-        claimed_ids: the ids of the claimed jobs. A job that the claim before had left may be among them.
+        claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
         watched_id = self._first_left
         is_untouched = watched_id == first_left or watched_id in claimed_ids
@@ -143,7 +144,10 @@ class Claimer:
             self._runner.feed()
 
     def repeat_unanswered(self) -> None:
-        """Repeat the claims whose replies were lost, to learn of their jobs. Nobody renews these jobs' leases yet."""
+        """Repeat the claims whose replies were lost, to learn which jobs they claimed.
+
+        Until then nobody renews the leases of these jobs.
+        """
         lanes = list(self._tokens)
         if lanes:
             # With room for 0 jobs, a claim only returns the jobs that its token has claimed before.
@@ -170,7 +174,7 @@ class Claimer:
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. If so, its next period begins.
 
-        A lane that may claim no file polls less often.
+        A lane without room for a file polls less often, because it looks only for jobs of prompts.
         """
         may_claim_files = self._packer.claimable_files(lane) > 0
         timer = self._poll_timers[lane] if may_claim_files else self._prompt_poll_timers[lane]
@@ -214,7 +218,7 @@ class Claimer:
     def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
 
-        rooms: for each of these lanes, for how many sequences it claims jobs. A job may have several sequences.
+        rooms: how many sequences each of these lanes has room for. A job may have several sequences.
         """
         moment = self._clock()
         claims = self._call_claim(lanes, rooms, moment)
@@ -234,11 +238,11 @@ class Claimer:
         return num_claimed - len(surplus)
 
     def _call_claim(self, lanes: Sequence[int], rooms: Sequence[int], moment: float) -> list[Claim]:
-        """Claim for lanes in one round trip. Keeps the tokens, with which a claim is repeated if its reply is lost."""
+        """Claim for lanes in one round trip. If a reply is lost, the claim is repeated with the token kept here."""
         wanted = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
-        # Only one lane of a call takes suspects. The lanes take turns.
+        # A suspect runs alone. So in each call only one lane may claim suspects, and the lanes take turns.
         suspects_lane = lanes[self._num_calls % len(lanes)]
         for lane, room in zip(lanes, rooms, strict=True):
             # A call that is sent again with the same token claims nothing twice.
@@ -273,8 +277,8 @@ class Claimer:
         self._poll_timers[lane].period_s = poll_s
         claimed_ids = [job.job_id for job in claim.jobs]
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
-        has_left_jobs = claim.first_left != ""
-        if claim.jobs and not has_left_jobs:
+        leaves_jobs_to_others = claim.first_left != ""
+        if claim.jobs and not leaves_jobs_to_others:
             # Jobs come, and none was left to others. So poll again at once, or soon if the lane may claim no file.
             self._poll_timers[lane].end_now()
             self._prompt_poll_timers[lane].postpone(self._clock() + POLL_S)
@@ -283,7 +287,7 @@ class Claimer:
             with self._runner.guard.around(job):
                 self._runner.begin(job, lane)
         self._num_held_at_claim[lane] = 0
-        if has_left_jobs:
+        if leaves_jobs_to_others:
             self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:

@@ -58,8 +58,8 @@ class Phase(enum.Enum):
     """What the worker does with new jobs and with the jobs that it holds."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # warm shutdown: finish what runs, claim nothing new
-    LEAVING = "leaving"  # give back what runs
+    DRAINING = "draining"  # warm shutdown: finish the jobs that run, claim nothing new
+    LEAVING = "leaving"  # give back the jobs that run
     GONE = "gone"
 
 
@@ -79,7 +79,7 @@ class IoLoop:
         self._clock = parts.clock
         self._runner = JobRunner(parts)
         self._claimer = Claimer(parts, self._runner)
-        self._stock = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
+        self._stock_jobs = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
@@ -88,11 +88,11 @@ class IoLoop:
             parts.log, "Redis takes all commands again", clock=parts.clock
         )
         self._backoff_s = FIRST_BACKOFF_S
-        # When Redis is called again after an error.
+        # Monotonic seconds from which Redis is called again after an error.
         self._retry_at = float("-inf")
-        # When draining ends, and the jobs that still run are given back.
+        # Monotonic seconds at which draining ends and the jobs that still run are given back.
         self._drain_by = float("inf")
-        # When jobs are given back even if their ends or parts are being written.
+        # Monotonic seconds from which jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
         self._renew_timer = Timer(limits.renew_period_s)
@@ -121,7 +121,7 @@ class IoLoop:
         self._events.put(event)
 
     def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
-        """Stop a job because a person asked for it. For any thread.
+        """Stop a job because a person asked for it. Any thread may call this.
 
         execution_id: if given, the job is stopped only while this execution runs it.
         """
@@ -158,7 +158,7 @@ class IoLoop:
 
     @property
     def why_not_claiming(self) -> str | None:
-        """Why the worker claims nothing, such as `rq suspend`; None if it claims. For any thread."""
+        """Why the worker claims nothing, for example `rq suspend`; None if it claims. Any thread may ask."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
         if self._claimer.hold == "suspended":
@@ -169,7 +169,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
+        """What is wrong while the worker still claims jobs; empty if nothing is wrong. Any thread may ask."""
         if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
@@ -237,7 +237,7 @@ class IoLoop:
             self._leave_because_of(TooManyStuckThreads(num_stuck, max_stuck))
 
     def _leave_because_of(self, failure: WorkerError) -> None:
-        """Give back what runs, then leave. failure: the error that the main thread raises."""
+        """Give back the jobs that run, then leave. failure: the error that the main thread raises."""
         if self._phase is not Phase.LEAVING:
             self.failure = failure
             self._log.error("%s", failure)
@@ -296,13 +296,13 @@ class IoLoop:
         self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
-        """Give back what runs, then leave. why: for the log."""
+        """Give back the jobs that run, then leave. why: for the log."""
         if self._phase is not Phase.LEAVING:
             self._log.info("%s: giving back the %d jobs that still run", why, self._runner.num_held)
             self._start_leaving()
 
     def _start_leaving(self) -> None:
-        """Begin to give back what runs."""
+        """Begin to give back the jobs that run."""
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
             self._runner.releases.log_level = logging.INFO
@@ -328,7 +328,8 @@ class IoLoop:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()
-            self._refusals.note_absence()  # no proof, because the next turn may send what Redis refuses
+            # A turn without a refusal does not prove the end, because the next turn may send what Redis refuses.
+            self._refusals.note_absence()
             self.redis_ok_at = moment
         except RedisError as error:
             self._back_off(moment, error)
@@ -355,16 +356,17 @@ class IoLoop:
         elif self._phase is Phase.DRAINING:
             unstarted = self._runner.withdraw_unstarted()
             self._runner.releases.give_back(unstarted, "given_back")
-        elif not self._runner.journals.is_awaited(moment):
+        elif not self._runner.journals.is_awaited(moment):  # the last journals are written first
             withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
             self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
-        """Complete earlier work: write ends, show begun jobs, repeat claims without a reply, give jobs back."""
+        """Complete earlier work: write ends, show begun jobs, repeat claims that got no reply, give jobs back."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
         self._claimer.repeat_unanswered()
+        # For these jobs the worker has no thread or no adapter. They do not count against --max-jobs.
         surplus = self._runner.take_surplus()
         self._claimer.stop_counting(len(surplus))
         self._runner.releases.give_back(surplus, "given_back")
@@ -434,18 +436,19 @@ class IoLoop:
         names = self._queue_names
         period_s = self._limits.sweep_period_s
         self._runner.releases.take_up_abandoned(names, period_s)
-        for claimed, error in self._stock.take_over(names, period_s):
+        # RQ's own workers may have died, too. Their jobs are failed or retried.
+        for claimed, error in self._stock_jobs.take_over(names, period_s):
             with self._runner.guard.around(claimed):
                 self._runner.fail_stock_job(claimed, error)
 
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether this worker gives back all jobs now, even jobs whose ends or parts are being written."""
+        """Whether leaving has taken too long. If so, the worker no longer waits for ends and parts to be written."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
-        """Leave if nothing is held and there is a reason to leave."""
+        """Leave if there is a reason to, and no job is held. A worker that is overdue leaves in any case."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")
@@ -455,7 +458,7 @@ class IoLoop:
             self._leave("stopping on request")
         elif self._claimer.has_reached_max_jobs:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
-        elif self._limits.burst and self._claimer.hold:
+        elif self._limits.burst and self._claimer.hold:  # "suspended" or "restored"
             self._leave(
                 f"{self._claimer.hold} in burst mode, quitting; there may be unfinished jobs on the queue"
             )

@@ -129,7 +129,7 @@ class JobEnds:
         error: BaseException | None = None,
         retries: bool = False,
     ) -> None:
-        """End a job. First send the notices of its run's failure, then call callbacks, then write the end."""
+        """End a job: send notices if a run fails with the job, call the job's callback, then have the end written."""
         job.state = JobState.ENDING
         working_s = 0.0
         if job.started_at is not None:
@@ -176,7 +176,8 @@ class JobEnds:
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        has_no_value = outcome.status != "finished"  # it has a traceback, which is not packed
+        # A failed or stopped job has an error text in place of a value. The text is not packed.
+        has_no_value = outcome.status != "finished"
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))
@@ -194,7 +195,7 @@ class JobEnds:
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
-        """Have the end written, now that its value is packed. A value that cannot be packed fails the job."""
+        """Have an outcome with a packed value written. If the value could not be packed, fail the job."""
         if failure is not None:
             self.fail(job, failure)
         else:
@@ -209,6 +210,7 @@ class JobEnds:
 
         def call_back() -> Outcome | Raised | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
+            # This extends the job's lease, and it tells whether the job is still this worker's.
             began_at = outcome.started_at or outcome.ended_at
             lost_jobs = self._store.begin([(outcome.claimed, began_at)])
             if lost_jobs:
@@ -254,7 +256,7 @@ class JobEnds:
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(
-                "%s: job %s failed: its code left values in the job that its end cannot be written with (%s)",
+                "%s: job %s failed: the values that its code left in the job cannot be written (%s)",
                 job.claimed.queue_name,
                 job.claimed.job_id,
                 type(error).__name__,
@@ -275,7 +277,7 @@ class JobEnds:
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
         """Queue the dependents of a job whose end is written, a page at a time; then close the job.
 
-        cursor: the page, 0 for the first.
+        cursor: which page; 0 for the first page.
         """
         claimed = job.claimed
 

@@ -57,7 +57,7 @@ class JobRunner:
         self._clock = clock
         self._functions = parts.functions
         self._enders = parts.enders
-        self._posts = parts.callbacks.webhooks.pool  # the threads for notices of ended runs
+        self._webhook_pool = parts.callbacks.webhooks.pool
         self.jobs = HeldJobs(traces)
         # Claimed jobs to give back, because this worker has no thread or no adapter for them.
         self._surplus = list[ClaimedJob]()
@@ -152,8 +152,8 @@ class JobRunner:
         """Run a job's function in a thread, once Redis shows that the job has begun."""
         sends_notice = job.function_name == POSTING  # the notice of a run's end
         if sends_notice:
-            pool = self._posts
-            has_room = self._posts.num_waiting < MAX_POSTS
+            pool = self._webhook_pool
+            has_room = pool.num_waiting < MAX_POSTS
         else:
             pool = self._functions
             has_room = self._packer.free_functions > 0
@@ -275,10 +275,10 @@ class JobRunner:
         )
 
     def _give_back_without_adapter(self, job: HeldJob, error: AdapterAwaited) -> None:
-        """Give back a job whose adapter has other files here than the job needs.
+        """Give back a job whose adapter has other files on this worker than the job needs.
 
-        Before that, this worker reads the folder of adapters again. After that it claims only jobs whose adapters it
-        has. A prompt that names its adapter without a pin runs with the present files.
+        First read the folder of adapters again, so that from now on this worker claims only jobs whose adapters it has.
+        If the job names its adapter without a pin, its next execution uses the new files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)
@@ -446,16 +446,19 @@ class JobRunner:
         return True
 
     def check_deadlines(self) -> None:
-        """Fail overdue jobs, and give up threads that ignore their interrupts."""
+        """Interrupt silent calls of files, give up threads that ignore their interrupts, and fail overdue jobs."""
         self._files.check()
         self.threads.give_up_stuck()
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))
 
     def _check_deadline(self, job: HeldJob, moment: float) -> None:
-        """Interrupt or fail a job that has run for longer than its limit. moment: monotonic seconds now."""
+        """Interrupt or fail a job that has run for longer than its limit. moment: monotonic seconds now.
+
+        A function of our own is also interrupted if it has been silent for too long.
+        """
         if job.is_ending:
             return
-        if job.is_ours and job.is_function:  # such as one that plans a run
+        if job.is_ours and job.is_function:
             self._files.interrupt_silent(job)
         if not job.is_over_limit(moment):
             return
@@ -487,7 +490,7 @@ class JobRunner:
         """Fail a job that one of RQ's own workers left behind, or retry it if it has retries left."""
 
         def fail(job: HeldJob) -> None:
-            """Fail the job, without callbacks that may not run here."""
+            """Fail the job. If one of its callbacks may not run here, none of its callbacks is called."""
             job.replace_record(self._admission.with_allowed_callbacks(claimed.record))
             self._ends.fail(job, error)
 
@@ -544,15 +547,17 @@ class JobRunner:
         return self._withdraw_all(suspects)
 
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
-        """Let go of every job whose end is not being computed or written at this moment. The caller gives them back.
+        """Let go of all jobs except those whose end is being computed or written. The caller gives the jobs back.
 
-        parts_too: whether to let go of jobs whose part is being written, too. A store may refuse a part for long.
+        parts_too: whether to let go also of jobs whose part is being written. A store may refuse a part for long.
         """
 
         def may_go(job: HeldJob) -> bool:
-            """Whether nothing works on the job's end now, or only on a part that need not be awaited."""
-            if not job.is_ending or self._ends.writer.is_waiting(job):
+            """Whether to let go of the job now."""
+            if not job.is_ending:
                 return True
+            if self._ends.writer.is_waiting(job):
+                return True  # its end is computed, but is not being written at this moment
             return parts_too and job.state is JobState.COLLECTING
 
         return self._withdraw_all([job for job in self.jobs if may_go(job)])

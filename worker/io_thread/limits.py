@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEASE_MARGIN_S = 45
-"""A lease lasts --job-monitoring-interval and these seconds. The next sweep comes within 10 s; 60 s are promised."""
+"""A lease lasts --job-monitoring-interval plus these seconds. A sweep finds an expired lease within 10 s more. The
+documentation promises 60 s for both."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class PollRates:
 
     @property
     def renew_s(self) -> float:
-        """The seconds between renewals of the held leases. With very many leases, a cancelled job is noticed later."""
+        """The seconds between renewals of the held leases. The more leases there are, the longer the period.
+
+        A renewal also finds cancelled jobs. So a cancelled job is found later if there are very many leases.
+        """
         wanted_s = self._num_started / RENEWALS_PER_S * self._factor
         return min(max(self._limits.renew_period_s, wanted_s), self._limits.lease_s / 4)

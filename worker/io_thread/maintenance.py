@@ -22,8 +22,8 @@ _ADAPTERS_PERIOD_S = 2.0
 class Maintenance:
     """Cleans RQ's registries, queues jobs that were left behind, keeps queues in a fair order, and finds new adapters.
 
-    period_s: seconds between two cleanings. scheduler: if given, it is run here, and the numbers for the queues'
-    metrics are read.
+    period_s: seconds between two cleanings.
+    scheduler: if given, this class runs the scheduler and reads the numbers for the queues' metrics.
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:

@@ -22,7 +22,7 @@ from worker.threads.functions import FunctionPool
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The shared parts, made by `assembly.py`.
+    """The parts that the classes of the I/O thread share. `assembly.py` makes them.
 
     store: used by the I/O thread. ends_store: used by the threads of `enders`.
     functions: the threads for users' functions and planning.

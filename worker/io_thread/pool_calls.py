@@ -62,16 +62,16 @@ class RoomLine:
         self._clock = clock
         self._again_at = clock()
         self._waiting: dict[Place, WaitingCall] = {}
-        # The place of the call that is made again at present. The calls behind it wait.
+        # The place of the call that is being retried. The calls behind it wait.
         self._retried: Place | None = None
 
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now, or in its turn if a call with an earlier place waits or is made again.
+        """Make a call now. If a call with an earlier place waits or is being retried, let this call wait for its turn.
 
-        start: makes the call. is_awaited: whether the call's job still waits. If the job does not, `try_again` calls
-        `start` at once. Then `start` only ends the call.
+        start: makes the call. is_awaited: whether the call's job still waits for the call. If the job does not,
+        `try_again` calls `start` at once. Then `start` only ends the call.
         """
         is_behind_retried = self._retried is not None and self._retried < place
         is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)
@@ -153,19 +153,19 @@ class _Submission:
 class PoolCalls:
     """Runs the blocking calls of jobs in pools, for the I/O thread.
 
-    on_unawaited: called with a job that was withdrawn before its call returned.
+    on_withdrawn: called with a job that was withdrawn before its call returned.
     """
 
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
-        on_unawaited: Callable[[HeldJob], None],
+        on_withdrawn: Callable[[HeldJob], None],
         guard: JobGuard,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._post = post
-        self._on_unawaited = on_unawaited
+        self._on_withdrawn = on_withdrawn
         self._guard = guard
         self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
@@ -217,12 +217,12 @@ class PoolCalls:
     def _handle_outcome(
         self, submission: _Submission, value: Any, error: BaseException | None
     ) -> None:
-        """Hand an outcome to the call's functions, or have the call made again later."""
+        """Hand an outcome to the call's `on_return` and `then`, or have the call made again later."""
         job = submission.job
         call = submission.call
         if not submission.is_awaited():
             call.on_return(job, value)
-            self._on_unawaited(job)
+            self._on_withdrawn(job)
         elif call.place is not None and isinstance(error, NoRoomYet):
             start = partial(self._start_if_awaited, submission)
             self._line.make_again(call.place, start, submission.is_awaited)
@@ -331,11 +331,11 @@ class TaskFiles:
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
-        self._not_open = as_class(FileTimeout("opening its file went on", limit_s))
-        self._not_planned = as_class(
+        self._open_timeout = as_class(FileTimeout("opening its file went on", limit_s))
+        self._plan_timeout = as_class(
             FileTimeout("planning went on without a sign of life", limit_s)
         )
-        self._not_written = as_class(
+        self._write_timeout = as_class(
             FileTimeout("writing its part went on without a sign of life", limit_s)
         )
 
@@ -378,7 +378,7 @@ class TaskFiles:
         self._calls.submit(self._writers, job, call)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
-        """Close the task of a job that has ended, in a thread."""
+        """Have a thread close the task of a job that has ended."""
         self._writers.submit(
             partial(self._close, job_id, opened), lambda _, error: None, is_interruptible=False
         )
@@ -396,17 +396,21 @@ class TaskFiles:
         """Start more threads if calls are slow, and interrupt the calls that have been silent for too long."""
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
-        self._openers.interrupt_silent(self._limit_s, self._not_open)
-        self._writers.interrupt_silent(self._limit_s, self._not_written)
+        self._openers.interrupt_silent(self._limit_s, self._open_timeout)
+        self._writers.interrupt_silent(self._limit_s, self._write_timeout)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a job that plans a run, if it has been silent for too long. The job needs no timeout for that."""
+        """Interrupt a job that plans a run, if it has been silent for too long, whatever its timeout is."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
-            planning.interrupt_function(self._not_planned)
+            planning.interrupt_function(self._plan_timeout)
 
 
 def _result_of(job: HeldJob) -> Any:
-    """Return the result of a job's task. A call that held `open_task.result` would keep a closed shard in memory."""
+    """Return the result of a job's task.
+
+    A pool's call holds the job instead of the bound method `open_task.result`, which would keep a closed shard in
+    memory.
+    """
     assert job.open_task is not None
     return job.open_task.result()

@@ -62,7 +62,9 @@ class Releases:
         """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts_against_job else "given_back"
         released = self._release([fault.claimed], mode)
-        self._take_over(released, mode, f", or met a fault, of which the last is {fault}")
+        # JobSetAside inserts this text after "workers died while they ran this job".
+        last_fault = f", or met a fault; the last fault was {fault}"
+        self._take_over(released, mode, last_fault)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
@@ -77,7 +79,7 @@ class Releases:
         self._store.record_deaths(ids_by_worker)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        """Take jobs from their holders in one call; if it raises, one by one. Returns what became of each job."""
+        """Take jobs from their holders in one call; one by one if that call raises. Returns what became of each job."""
 
         def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
             """Take jobs from their holders in one call."""
@@ -109,7 +111,7 @@ class Releases:
                     self._end_at_once(job.claimed, end)
 
     def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
-        """Log takeovers in one line for each worker, and each job at level DEBUG. Log a single job as a warning."""
+        """Log one warning for each worker whose jobs are taken over. If it has several jobs, also log each as DEBUG."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:
             if job.deaths:

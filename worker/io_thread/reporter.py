@@ -1,4 +1,4 @@
-"""Shows a working worker in Redis and in its log."""
+"""Shows in Redis and in the log what a worker is doing."""
 
 import logging
 import time
@@ -179,7 +179,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the statistics that stand in the worker's record beside the point."""
+        """Return the statistics that the worker's record holds in addition to those of `_point`."""
         held_jobs = self._runner.held
         return {
             **self.engine_stats,

@@ -1,7 +1,7 @@
 """Writes a worker's numbers in Prometheus' format.
 
 The engine's metrics have vLLM's names, with `tokenmill_` in place of `vllm:`, because promtool refuses a colon. The
-queues' metrics have rq-exporter's names. No label has an unlimited number of values.
+queues' metrics have rq-exporter's names. Every label has a limited number of values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,18 +38,21 @@ def _by_label(values: Mapping[str, Any]) -> list[tuple[tuple[str], Any]]:
 
 
 class Exporter:
-    """Writes all metrics in Prometheus' format. For any thread."""
+    """Writes all metrics in Prometheus' format. Any thread may use it."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Called once its model is loaded. facts: the values of its Redis key."""
+        """Show a worker's numbers from now on. Called once its model is loaded.
+
+        facts: the values of the worker's Redis key.
+        """
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all numbers and their content type. accept: the request's header of that name."""
+        """Return all numbers and their content type. accept: the request's Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -225,7 +228,11 @@ class _WorkerCollector(Collector):
                 "Tokens of prompts looked up in the prefix cache.",
                 point.prompt_tokens,
             ),
-            ("prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
+            (
+                "prefix_cache_hits",
+                "Tokens of prompts found in the prefix cache.",
+                point.cached_tokens,
+            ),
         )
         for name, help_text, value in counters:
             yield self._of_model(_COUNTER, name, help_text, value)

@@ -31,11 +31,11 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def warning(self) -> str:
-        """What is wrong although the worker claims jobs; empty if nothing is."""
+        """What is wrong while the worker still claims jobs; empty if nothing is wrong."""
 
 
 class Health:
-    """Says why a worker is unhealthy. The texts are empty for a healthy worker. For any thread."""
+    """Says why a worker is unhealthy. The texts are empty for a healthy worker. Any thread may ask."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class Health:
         self._io = io
 
     def why_dead(self) -> str:
-        """Say why only a restart helps; empty if none is needed. A worker that loads its model counts as alive."""
+        """Say why the worker must be restarted; empty if it is alive. A worker that loads its model counts as alive."""
         if self._engine is None or self._io is None:
             return ""
         for name, loop in (("engine", self._engine), ("I/O", self._io)):

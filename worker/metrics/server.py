@@ -64,7 +64,10 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on. Called once its model is loaded. facts: the values of its Redis key."""
+        """Serve a worker's numbers from now on. Called once its model is loaded.
+
+        facts: the values of the worker's Redis key.
+        """
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
@@ -130,7 +133,7 @@ class MetricsServer:
         await reader.read()  # waits until the client has read the response and closes
 
     def answer(self, path: str, accept: str) -> Response:
-        """Return the response for a path. accept: the request's header of this name."""
+        """Return the response for a path. accept: the request's Accept header."""
         if path == "/metrics":
             body, content_type = self._exporter.exposition(accept)
             return Response(HTTPStatus.OK, body, content_type)

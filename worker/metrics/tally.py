@@ -103,7 +103,7 @@ class Statistics:
 class Tally:
     """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
-    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by the same three.
+    jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by queue, outcome and reason.
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
@@ -169,7 +169,7 @@ class Tally:
             self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
-        """Count the rows of a finished shard by outcome. Errors for which the engine got no request are the input's."""
+        """Count the rows of a finished shard by outcome. A failed row that made no request is an error of the input."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -216,7 +216,10 @@ class Tally:
         return seconds
 
     def count_sent(self, client: str) -> None:
-        """Count a command or pipeline to Redis. For any thread. client: "worker", or "functions" for user code."""
+        """Count a command or pipeline to Redis. Any thread may call this.
+
+        client: "worker", or "functions" for user code.
+        """
         with self._lock:
             self.round_trips[client] += 1
 

@@ -1,4 +1,4 @@
-"""Shows in Redis which held jobs have begun, and starts their clocks."""
+"""Notes when held jobs begin, because their time limits count from then on, and shows it in Redis."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Beginnings:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
         if job.started_at is not None:
             return
-        _start_clock(job, moment, self._clock())
+        _start_clock(job, moment, present=self._clock())
         self._unshown[job.number] = job
 
     def run_once_shown(self, job: HeldJob, hand_over: Callable[[], None]) -> None:
@@ -75,7 +75,7 @@ class Beginnings:
             if self._functions.pop(job.number, None) is None:
                 continue  # the write raised for this job, so the guard has failed it
             with self._guard.around(job):
-                _start_clock(job, moment, moment)
+                _start_clock(job, moment, present=moment)  # the function begins now
                 hand_over()
 
 

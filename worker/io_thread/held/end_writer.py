@@ -134,11 +134,11 @@ class EndWriter:
             yield batch
 
     def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, alone: _Alone) -> None:
-        """Write one end by itself. If the server refuses only this end, count that. After a few refusals give up."""
+        """Write one end by itself. If the server refuses only this end, count the refusal, and give up after a few."""
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
-            # This call raises if the server takes no other write either.
+            # If the server takes no writes at all, this call raises too.
             lost_jobs = store.renew([outcome.claimed])
             if lost_jobs:
                 self._report_reply(job, outcome, "lost")

@@ -21,7 +21,7 @@ from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
 
 SLOW_S = 2.0
-"""Seconds after which a call counts as slow. Then another thread is started, and the job's lane may claim a file."""
+"""Seconds after which a call counts as slow. Then another thread is started, and the lane may claim another file."""
 
 
 class JobState(enum.Enum):
@@ -52,7 +52,7 @@ class HeldJob:
     call: the call that a thread makes for the job now.
     started_at: monotonic seconds when the first sequence was scheduled or the function began; None before.
     began_at: the same moment as a date.
-    limit_s: the job's timeout, counted from that moment; 0 or less for none.
+    limit_s: the job's timeout, counted from that moment; 0 or less means no timeout.
     payload_bytes, function_name: known once the payload has been unpacked and read.
     user_job: the copy of the job for the user's code, which may leave anything in it.
     reason: the name of the job's error; "" if the job did not fail.
@@ -118,7 +118,7 @@ class HeldJob:
         self.is_file = is_file
 
     def begin_stream(self) -> None:
-        """Begin a stream of requests: once the task is open, or once it has further requests after all were sent."""
+        """Begin a stream of requests. Called when the task is open, and again if it has more requests later."""
         assert self.open_task is not None
         self.state = JobState.STREAMING
         self.requests = self.open_task.requests()
@@ -211,7 +211,7 @@ class HeldJob:
 
     @property
     def num_unread(self) -> float:
-        """The number of requests left in the stream; infinite if the task does not say."""
+        """The number of requests left in the stream; infinite if the task does not know."""
         if self.num_requests is None:
             return float("inf")
         return self.num_requests - self.next_index
@@ -283,7 +283,7 @@ class HeldJob:
         return [self.request_id(index) for index in self.open_requests]
 
     def request_id(self, index: int) -> str:
-        """Return the id in the engine of one of this job's requests."""
+        """Return the id that the job's request with this index has in the engine."""
         return f"{self.number}.{index}"
 
 

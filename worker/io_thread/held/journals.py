@@ -50,7 +50,7 @@ class Journals:
         self._due_at = clock() + period_s
         # Until when a leaving worker waits for entries; None while it does not leave.
         self._leave_by: float | None = None
-        # The number of ReportTokens orders without a report yet.
+        # The number of ReportTokens orders that the engine has not answered yet.
         self._num_unanswered = 0
         # By the number of each job whose entry is being written: the last report that came meanwhile.
         self._writing: dict[int, SampledTokens | None] = {}

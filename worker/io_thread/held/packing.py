@@ -36,9 +36,9 @@ class Packer:
     The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. These further
     sequences are the reserve. All other requests stay in the jobs' lazy streams.
 
-    The reserve is refilled when half of it is gone. Its size is twice the number of sequences that left the engine
-    between two refills, because completions of equal length end together. The largest number of the last refills
-    counts. The smallest size is `prefetch`.
+    The reserve is refilled when half of it is gone. Its size is at least `prefetch`. Completions of equal length end
+    together, so the packer counts the sequences that leave the engine between two refills. The reserve is twice the
+    largest of the last counts.
 
     Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
     and the sequences of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt.
@@ -54,12 +54,12 @@ class Packer:
         functions that run at the same time. max_files: the most files that are opened at the same time.
         """
         self.slots = slots
-        self._min_reserve = max(1, prefetch)
-        self._reserve = self._min_reserve
+        self._prefetch = max(1, prefetch)
+        self._reserve = self._prefetch
         self._max_functions = max_functions
         self._max_files = max_files
         # By lane: the jobs with requests that are still to be sent.
-        self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
+        self._streaming: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         # By lane: the number of sequences in the engine.
         self._in_engine = [0] * num_lanes
         self._opening = set[HeldJob]()  # files that are being opened
@@ -68,7 +68,7 @@ class Packer:
         self._ended_streams: list[HeldJob] = []
         # How many sequences have left the engine since the last refill.
         self._num_departed = 0
-        # The same number at each of the last refills.
+        # For each of the last refills: how many sequences had left the engine since the refill before it.
         self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def note_opening(self, job: HeldJob) -> None:
@@ -112,14 +112,14 @@ class Packer:
         return max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
-        """Serve a job's requests after the other jobs of its lane."""
+        """Put a job at the end of its lane. Its requests are served after those of the other jobs."""
         job.count_requests()
-        self._streams[job.lane].append(job)
+        self._streaming[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Serve a job with further requests before the other jobs of its lane, because its prefixes are cached."""
+        """Put a job back at the front of its lane. It has more requests, and their prefixes are cached."""
         job.count_requests()
-        self._streams[job.lane].appendleft(job)
+        self._streaming[job.lane].appendleft(job)
 
     @property
     def free_functions(self) -> int:
@@ -143,8 +143,8 @@ class Packer:
 
     def forget(self, job: HeldJob) -> None:
         """Drop the stream of a stopped or lost job, and stop counting its sequences."""
-        if job in self._streams[job.lane]:
-            self._streams[job.lane].remove(job)
+        if job in self._streaming[job.lane]:
+            self._streaming[job.lane].remove(job)
         self._in_engine[job.lane] -= job.num_in_engine
         job.num_in_engine = 0
 
@@ -161,17 +161,17 @@ class Packer:
         left than the engine has slots. It claims that early because opening the next file takes many steps. Functions
         and unopened files take no room.
         """
-        num_unread = sum(job.num_unread for job in self._streams[lane])
+        num_unread = sum(job.num_unread for job in self._streaming[lane])
         if num_unread == 0:
             return self._refill_room(lane)
-        newest_job = self._streams[lane][-1]
+        newest_job = self._streaming[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
             return self.slots - int(num_unread)
         return 0
 
     def _room(self, lane: int) -> int:
         """Return how many further sequences of the lane the engine may take."""
-        own_room = self._min_reserve - self._in_engine[lane]
+        own_room = self._prefetch - self._in_engine[lane]
         return max(self._shared_room(lane), own_room, 0)
 
     def _shared_room(self, lane: int) -> int:
@@ -181,7 +181,7 @@ class Packer:
     def _refill_room(self, lane: int) -> int:
         """Return the lane's room if half of the reserve, or half of the lane's own `prefetch`, is free; otherwise 0."""
         is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
-        is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
+        is_lane_low = 2 * self._in_engine[lane] <= self._prefetch
         if is_reserve_low or is_lane_low:
             return self._room(lane)
         return 0
@@ -192,9 +192,9 @@ class Packer:
         Call it after every delivery. A job whose stream ends here becomes SENT, and may then be complete.
         """
         self._adapt_reserve()
-        for lane, streams in enumerate(self._streams):
-            while streams and self._room(lane) > 0:
-                job = streams[0]
+        for lane, jobs in enumerate(self._streaming):
+            while jobs and self._room(lane) > 0:
+                job = jobs[0]
                 request = None
                 with guard.around(job):
                     request = self._take_request(job, lane)
@@ -202,8 +202,8 @@ class Packer:
                     yield job, job.next_index - 1, request
                     continue
                 # The job's stream has ended. Or the guard has failed the job, and its stream is gone already.
-                if streams and streams[0] is job:
-                    self._ended_streams.append(streams.popleft())
+                if jobs and jobs[0] is job:
+                    self._ended_streams.append(jobs.popleft())
 
     def _take_request(self, job: HeldJob, lane: int) -> Request | None:
         """Take the next request of a job's stream and count its sequences. Returns None at the stream's end."""
@@ -233,12 +233,12 @@ class Packer:
             # An idle worker begins with a small reserve, so that other workers get some of the next jobs.
             self._departures.clear()
             self._num_departed = 0
-            self._reserve = self._min_reserve
+            self._reserve = self._prefetch
         elif self._num_departed:
             self._departures.append(self._num_departed)
             self._num_departed = 0
             wanted_reserve = 2 * max(self._departures)
-            self._reserve = max(self._min_reserve, min(self.slots, wanted_reserve))
+            self._reserve = max(self._prefetch, min(self.slots, wanted_reserve))
 
     @property
     def in_engine(self) -> Sequence[int]:

@@ -33,9 +33,8 @@ class Inspections:
         self._post = post
         self._checks = checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
-        self._turn = 0  # the turn of the inspection that began last
-        # The last turn of each task.
-        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()
+        self._current_turn = 0  # the turn of the inspection that began last
+        self._last_turn_of: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()
 
     def submit(
         self,
@@ -50,12 +49,12 @@ class Inspections:
         is_wanted: called when the inspection's turn has come. Returns whether it is still needed.
         """
         # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
-        turn = 1 + max(self._turn, self._turns.get(task, 0))
-        self._turns[task] = turn
+        turn = 1 + max(self._current_turn, self._last_turn_of.get(task, 0))
+        self._last_turn_of[task] = turn
 
         def inspect() -> None:
             """Begin the turn. Called in a thread of the pool."""
-            self._turn = turn
+            self._current_turn = turn
             if is_wanted():
                 task.inspect(index, completions)
 
@@ -134,7 +133,8 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # the job was stopped or lost meanwhile
             with self._guard.around(job):
-                self._beginnings.note_begun(job, moment)  # a refused request was never scheduled
+                # A request that the engine has refused was never scheduled, so its job may not have begun before.
+                self._beginnings.note_begun(job, moment)
                 self._take_completion(job, index, completion)
 
     def _take_completion(self, job: HeldJob, index: int, completion: Completion) -> None:
@@ -142,7 +142,8 @@ class Streams:
         self._tally.count_sample(completion)
         if job.trace is not None:
             job.trace.note_sample(completion)
-        self.completion_tokens += len(completion.token_ids) - completion.num_continued
+        num_generated = len(completion.token_ids) - completion.num_continued
+        self.completion_tokens += num_generated
         job.unscheduled.discard(index)
         samples = job.open_requests[index]
         samples.append(completion)

@@ -41,7 +41,7 @@ class TextStreams:
         self._waiting: list[WaitingPiece] = []
 
     def note(self, texts: Texts) -> None:
-        """Make pieces of what was added to growing texts. `write` writes them."""
+        """Make pieces of the text that each sample has gained. `write` writes the pieces later."""
         for request_id, samples in texts.samples.items():
             job, _ = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
@@ -78,7 +78,10 @@ class TextStreams:
             job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
-        """Write the waiting pieces to Redis. After a RedisError they still wait. moment: not used."""
+        """Write the waiting pieces to Redis. After a RedisError they still wait.
+
+        moment: not used; the I/O loop passes it to all its duties.
+        """
         if self._waiting:
             self._store.write_texts(self._waiting)
             self._waiting = []
