@@ -93,6 +93,20 @@ def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> No
     assert held == [2, 2, 2, 6]
 
 
+def test_a_paused_worker_claims_nothing_even_if_a_lane_has_no_room_for_files(bulk: Queue) -> None:
+    hand = ByHand(bulk.connection, slots=4)
+    claimer = Claimer(hand.parts, hand.runner)
+    hand.parts.packer.claimable_files = lambda lane: 0  # type: ignore[method-assign]
+    enqueue(bulk, 1)
+    claimer.pause(hand.moment + 1.0)
+    claimer.claim(hand.moment)
+    num_held_in_pause = hand.runner.num_held
+    claimer.claim(hand.moment + 1.1)
+    num_held_after = hand.runner.num_held
+    hand.close()
+    assert (num_held_in_pause, num_held_after) == (0, 1)
+
+
 def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     poll_rates = PollRates(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (POLL_S, 2.0)

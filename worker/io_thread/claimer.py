@@ -110,6 +110,7 @@ class Claimer:
         self._isolated_until = float("-inf")
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
         self._prompt_poll_timers = [Timer(PROMPT_POLL_S) for _ in parts.queue_names]
+        self._paused_until = float("-inf")
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may claim."""
         self.idle_since = parts.clock()
@@ -117,7 +118,8 @@ class Claimer:
 
     def claim(self, moment: float) -> None:
         """Claim for every lane that has room. While jobs come, the next turn claims again."""
-        if not self._jobs_left():
+        is_paused = moment < self._paused_until
+        if is_paused or not self._jobs_left():
             return
 
         lanes_with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
@@ -158,9 +160,8 @@ class Claimer:
         self._num_claimed -= num_jobs
 
     def pause(self, until: float) -> None:
-        """Claim nothing before `until`."""
-        for timer in self._poll_timers:
-            timer.postpone(until)
+        """Claim nothing before `until`, also where half of a lane's jobs have ended."""
+        self._paused_until = until
 
     @property
     def has_reached_max_jobs(self) -> bool:
