@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from jobs.common.plain_log import JOB_ID
+from jobs.common.plain_log import JOB_ID_FIELD
 
 #: The most characters of an exception's text in a line.
 MAX_EXCEPTION_CHARS = 2000
@@ -21,7 +21,7 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 
 
 class JsonLine(logging.Formatter):
-    """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
+    """Formats a log record as one line of JSON. Tracebacks show no variables, because their values may hold prompts.
 
     bound: fields that are added to every line.
     job_fields: takes a job's id, and returns further fields for lines about that job.
@@ -45,9 +45,9 @@ class JsonLine(logging.Formatter):
             "event": record.getMessage(),
             **self._bound,
         }
-        job_id = record.__dict__.get(JOB_ID)
+        job_id = record.__dict__.get(JOB_ID_FIELD)
         if isinstance(job_id, str):
-            fields[JOB_ID] = job_id
+            fields[JOB_ID_FIELD] = job_id
             if self._job_fields is not None:
                 fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:

@@ -74,7 +74,7 @@ class _Waiting:
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
-        # Compiling a grammar may take long. So may reading an adapter's files, which its first request does.
+        # Compiling a grammar may take long. The first request of an adapter reads its files, which may take long too.
         self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
@@ -118,8 +118,8 @@ class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
     A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is URGENT_TURNS ** lane larger than the order before. This is start-time fair queueing (Goyal et al.
-    1996).
+    request's order is larger by URGENT_TURNS ** lane than that of the request before it. This is start-time fair
+    queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
@@ -132,12 +132,12 @@ class _Preparers(FunctionPool):
 
     def submit_request(self, waiting: _Waiting) -> None:
         """Queue a request, to be prepared in a thread."""
-        # A lane does not get the turns that it missed while it had no request.
+        # A lane that had no requests for a while does not make up for that time now.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
-            """Begin the request. Called in a thread."""
+            """Note that the request has begun, and prepare it. Called in a thread."""
             self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 
@@ -239,8 +239,9 @@ class Intake:
         self.note_begun_or_ended(request_ids)
 
     def admit(self) -> list[Completion]:
-        """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.
+        """Give the engine the requests that are ready, up to one turn's work.
 
+        Returns the completions of the requests that the engine refuses.
         Requests enter the engine in the order in which they came, also across lanes. The engine's scheduler needs this
         order to give each lane its share.
         """
@@ -253,7 +254,10 @@ class Intake:
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request yields at least one."""
+        """Yield the requests that enter the engine in this turn, urgent lanes first.
+
+        Every lane with a ready request yields at least one.
+        """
         work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -278,7 +282,7 @@ class Intake:
         """Keep a request out of its lane until its grammar is compiled."""
 
         def note_compiled(_: Future[Any]) -> None:
-            """Have the request taken back into its lane. Called in another thread."""
+            """Tell the engine's thread to put the request back into its lane. Called in another thread."""
             self._compiled.append(waiting)
             self._report()
 
@@ -319,7 +323,7 @@ class Intake:
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
         try:
-            if waiting.prepared is None:  # it is short
+            if waiting.prepared is None:  # no thread has prepared the request, because it is short
                 waiting.prepared = prepared_request(self._engine, request)
             prompt, params = waiting.prepared
             self._engine.add(
@@ -368,7 +372,7 @@ def _refusal(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    Sampling values, a chat's options and the tokens of an answer to be continued count too, because they may be long.
+    Sampling values, a chat's options and the tokens of an unfinished answer count too, because they may be many.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():

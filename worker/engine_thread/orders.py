@@ -1,4 +1,4 @@
-"""Orders to the main thread's loop, and its reports. Both are plain data, each in a queue of its own."""
+"""Orders to the engine's loop, and reports from the loop. Both are plain data, each in a queue of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

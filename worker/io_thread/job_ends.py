@@ -24,7 +24,7 @@ from worker.store.records.outcome import (
     Raised,
     is_small,
     pack,
-    printable,
+    traceback_text,
 )
 from worker.store.records.stored_job import JobTimeoutException
 
@@ -109,7 +109,7 @@ class JobEnds:
             if text is not None:
                 text += f"{fault_line(fault)}\n"
         if text is None:
-            text = printable(error)
+            text = traceback_text(error)
         may_retry = fault is None or fault == "server"
         self._end(job, "failed", text, error, retries=may_retry)
 
@@ -216,7 +216,7 @@ class JobEnds:
             try:
                 self._callbacks.call_back(outcome, rq_job, exc_info)
             except BaseException as failure:  # noqa: BLE001  # user code raises what it likes
-                return Raised(failure, printable(failure))
+                return Raised(failure, traceback_text(failure))
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
@@ -244,7 +244,7 @@ class JobEnds:
             self.fail(job, failure, text)
             return
         if text is None:
-            text = printable(failure)
+            text = traceback_text(failure)
         self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:

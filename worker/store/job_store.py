@@ -171,13 +171,13 @@ class JobStore:
             calls.append(Call("claim", arguments))
 
         tokens = {request.token for request in wanted}
-        sent_once = tokens - self._unanswered_tokens
+        tokens_sent_once = tokens - self._unanswered_tokens
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # If a claim was sent twice, its first request may still be on its way. So Redis must remember the jobs of this
-        # claim.
-        self._answered_tokens = sent_once
+        # A claim that was sent twice may still reach Redis a second time. Redis must remember what such a claim has
+        # taken, so only the other claims are reported as answered.
+        self._answered_tokens = tokens_sent_once
         *_, latest_epoch = replies[-1]
         self._epoch = latest_epoch.decode()
         return [
@@ -297,7 +297,10 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, for end_execution.lua: Unix seconds, or "front" or "back" of the queue."""
+        """Return when a job runs again, as end_execution.lua takes it.
+
+        The job runs at a time in Unix seconds, or goes at once to the "front" or the "back" of its queue.
+        """
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"
@@ -355,7 +358,7 @@ class JobStore:
         return int(next_cursor)
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of an ended job whose dependents are queued. Set its time to live, or queue its next run."""
+        """Release an ended job after its dependents were queued: set its time to live, or queue its next run."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:

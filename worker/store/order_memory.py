@@ -31,10 +31,11 @@ class Sample(NamedTuple):
 class OrderMemory:
     """What one ordering of a queue leaves for the next one. Redis keeps it as an object with these fields.
 
-    last: the last job of the queue. urgent: the urgent runs. rows_of: the finished rows of each run.
-    samples: the earliest first. front: the ids of the queue's first jobs, each with its PlacedJob.end.
-    heads: each run's first job, with the virtual time that this job has waited as the first.
-    priorities: the priority of each run, if it is not 1.
+    last: the id of the queue's last job. urgent: the urgent runs. rows_of: the finished rows of each run.
+    samples: how many rows were finished at earlier moments, the earliest first.
+    front: the ids of the queue's first jobs, each with the job's PlacedJob.end.
+    heads: for each run, the id of its first job, and for how much virtual time this job has been the run's first.
+    priorities: the priority of each run whose priority is not 1.
     """
 
     last: str = ""

@@ -126,7 +126,7 @@ def _decide_order(
 
 
 def _count(text: str) -> int:
-    """Return a count of a run's hash; 0 if it is missing or no count."""
+    """Read a count in a run's hash. Return 0 if the field is missing or holds another text."""
     return stored.count(text) or 0
 
 

@@ -21,7 +21,7 @@ _BATCH = 200
 
 
 class Registries:
-    """Counts and cleans registries. Not thread-safe; raises redis.exceptions.RedisError."""
+    """Counts queued jobs, and drops what is stale in Redis. Not thread-safe; raises redis.exceptions.RedisError."""
 
     def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
         self._client = client
@@ -89,8 +89,10 @@ class Registries:
     def queue_left_behind(self, queue_names: Sequence[str]) -> None:
         """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
         time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
-        calls = [Call("enqueue_due", {"queue": name, **arguments}) for name in queue_names]
+        # The registry "ready" has the jobs that a killed RQ worker should have queued.
+        ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **ready_arguments}) for name in queue_names]
+        # A cancelled job may still hold a slot of its rate limit, for which other jobs wait.
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)

@@ -63,7 +63,7 @@ class StockJobs:
         return [(claimed, AbandonedJobError(reason)) for claimed, reason in adopted]
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
-        """Find abandoned jobs among the started ones. Returns the reason for each, by job id and execution id."""
+        """Find the started jobs whose scores have passed. Returns the reason for each, by job id and execution id."""
         members: Any = self._client.zrangebyscore(
             QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS
         )
@@ -74,7 +74,10 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Find abandoned jobs in the intermediate queue. Returns the reason for each, by job id and ""."""
+        """Find abandoned jobs in the intermediate queue, which have no executions.
+
+        Returns the reason for each job, by its id and an empty execution id.
+        """
         key = QueueKeys(queue).popped
         moment = self._clock()
         members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)

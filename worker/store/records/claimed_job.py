@@ -18,7 +18,7 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 
 
 def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
-    """Return the arguments by which scripts find a held job."""
+    """Return the arguments by which the Lua scripts find a job that a worker holds."""
     return {"queue": queue, "id": job_id, "eid": execution_id}
 
 
@@ -65,10 +65,10 @@ class Wanted:
     """A request to claim jobs of one queue.
 
     most: the claim takes no further job once its jobs have this many sequences.
-    max_functions, max_files: the most functions and files among these jobs.
-    token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
-    takes_suspects: whether a suspect may be claimed, see claim.lua.
-    num_takers: the workers among which the queue is divided. num_held: the queue's jobs that this worker holds.
+    max_functions, max_files: the most jobs of these two kinds in the claim.
+    token: 24 hex digits. If a claim is sent again with the same token, it takes no further jobs.
+    takes_suspects: whether the claim may take a job with which workers have died (see claim.lua).
+    num_takers: how many workers share the queue. num_held: how many of the queue's jobs this worker holds.
     rounds_up: whether this worker's share is rounded up for jobs with several sequences.
     """
 
@@ -99,7 +99,7 @@ class Claim:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether `rq suspend` holds all workers."""
+        """Whether `rq suspend` has suspended all workers."""
         return self.hold == "suspended"
 
 

@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a job that failed or was stopped does not run again."""
+        """Whether a job that failed or was stopped is not retried."""
         return not (self.retries and self.policy.has_retries)
 
     @property
@@ -96,15 +96,18 @@ class Outcome:
         can be written, such as a text for `result_ttl`.
         """
         if job is None and self.claimed.damage is None:
-            return self  # its policy was checked when the job was read
+            return self  # the policy was checked when the job was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)  # raises if the policy gives no next step
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome to write after `as_left_by` raised `error`: as in RQ, a failure with this error."""
-        text = printable(error)
+        """Return the outcome of a job whose outcome could not be written: a failure with this error, as in RQ.
+
+        error: what `as_left_by` raised.
+        """
+        text = traceback_text(error)
         return replace(
             self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
         )
@@ -121,7 +124,7 @@ class Raised:
     text: str
 
 
-def printable(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """Return an error's traceback in characters that Redis takes, cut to MAX_TRACEBACK_CHARS."""
     try:
         text = "".join(traceback.format_exception(error))

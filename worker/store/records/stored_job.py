@@ -71,7 +71,7 @@ class StoredJob(Job):
                 setattr(self, name, datetime.fromisoformat(value.decode()))
 
     def show_started(self, worker_name: str, began_at: datetime) -> None:
-        """Show the job as running in this copy, as RQ does."""
+        """Give this copy of the job the state of a running job, as RQ does."""
         self._status = JobStatus.STARTED
         self.worker_name = worker_name
         self.started_at = began_at
@@ -134,7 +134,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
-    """Return the error to raise in a job that is over its timeout."""
+    """Return the class of the error that is raised in a job that is over its timeout."""
     return as_class(
         JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)")
     )
