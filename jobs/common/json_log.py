@@ -17,7 +17,9 @@ MAX_FRAMES = 20
 #: One encoder serves all lines. json.dumps would make an encoder for each line, which would double the time for a line.
 _json = json.JSONEncoder(default=str).encode
 
-_transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
+_exception_dicts = structlog.tracebacks.ExceptionDictTransformer(
+    show_locals=False, max_frames=MAX_FRAMES
+)
 
 
 class JsonLine(logging.Formatter):
@@ -52,7 +54,7 @@ class JsonLine(logging.Formatter):
                 fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:
             exceptions = []
-            for exception in _transform(record.exc_info):
+            for exception in _exception_dicts(record.exc_info):
                 text = str(exception["exc_value"])[:MAX_EXCEPTION_CHARS]
                 exceptions.append({**exception, "exc_value": text})
             fields["exception"] = exceptions

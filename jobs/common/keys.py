@@ -2,7 +2,7 @@
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
 tokenmill:samples:<name>       list: JSON points of that worker's last hour, the latest first (common/workers.py)
-tokenmill:run:<run>            hash: what the CLI shows of a run, and its last and its last cancelled submission
+tokenmill:run:<run>            hash: what the CLI shows of a run; also the run's last submission and last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:turn       string: watched and written by submit, planning and cancel, so that one notices another
@@ -17,13 +17,13 @@ tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at whic
 tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
 tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
 tokenmill:dashboard:history:turn     string: the dashboard that writes the history
-tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
+tokenmill:api-limits           hash: project -> JSON: the limits of its clients (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
 tokenmill:api-once:<project>:<hash>    string, JSON: what a request with an Idempotency-Key has made, for a day
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
-The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
+The keys below belong to worker/store/. They say which worker has a job, or which worker does a shared task:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what the claim knew (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week

@@ -18,7 +18,7 @@ def text(raw: bytes) -> str:
 def unpacked(packed: bytes, most: int) -> bytes | None:
     """Unpack bytes that zlib has compressed. Return None if the unpacked bytes are more than `most`.
 
-    Unpacking stops one byte after `most`. Like RQ, this function returns bytes that zlib cannot unpack as they are.
+    At most `most` + 1 bytes are unpacked. Like RQ, this function returns bytes that zlib cannot unpack as they are.
     """
     inflater = zlib.decompressobj()
     content = packed
@@ -43,11 +43,11 @@ def json_object(raw: object) -> dict[str, Any]:
 
 
 def count(value: object) -> int | None:
-    """Read a stored count: an int or a text of digits, of at most 63 bits. Return None for anything else."""
+    """Read a stored count: an int of at most 63 bits, or a text of at most 18 digits. Return None for anything else."""
     if isinstance(value, str):
         has_digits_only = value.isascii() and value.isdigit()
-        fits_63_bits = len(value) <= 18
-        return int(value) if has_digits_only and fits_63_bits else None
+        is_short = len(value) <= 18
+        return int(value) if has_digits_only and is_short else None
     if type(value) is int and 0 <= value < 1 << 63:
         return value
     return None

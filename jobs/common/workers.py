@@ -315,9 +315,9 @@ def _sample(name: str, raw: Any, ttl_ms: Any) -> WorkerSample | None:
 
 
 def _later(serving: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return the later of two samples of a worker's name.
+    """Return the later of two samples under one worker name.
 
-    There may be two, because a killed worker's sample stays while its successor of the same name loads a model.
+    A killed worker's sample stays while its successor of the same name loads a model. So there may be two.
     """
     if serving is None or loading is None:
         return serving or loading

@@ -32,7 +32,10 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class ReportTokens:
-    """Order: report the tokens that each request has so far. stops: first finish a launched step, and step no more."""
+    """Order: report the tokens that each request has so far.
+
+    stops: whether the loop makes no further step. It first finishes the step that it has launched.
+    """
 
     stops: bool = False
 

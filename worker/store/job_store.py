@@ -93,7 +93,7 @@ class JobStore:
     more_models: returns the names of the adapters, which may change.
     clock: returns Unix seconds by Redis' clock.
     Only one thread may claim with a store. Every method raises redis.exceptions.RedisError if the server does not
-    answer. The call may then be made again, because no call has its effect twice.
+    answer. The caller may then repeat the call, because a repeated call does not repeat its effect.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class JobStore:
             )
 
     def _holder(self) -> dict[str, Any]:
-        """Return the arguments for scripts that describe this worker as the holder of jobs."""
+        """Return the script arguments that describe this worker as a holder of jobs."""
         moment = self._clock()
         return {
             "worker": self._worker_name,
@@ -201,7 +201,10 @@ class JobStore:
         return self._renew([(claimed, "") for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
-        """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds."""
+        """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
+
+        begun: the jobs, each with the time at which it began.
+        """
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:

@@ -94,7 +94,7 @@ class OrderMemory:
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The new sample replaces the last sample if the sample before that is recent.
+        # If the second-to-last sample is recent, the new sample replaces the last one.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))

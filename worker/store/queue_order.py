@@ -70,10 +70,10 @@ class QueueOrder:
     def _read_runs(
         self, waiting_ids: set[str], known_ids: Sequence[str]
     ) -> tuple[dict[str, RunInQueue], dict[str, int]]:
-        """Return the waiting runs that are planned, and the finished rows by run.
+        """Read runs from Redis. Returns the planned runs with jobs in the queue, and the finished rows by run.
 
         waiting_ids: the runs with jobs in the queue. known_ids: the runs whose finished rows the last ordering knew.
-        The finished rows are those of waiting runs, and of known runs that have not finished.
+        Finished rows are returned for waiting runs, and for known runs that have not finished.
         """
         run_ids = sorted({*waiting_ids, *known_ids})
         with self._client.pipeline(transaction=False) as pipe:

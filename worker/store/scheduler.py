@@ -81,7 +81,7 @@ class Scheduler(RQScheduler):
             self._pool.submit(self._run_round, self._note_round_ended)
 
     def _run_round(self) -> None:
-        """Do all that is due. Called in a thread."""
+        """Register the scheduler if necessary, keep its locks and enqueue due jobs. Called in a thread."""
         if not self.pid:
             self.register_birth()
         if self.should_reacquire_locks:

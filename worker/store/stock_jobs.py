@@ -29,9 +29,9 @@ _SEEN_TTL_S = 24 * 3600
 class StockJobs:
     """Finds abandoned jobs as RQ's own cleanup does, and takes each over in one step.
 
-    A started job is abandoned if its score in rq:wip has passed, which means no heartbeat for a minute. A job in an
-    intermediate queue is abandoned if it stays there for a minute without an execution. RQ's cleanup lock on the queue
-    is taken first, so that RQ's cleanup does not end the same job.
+    A started job is abandoned if the time that is its score in rq:wip has passed. This happens after a minute without a
+    heartbeat. A job in an intermediate queue is abandoned if it stays there for a minute without an execution. RQ's
+    cleanup lock on the queue is taken first, so that RQ's cleanup does not end the same job.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StockJobs:
         return reasons
 
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        """Find abandoned jobs in the intermediate queue, which have no executions.
+        """Find abandoned jobs in the intermediate queue. Such a job has no execution yet.
 
         Returns the reason for each job, by its id and an empty execution id.
         """

@@ -91,13 +91,13 @@ def shown_loading(
         yield
     finally:
         with suppress(RedisError):
-            # A worker that does not serve after loading is gone, and is listed no longer.
+            # A worker that has ended without serving is removed from the list of workers.
             if client.delete(key) and not client.exists(worker_key(worker_name)):
                 client.srem(WORKERS_KEY, member)
 
 
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
-    """Return the living worker that has a name, such as "process 7 on host gpu1"; "" if there is none.
+    """Return the living worker that already has this name, such as "process 7 on host gpu1"; "" if there is none.
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
     something in the last SILENT_S seconds and another process has its process id. In a restarted container, this
@@ -127,9 +127,9 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
     entry back. Raises RedisError.
     """
     fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
-    host, pid, born = [text(field or b"") for field in fields]
+    host, pid, registered_birth = [text(field or b"") for field in fields]
     try:
-        is_younger = utcparse(born) > birth
+        is_younger = utcparse(registered_birth) > birth
     except ValueError:
         return ""
     return safe_name(f"process {pid} on host {host}") if is_younger else ""
@@ -156,13 +156,13 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
             pipe.hget(key, "worker_name")
         holders = pipe.execute(raise_on_error=False)
 
-        own_keys = []
+        num_ended = 0
         for key, holder in zip(keys, holders, strict=True):
             if holder == worker_name.encode():
-                own_keys.append(key)
                 pipe.delete(key)
+                num_ended += 1
         pipe.execute()
-    return len(own_keys)
+    return num_ended
 
 
 def _is_other_process(pid_text: str) -> bool:

@@ -81,10 +81,11 @@ class FunctionPool:
             return True
 
     def relieve(self, slow_s: float, max_threads: int) -> None:
-        """Start another thread for each call that runs for more than `slow_s` seconds, up to `max_threads` threads.
+        """Start another thread for each call that runs for more than `slow_s` seconds.
 
         This helps with calls that cannot be interrupted, such as a read from a hanging mount. When such a call ends at
         last, its thread ends too.
+        max_threads: the most threads of the pool. Stuck threads do not count.
         """
         for thread, call in list(self._running.items()):
             with self._lock:
@@ -133,9 +134,9 @@ class FunctionPool:
                 if code_line is None:  # the call was not given up
                     continue
                 self._stuck.add(thread)
-            if not self._drop_if_relieved(
-                thread
-            ):  # `relieve` has already replaced a relieved thread
+            # `relieve` has already replaced a relieved thread.
+            was_relieved = self._drop_if_relieved(thread)
+            if not was_relieved:
                 self._threads.remove(thread)
                 self._add_thread()
             threads_and_lines.append(f"{thread.name} in {code_line}")

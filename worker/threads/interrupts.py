@@ -229,7 +229,7 @@ def _code_line(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Call `load` while no other interruptible thread imports.
+    """Call `load` once no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
 
     If the imports of two threads waited for each other, Python would give one of them a half-imported module.
     """

@@ -104,7 +104,7 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution, which never change; None for a job that is not traced."""
+        """Return the ids of an execution's trace, which never change; None for a job that is not traced."""
         parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._traces_all:

@@ -1,6 +1,6 @@
 """JobRecord: the content of a job's hash when the job was claimed. FunctionCall: the job's payload.
 
-The functions check the limits of both.
+Both have limits, which are checked here.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b'"[{'))
 
 
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
-    """Raise TooLarge if a JSON field other than the payload is longer than its limit, or holds too many lists."""
+    """Raise TooLarge if a JSON field other than the payload is too long, or holds too many lists and objects."""
     for name in _JSON_FIELDS:
         text = values.get(name, b"")
         field_name = name.decode()

@@ -41,6 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
+            # RQ's own property
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)
 
