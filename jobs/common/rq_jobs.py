@@ -145,7 +145,7 @@ MAX_ERROR_BYTES = 1 << 20
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     """Return the traceback in an entry of a job's results; "" if there is none."""
     packed = _decoded(entry, b"exc_string")
-    return stored.text(stored.unpacked(packed, MAX_ERROR_BYTES) or b"")
+    return stored.text(stored.unpack_at_most(packed, MAX_ERROR_BYTES) or b"")
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def text(raw: bytes) -> str:
     return raw.decode(errors="backslashreplace")
 
 
-def unpacked(packed: bytes, most: int) -> bytes | None:
+def unpack_at_most(packed: bytes, most: int) -> bytes | None:
     """Unpack bytes that zlib has compressed. Return None if the unpacked bytes are more than `most`.
 
     At most `most` + 1 bytes are unpacked. Like RQ, this function returns bytes that zlib cannot unpack as they are.

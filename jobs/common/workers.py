@@ -343,7 +343,7 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
     return models
 
 
-def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
+def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
     """Return a sentence about a worker that serves a model with another length limit; "" if there is none.
 
     Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.

@@ -18,7 +18,7 @@ from engine import Completion, EngineError, InvalidRequest, RequestParams, reque
 from jobs.tasks import Request
 from sandbox.exhausted import is_exhausted
 from worker.engine_thread.orders import Add
-from worker.engine_thread.pictures import decoded, has_pictures
+from worker.engine_thread.pictures import decode_pictures, has_pictures
 from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
     chat_options = request.chat_options
     params = request_params(request.kind, request.sampling, tools=chat_options.get("tools"))
     if request.messages is not None:
-        messages = decoded(request.messages)
+        messages = decode_pictures(request.messages)
         return engine.prepare_chat(messages, params, **chat_options), params
     if request.prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
     prompt = request.prompt
     if not isinstance(prompt, str):
-        prompt = decoded(prompt)
+        prompt = decode_pictures(prompt)
     return engine.prepare(prompt, params), params
 
 

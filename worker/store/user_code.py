@@ -20,7 +20,7 @@ from rq.webhook import Webhook
 from jobs.common.display import shown_error
 from jobs.context.webhooks import DEADLINE_S, call_webhook
 from worker.store.records.job_record import CALLBACKS, JobRecord
-from worker.store.records.outcome import Outcome, Raised, traceback_text
+from worker.store.records.outcome import CaughtError, Outcome, traceback_text
 from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import FunctionPool
 
@@ -96,7 +96,7 @@ class Callbacks:
         self.user_client = user_client
         self.webhooks = webhooks
 
-    def may_see(self, record: JobRecord) -> bool:
+    def may_get_job(self, record: JobRecord) -> bool:
         """Whether a callback or an exception handler may get the job when the job ends."""
         return bool(record.callbacks or self._exception_handlers)
 
@@ -170,8 +170,8 @@ def _callbacks_of(job: Job) -> dict[str, str]:
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function. Returns its value. If it raises or is interrupted, returns a Raised."""
+    """Call a job's function. Returns its value. If it raises or is interrupted, returns a CaughtError."""
     try:
         return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes
-        return Raised(error, traceback_text(error))
+        return CaughtError(error, traceback_text(error))

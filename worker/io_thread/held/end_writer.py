@@ -169,7 +169,7 @@ class EndWriter:
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(
-            outcome, status="failed", value=traceback_text(reason), packed=None, retries=False
+            outcome, status="failed", value=traceback_text(reason), packed=None, may_retry=False
         )
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 

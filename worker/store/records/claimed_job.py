@@ -1,4 +1,4 @@
-"""ClaimedJob: a job that this worker holds. Wanted and Claim: the arguments and the result of a claim."""
+"""ClaimedJob: a job that this worker holds. ClaimRequest and Claim: the arguments and the result of a claim."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 """Why a job goes back into its queue. Except for "given_back", each reason counts as a death of the job's worker."""
 
 
-def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
+def job_address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
     """Return the arguments by which the Lua scripts find a job that a worker holds."""
     return {"queue": queue, "id": job_id, "eid": execution_id}
 
@@ -57,11 +57,11 @@ class ClaimedJob:
     @property
     def address(self) -> dict[str, str]:
         """The arguments by which scripts find the job."""
-        return address(self.queue_name, self.job_id, self.execution_id)
+        return job_address(self.queue_name, self.job_id, self.execution_id)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ClaimRequest:
     """A request to claim jobs of one queue.
 
     most: the claim takes no further job once its jobs have this many sequences.
@@ -103,7 +103,7 @@ class Claim:
         return self.hold == "suspended"
 
 
-def restore(
+def read_claimed_job(
     queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
 ) -> ClaimedJob:
     """Return the job in a reply of open_execution.lua. max_job_bytes: the most bytes of an unpacked payload."""

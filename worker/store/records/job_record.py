@@ -20,7 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
 from jobs.common.keys import STREAM_FIELD
-from jobs.common.stored import unpacked
+from jobs.common.stored import unpack_at_most
 from worker.errors import BadPayload, TooLarge
 from worker.store.records.next_step import Policy
 
@@ -96,7 +96,7 @@ class JobRecord:
 
     def payload(self) -> bytes:
         """Unpack the payload's JSON. Raises TooLarge."""
-        return unpack(self.fields[b"data"], self.max_job_bytes)
+        return unpack_payload(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self) -> JobRecord:
         """Return a copy without the payload, for a job whose requests are all in the batch."""
@@ -269,9 +269,9 @@ def max_hash_bytes(max_job_bytes: int) -> int:
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
-def unpack(packed: bytes, max_bytes: int) -> bytes:
+def unpack_payload(packed: bytes, max_bytes: int) -> bytes:
     """Unpack a payload as RQ does. Raises TooLarge as soon as there are more than `max_bytes` bytes."""
-    text = unpacked(packed, max_bytes)
+    text = unpack_at_most(packed, max_bytes)
     if text is None:
         raise TooLarge(
             f"the payload has more than the limit of {max_bytes} bytes: split the job, score a Parquet file, "

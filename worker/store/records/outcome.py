@@ -48,7 +48,7 @@ class Outcome:
     working_s: float
     started_at: datetime | None = None
     """None for a job that ended before it began."""
-    retries: bool = False
+    may_retry: bool = False
     """Whether a failed job uses one of its retries, if it has any left."""
     packed: bytes | None = None
     """The value as JSON, once it is packed. None also stands for the value None."""
@@ -67,7 +67,7 @@ class Outcome:
     @property
     def is_final(self) -> bool:
         """Whether a job that failed or was stopped is not retried."""
-        return not (self.retries and self.policy.has_retries)
+        return not (self.may_retry and self.policy.has_retries)
 
     @property
     def returned_retry(self) -> Retry | None:
@@ -85,7 +85,7 @@ class Outcome:
             self.policy,
             is_finished=self.status == "finished",
             returned_retry=self.returned_retry,
-            may_retry=self.retries,
+            may_retry=self.may_retry,
             default_result_ttl_s=default_result_ttl_s,
         )
 
@@ -109,12 +109,12 @@ class Outcome:
         """
         text = traceback_text(error)
         return replace(
-            self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
+            self, status="failed", value=text, may_retry=False, packed=None, changed_policy=Policy()
         )
 
 
 @dataclass(frozen=True)
-class Raised:
+class CaughtError:
     """An error of user code, and its traceback as text.
 
     The text is made in the user code's thread, because an error's methods are user code too.

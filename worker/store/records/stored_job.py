@@ -17,7 +17,7 @@ from worker.store.records.job_record import (
     DATES,
     DEFAULT_MAX_JOB_BYTES,
     check_containers,
-    unpack,
+    unpack_payload,
 )
 from worker.threads.interrupts import as_class, current_call
 
@@ -43,7 +43,7 @@ class StoredJob(Job):
         if self._data is not _STILL_PACKED:
             # RQ's own property
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
-        return unpack(self._packed, self.max_bytes)
+        return unpack_payload(self._packed, self.max_bytes)
 
     @data.setter
     def data(self, value: bytes) -> None:
