@@ -109,7 +109,7 @@ class EngineLoop:
         return True
 
     def _take_orders(self) -> bool:
-        """Take all waiting orders, then admit requests for one turn. Returns False after a Halt.
+        """Carry out all waiting orders, then give the engine the requests of one turn. Returns False after a Halt.
 
         If there is nothing else to do, wait for an order.
         """

@@ -24,20 +24,20 @@ from worker.threads.functions import FunctionPool
 if TYPE_CHECKING:
     from engine import Engine, PreparedPrompt
 
-SHORT = 2_048
+MAX_SHORT_CHARS = 2_048
 """The most characters, or token ids, of a short prompt. Handing one to a thread takes as long as tokenizing it."""
 
-LONG = 65_536
-"""Characters beyond which a prompt is long. Long prompts have their own thread, so that short ones do not wait for
-them."""
+MAX_MEDIUM_CHARS = 65_536
+"""The most characters of a prompt that is not long. Long prompts have their own thread, so that other prompts do not
+wait for them."""
 
-TURN = 65_536
+MAX_TURN_CHARS = 65_536
 """The most characters of short prompts that one turn tokenizes, about 50 ms of work. One engine step reads fewer."""
 
-OVERHEAD = 64
+OVERHEAD_CHARS = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
 
-PICTURE = 8_192
+PICTURE_CHARS = 8_192
 """The work for decoding a picture, counted in characters."""
 
 PICTURES_AHEAD = 8
@@ -75,7 +75,7 @@ class _Waiting:
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
         # Compiling a grammar may take long. The first request of an adapter reads its files, which may take long too.
-        self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
+        self.awaits_thread = self.size > MAX_SHORT_CHARS or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
         self.error: BaseException | None = None
@@ -145,9 +145,10 @@ class _Preparers(FunctionPool):
 
 
 class Intake:
-    """Owns the requests that wait for the engine. The requests of one lane enter the engine in order.
+    """Owns the requests that wait for the engine. Requests of the same lane enter the engine in order.
 
-    All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
+    A lane is the rank of a queue; 0 is the most urgent. All methods belong to the engine's thread.
+    report: called in other threads when a prompt is prepared.
     """
 
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
@@ -199,7 +200,7 @@ class Intake:
         """Have a thread prepare a request. A short request is left to the engine's thread."""
         if not waiting.awaits_thread:
             return
-        preparers = self._long_preparers if waiting.size > LONG else self._preparers
+        preparers = self._long_preparers if waiting.size > MAX_MEDIUM_CHARS else self._preparers
         preparers.submit_request(waiting)
 
     def note_begun_or_ended(self, request_ids: Iterable[str]) -> None:
@@ -258,11 +259,11 @@ class Intake:
 
         Every lane with a ready request yields at least one.
         """
-        work_left = TURN
+        work_left = MAX_TURN_CHARS
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
                 yield waiting
-                work_left -= OVERHEAD
+                work_left -= OVERHEAD_CHARS
                 if waiting.prepared is None:
                     work_left -= waiting.size
                 if work_left <= 0:
@@ -384,7 +385,10 @@ def _size(request: Request) -> int:
 
 
 def _chars(value: object) -> int:
-    """Count the characters and token ids in a value, at any depth. A picture counts PICTURE, an object OVERHEAD."""
+    """Count the characters and token ids in a value, at any depth.
+
+    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts OVERHEAD_CHARS more.
+    """
     size = 0
     uncounted = [value]
     while uncounted:
@@ -392,9 +396,9 @@ def _chars(value: object) -> int:
         if isinstance(item, str):
             size += len(item)
         elif isinstance(item, bytes):  # the file of a picture
-            size += PICTURE
+            size += PICTURE_CHARS
         elif isinstance(item, Mapping):
-            size += OVERHEAD
+            size += OVERHEAD_CHARS
             uncounted += item.values()
         elif isinstance(item, list):
             holds_token_ids = bool(item) and isinstance(item[0], int)

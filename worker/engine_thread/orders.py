@@ -10,7 +10,10 @@ from jobs.tasks import Request
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run a job's request on a lane. is_followed: a client reads the text as it grows."""
+    """Order: run a job's request. lane: the rank of the job's queue; 0 is the most urgent.
+
+    is_followed: whether a client reads the text as it grows.
+    """
 
     request_id: str
     request: Request
@@ -27,7 +30,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Order: begin a turn, because a thread has prepared a prompt."""
+    """Order: begin a turn of the loop, because a thread has prepared a prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Keeping:
 
 @dataclass(frozen=True)
 class ReleasedJob:
-    """A job that was taken from its holder.
+    """A job that was taken from the worker that held it.
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
     claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.

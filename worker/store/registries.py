@@ -87,7 +87,7 @@ class Registries:
                 self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left_behind(self, queue_names: Sequence[str]) -> None:
-        """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
+        """Queue jobs that wait for a cancelled job or for a killed RQ worker. Nobody else would queue them."""
         time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         # The registry "ready" has the jobs that a killed RQ worker should have queued.
         ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}

@@ -44,6 +44,7 @@ class ThreadGivenUp(BaseException):
 class Call:
     """A call in a thread of a pool. It runs once, hands its outcome to `done` once, and can be interrupted.
 
+    A call that ignores its interrupt can be given up. It is then reported as ended, although its thread still runs.
     An interrupt is an error that is raised at the thread's next bytecode. During an import the error waits for the
     import's end, because otherwise other threads would get a half-imported module.
     is_interruptible: False for our own code, which an error at any bytecode could leave half done. That code calls

@@ -38,7 +38,7 @@ class ClaimedJob:
     deaths: int = 0
     """How many workers have died with the job."""
     left_before: str = ""
-    """The id of the last job before this one that the claim left in the queue, for lack of a thread; "" for none."""
+    """The id of the nearest earlier job that the claim left in the queue for lack of a thread; "" for none."""
     journal: bytes | None = None
     """The journal that an earlier execution has left; None if there is none."""
     pieces: Sequence[Any] = ()
