@@ -55,7 +55,7 @@ LEAVE_S = 1.0
 """Seconds that a leaving worker waits for the threads that prepare requests."""
 
 
-class _Waiting:
+class _WaitingRequest:
     """A request that is not in the engine yet.
 
     number: the request's number in the order of arrival. size: the work to prepare it, counted in characters.
@@ -130,7 +130,7 @@ class _Preparers(FunctionPool):
         # By lane: the smallest order that the lane's next request may get.
         self._next_order = dict[int, int]()
 
-    def submit_request(self, waiting: _Waiting) -> None:
+    def submit_request(self, waiting: _WaitingRequest) -> None:
         """Queue a request, to be prepared in a thread."""
         # A lane that had no requests for a while does not make up for that time now.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
@@ -155,17 +155,17 @@ class Intake:
         self._engine = engine
         self._report = report
         # Requests whose grammars are being compiled. They are in no lane.
-        self._compiling: set[_Waiting] = set()
+        self._compiling: set[_WaitingRequest] = set()
         # Requests whose grammars are ready. Other threads append to this queue.
-        self._compiled: deque[_Waiting] = deque()
+        self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
-        self._pictured = defaultdict[int, deque[_Waiting]](deque)
+        self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
         # By request id: the lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
-        self._lanes: dict[int, deque[_Waiting]] = {}
+        self._lanes: dict[int, deque[_WaitingRequest]] = {}
         # All requests above, by their ids.
-        self._by_id: dict[str, _Waiting] = {}
+        self._by_id: dict[str, _WaitingRequest] = {}
         self._faults: list[tuple[str, BaseException]] = []
         self._numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
@@ -187,7 +187,7 @@ class Intake:
 
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
-        waiting = _Waiting(self._engine, add, next(self._numbers))
+        waiting = _WaitingRequest(self._engine, add, next(self._numbers))
         self._by_id[add.request_id] = waiting
         if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
@@ -196,7 +196,7 @@ class Intake:
             self._lanes.setdefault(add.lane, deque()).append(waiting)
             self._prepare(waiting)
 
-    def _prepare(self, waiting: _Waiting) -> None:
+    def _prepare(self, waiting: _WaitingRequest) -> None:
         """Have a thread prepare a request. A short request is left to the engine's thread."""
         if not waiting.awaits_thread:
             return
@@ -254,7 +254,7 @@ class Intake:
         self.note_begun_or_ended([completion.request_id for completion in refused])
         return refused
 
-    def _choose(self) -> Iterator[_Waiting]:
+    def _choose(self) -> Iterator[_WaitingRequest]:
         """Yield the requests that enter the engine in this turn, urgent lanes first.
 
         Every lane with a ready request yields at least one.
@@ -270,7 +270,7 @@ class Intake:
                     break
             self._forget_if_empty(lane)
 
-    def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
+    def _ready(self, queue: deque[_WaitingRequest]) -> Iterator[_WaitingRequest]:
         """Take and yield the first requests of a lane, up to a request that a thread still prepares."""
         while queue and not queue[0].awaits_thread:
             waiting = queue.popleft()
@@ -279,7 +279,7 @@ class Intake:
             else:
                 self._set_aside(waiting)
 
-    def _set_aside(self, waiting: _Waiting) -> None:
+    def _set_aside(self, waiting: _WaitingRequest) -> None:
         """Keep a request out of its lane until its grammar is compiled."""
 
         def note_compiled(_: Future[Any]) -> None:
@@ -299,7 +299,7 @@ class Intake:
                 self._compiling.remove(waiting)
                 self._put_in_lane(waiting)
 
-    def _put_in_lane(self, waiting: _Waiting) -> None:
+    def _put_in_lane(self, waiting: _WaitingRequest) -> None:
         """Put a request into its lane, where requests stand in the order of arrival."""
         requests = [waiting, *self._lanes.get(waiting.lane, ())]
         requests.sort(key=lambda request: request.number)
@@ -317,7 +317,7 @@ class Intake:
         if not self._lanes[lane]:
             del self._lanes[lane]
 
-    def _add(self, waiting: _Waiting) -> list[Completion]:
+    def _add(self, waiting: _WaitingRequest) -> list[Completion]:
         """Give the engine a request. Returns the completion of a refused request; otherwise the list is empty."""
         request_id = waiting.request_id
         request = waiting.request
@@ -356,7 +356,9 @@ class Intake:
         return faults
 
 
-def _without(queue: deque[_Waiting], dropped: Collection[_Waiting]) -> deque[_Waiting]:
+def _without(
+    queue: deque[_WaitingRequest], dropped: Collection[_WaitingRequest]
+) -> deque[_WaitingRequest]:
     """Return the requests of a queue that are not dropped."""
     return deque(waiting for waiting in queue if waiting not in dropped)
 

@@ -107,11 +107,12 @@ class _Streams:
         self._urgent_weight = urgent_weight
         # By stream: the end of the last job that was placed.
         self._ends: defaultdict[str, float] = defaultdict(float)
+        # A run whose first job has waited begins earlier than the others.
         for run, virtual_time in waited.items():
             self._ends[f"run {run}"] = -virtual_time
 
     def place(self, job: WaitingJob, not_before: float) -> float:
-        """Place a job behind the earlier jobs of its stream. Returns its end, which is `not_before` or later."""
+        """Place a job behind the earlier jobs of its stream. Returns the job's end, which is `not_before` or later."""
         stream = f"run {job.run}"
         weight: float = job.priority
         if job.run in self._urgent:

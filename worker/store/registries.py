@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set whose keys are gone. A member's key is `prefix`, followed by the member.
+        """Drop each member of a set whose own key is gone. A member's key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """
@@ -92,7 +92,7 @@ class Registries:
         # The registry "ready" has the jobs that a killed RQ worker should have queued.
         ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
         calls = [Call("enqueue_due", {"queue": name, **ready_arguments}) for name in queue_names]
-        # A cancelled job may still hold a slot of its rate limit, for which other jobs wait.
+        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait.
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)

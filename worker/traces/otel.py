@@ -52,7 +52,7 @@ class _Ids(NamedTuple):
 class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all jobs.
 
-    traces_all: whether a job without a trace context gets a new trace. OTEL_TRACES_SAMPLER may still leave it out.
+    traces_all: whether a job without a trace context gets a new trace. OTEL_TRACES_SAMPLER may still leave out the job.
     exporter: sends the spans; the default exporter uses OTLP. A thread calls the exporter until `close`. If the
     exporter is too slow, spans are dropped.
     """

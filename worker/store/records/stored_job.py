@@ -41,7 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
-            # RQ's own property
+            # Call RQ's own property.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack_payload(self._packed, self.max_bytes)
 
@@ -90,7 +90,7 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job.max_bytes = record.max_job_bytes
     # Set without RQ's check, because a job with an id that RQ's client would refuse must be ended too.
     job._id = claimed.job_id
-    with suppress(Exception):  # its damage was noted when the record was read
+    with suppress(Exception):  # the error was noted as the job's damage when the record was read
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
