@@ -316,7 +316,7 @@ class BatchWorker(BaseWorker):
 
             traces_all = settings.traces == "all"
             self._traces = OtelTraces(
-                self.name, settings.model_name, version("tokenmill"), begins=traces_all
+                self.name, settings.model_name, version("tokenmill"), traces_all=traces_all
             )
         limits = Limits(
             burst=burst,

@@ -15,7 +15,7 @@ from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import notify_failed
 from jobs.tasks import Request
-from worker.engine_thread.pictures import decoded
+from worker.engine_thread.pictures import decode_pictures
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.text_piece import sent_tokens
 from worker.traces.job_trace import Traces
@@ -95,9 +95,9 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
             else:
                 params = request_params(request.kind, request.sampling)
             if request.messages is None:
-                prepared = engine.prepare(decoded(request.prompt), params)
+                prepared = engine.prepare(decode_pictures(request.prompt), params)
             else:
-                messages = decoded(request.messages)
+                messages = decode_pictures(request.messages)
                 prepared = engine.prepare_chat(messages, params, **request.chat_options)
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None

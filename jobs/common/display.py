@@ -28,7 +28,7 @@ def message_of(error: BaseException) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """Return an error's name and message."""
+    """Return the name of an error's class and the error's message, if it has one."""
     return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
@@ -63,7 +63,7 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Return a text that somebody chose, made printable and cut after `most` characters."""
+    """Return a text from outside, made printable and cut after `most` characters."""
     shown = printable(name[:most])
     return shown if len(name) <= most else f"{shown}..."
 

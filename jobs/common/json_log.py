@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from jobs.common.plain_log import JOB_ID
+from jobs.common.plain_log import JOB_ID_FIELD
 
 #: The most characters of an exception's text in a line.
 MAX_EXCEPTION_CHARS = 2000
@@ -17,11 +17,13 @@ MAX_FRAMES = 20
 #: One encoder serves all lines. json.dumps would make an encoder for each line, which would double the time for a line.
 _json = json.JSONEncoder(default=str).encode
 
-_transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
+_exception_dicts = structlog.tracebacks.ExceptionDictTransformer(
+    show_locals=False, max_frames=MAX_FRAMES
+)
 
 
 class JsonLine(logging.Formatter):
-    """Writes a record as one line. Tracebacks show no values of variables, because values may hold prompts.
+    """Formats a log record as one line of JSON. Tracebacks show no variables, because their values may hold prompts.
 
     bound: fields that are added to every line.
     job_fields: takes a job's id, and returns further fields for lines about that job.
@@ -45,14 +47,14 @@ class JsonLine(logging.Formatter):
             "event": record.getMessage(),
             **self._bound,
         }
-        job_id = record.__dict__.get(JOB_ID)
+        job_id = record.__dict__.get(JOB_ID_FIELD)
         if isinstance(job_id, str):
-            fields[JOB_ID] = job_id
+            fields[JOB_ID_FIELD] = job_id
             if self._job_fields is not None:
                 fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:
             exceptions = []
-            for exception in _transform(record.exc_info):
+            for exception in _exception_dicts(record.exc_info):
                 text = str(exception["exc_value"])[:MAX_EXCEPTION_CHARS]
                 exceptions.append({**exception, "exc_value": text})
             fields["exception"] = exceptions

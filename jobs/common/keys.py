@@ -1,11 +1,11 @@
-"""Every Redis key of our own. RQ's keys belong to RQ.
+"""Every Redis key that Tokenmill adds to RQ's keys. A line names a key, its type and its content.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
 tokenmill:samples:<name>       list: JSON points of that worker's last hour, the latest first (common/workers.py)
-tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
+tokenmill:run:<run>            hash: what the CLI shows of a run; also the run's last submission and last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:turn       string: written by each submit, planning and cancel, which all watch it
+tokenmill:run:<run>:turn       string: watched and written by submit, planning and cancel, so that one notices another
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
@@ -17,13 +17,13 @@ tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at whic
 tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
 tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
 tokenmill:dashboard:history:turn     string: the dashboard that writes the history
-tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
+tokenmill:api-limits           hash: project -> JSON: the limits of its clients (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
 tokenmill:api-once:<project>:<hash>    string, JSON: what a request with an Idempotency-Key has made, for a day
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
-The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
+The keys below belong to worker/store/. They say which worker has a job, or which worker does a shared task:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what the claim knew (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
@@ -34,9 +34,9 @@ tokenmill:journal:<job>        string: how far a job of prompts is, while it run
 tokenmill:text:<job>           stream: pieces of a followed job's text, until its end (held/text_streams.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next claim or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
-tokenmill:epochs               list: marks of the last claims; a worker misses its mark if Redis lost data (claim.lua)
+tokenmill:epochs               list: marks of the last claims. A worker's mark is missing if Redis lost data (claim.lua)
 tokenmill:epoch-made           string: a mark for `epochs` was made within this second
-tokenmill:restored             string: when a worker missed its mark, until `tokenmill restore-check --confirm`
+tokenmill:restored             string: when a worker found no mark, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
@@ -55,7 +55,7 @@ OWN = "tokenmill" if RQ == "rq" else f"{RQ}:tokenmill"
 
 
 def prefixed(key: str) -> str:
-    """Return a key with its real beginning. key: begins with `rq:` or `tokenmill:`."""
+    """Return a key with the operator's prefix. key: begins with `rq:` or `tokenmill:`."""
     owner, _, name = key.partition(":")
     prefix = RQ if owner == "rq" else OWN
     return f"{prefix}:{name}"
@@ -135,7 +135,7 @@ def worker_key(name: str) -> str:
 
 
 def loading_key(name: str) -> str:
-    """Return the key of a worker's sample while it loads its model. `worker_key` follows when it serves."""
+    """Return the key of the sample that a worker writes while it loads its model. Later samples are at `worker_key`."""
     return f"{worker_key(name)}:loading"
 
 
@@ -160,12 +160,12 @@ def journal_key(job_id: str) -> str:
 
 
 def api_rate_key(project: str, minute: int) -> str:
-    """Return the key of the number of requests of a project's clients in a minute. minute: counted from 1970."""
+    """Return the key of a project's number of API requests in one minute. minute: counted from 1970."""
     return f"{OWN}:api-rate:{project}:{minute}"
 
 
 def api_tokens_key(project: str) -> str:
-    """Return the key of the tokens that a project's clients have under way."""
+    """Return the key of the token counts of a project's unfinished calls and batches."""
     return f"{OWN}:api-tokens:{project}"
 
 

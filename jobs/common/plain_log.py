@@ -16,7 +16,7 @@ MAX_ARGUMENT_CHARS = 1000
 _COLOUR = re.compile(r"\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m")
 
 #: The attribute of a log record that names its job.
-JOB_ID = "job_id"
+JOB_ID_FIELD = "job_id"
 
 #: A job's id in the format of a message.
 _JOB = re.compile(r"\b[Jj]ob %s")
@@ -25,15 +25,15 @@ _VALUE = re.compile(r"%[a-z.0-9]")
 
 
 class PlainLine(logging.Filter):
-    """Cuts the values of a record's message, escapes characters that are not printable, and notes its job."""
+    """Cuts the values in a record's message, escapes characters that are not printable, and notes the job's id."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change a record. Returns True, so that it is written."""
+        """Change a record as the class describes. Returns True, so that the record is written."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             index = _index_of_job(record.msg)
             if index is not None and index < len(record.args):
-                setattr(record, JOB_ID, printable(str(record.args[index])))
+                setattr(record, JOB_ID_FIELD, printable(str(record.args[index])))
         record.msg = printable(_COLOUR.sub("", record.getMessage()))
         record.args = None
         return True
@@ -72,7 +72,7 @@ JSON = "json"
 
 
 def checked_format(value: str) -> str:
-    """Return a log format. Raises ValueError for another text."""
+    """Return the value if it is a log format. Otherwise raises ValueError."""
     if value not in (AUTO, TEXT, JSON):
         raise ValueError("expected text, json, or auto: text on a terminal, JSON elsewhere")
     return value

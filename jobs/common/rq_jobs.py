@@ -1,4 +1,4 @@
-"""Enqueues jobs and names RQ's keys. Only this module and the stock worker's module import rq.
+"""Enqueues jobs and names RQ's keys. In `jobs`, only this module imports rq.
 
 RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. And they
 unpack whatever a producer wrote.
@@ -145,7 +145,7 @@ MAX_ERROR_BYTES = 1 << 20
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     """Return the traceback in an entry of a job's results; "" if there is none."""
     packed = _decoded(entry, b"exc_string")
-    return stored.text(stored.unpacked(packed, MAX_ERROR_BYTES) or b"")
+    return stored.text(stored.unpack_at_most(packed, MAX_ERROR_BYTES) or b"")
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
 
 
 def last_result(connection: Redis, job_id: str) -> bytes:
-    """Return the JSON that a job returned last, of any size; b"" if it returned nothing."""
+    """Return the JSON of the value that a job returned last; b"" if there is none. The JSON may have any size."""
     return _decoded(last_entry(connection, job_id), b"return_value")
 
 

@@ -11,14 +11,14 @@ MAX_OBJECT_BYTES = 1 << 20
 
 
 def text(raw: bytes) -> str:
-    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes, which equal none of our names."""
+    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes. No name of ours has such escapes."""
     return raw.decode(errors="backslashreplace")
 
 
-def unpacked(packed: bytes, most: int) -> bytes | None:
-    """Return unpacked bytes; None if there are more than `most`. Unpacks at most one byte more than that.
+def unpack_at_most(packed: bytes, most: int) -> bytes | None:
+    """Unpack bytes that zlib has compressed. Return None if the unpacked bytes are more than `most`.
 
-    packed: bytes that zlib has compressed. Like RQ, this function returns other bytes as they are.
+    At most `most` + 1 bytes are unpacked. Like RQ, this function returns bytes that zlib cannot unpack as they are.
     """
     inflater = zlib.decompressobj()
     content = packed
@@ -43,10 +43,11 @@ def json_object(raw: object) -> dict[str, Any]:
 
 
 def count(value: object) -> int | None:
-    """Read a stored count, which is an int or a text of digits. Return None for anything else."""
+    """Read a stored count: an int of at most 63 bits, or a text of at most 18 digits. Return None for anything else."""
     if isinstance(value, str):
         has_digits_only = value.isascii() and value.isdigit()
-        return int(value) if has_digits_only and len(value) < 19 else None
+        is_short = len(value) <= 18
+        return int(value) if has_digits_only and is_short else None
     if type(value) is int and 0 <= value < 1 << 63:
         return value
     return None

@@ -65,7 +65,7 @@ def _text(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    """Read a list, and return its texts that are fit to be shown. Return None for no list, or a very long one."""
+    """Read a list, and return its texts that are fit to be shown. Return None if it is no list or very long."""
     if not isinstance(value, list) or len(value) > MAX_ENTRIES:
         return None
     texts = [_text(entry) for entry in value]
@@ -73,7 +73,7 @@ def _texts(value: object) -> list[str] | None:
 
 
 def _counts(value: object) -> dict[str, int] | None:
-    """Read counts by name. Return None for anything but a mapping, or for a very large one."""
+    """Read counts by name. Return None if the value is no mapping or very large."""
     if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
         return None
     counts: dict[str, int] = {}
@@ -134,7 +134,7 @@ class Point:
         return min(1.0, self.num_requests_running / self.max_num_seqs)
 
     def to_object(self) -> dict[str, Any]:
-        """Return the fields as an object of JSON."""
+        """Return the fields as a dict that can be written as JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
@@ -143,9 +143,9 @@ class Point:
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Return the record that a stored object describes. more: further fields, which no stored object has.
+        """Return the record that a stored object describes. more: values for fields that are not stored.
 
-        Producers may write records too. So a value of another type counts as missing.
+        Producers may write records too. So a value of the wrong type counts as missing.
         """
         values: dict[str, Any] = {}
         for record_field in fields(cls):
@@ -245,12 +245,12 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the worker must be frozen, cut off or dead. RQ's own workers are never silent."""
+        """Whether the worker has been silent for too long. RQ's own workers write no samples and are never silent."""
         return self.sample is not None and self.sample.is_silent
 
 
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
-    """Return the workers that are registered or wrote a sample within LISTED_S. Raises RedisError.
+    """Return the workers that are registered or wrote a sample in the last LISTED_S seconds. Raises RedisError.
 
     names: only these workers are returned; by default, all are.
     """
@@ -264,7 +264,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
             pipe.pttl(worker_key(name))
             pipe.get(loading_key(name))
             pipe.pttl(loading_key(name))
-        # Producers may write to these keys too. So a reply may be an error. Then only that worker is left out.
+        # Producers may write to these keys too, so some replies may be errors. An error leaves out only one worker.
         replies = iter(pipe.execute(raise_on_error=False))
 
     workers = []
@@ -272,11 +272,11 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         # The replies come in the order of the commands above.
         registration = next(replies)
         record = next(replies)
-        left_ms = next(replies)
+        record_ttl_ms = next(replies)
         loading_record = next(replies)
-        loading_left_ms = next(replies)
-        serving_sample = _sample(name, record, left_ms)
-        loading_sample = _sample(name, loading_record, loading_left_ms)
+        loading_record_ttl_ms = next(replies)
+        serving_sample = _sample(name, record, record_ttl_ms)
+        loading_sample = _sample(name, loading_record, loading_record_ttl_ms)
         sample = _later(serving_sample, loading_sample)
         worker = _worker(name, registration, sample)
         is_sample_recent = sample is not None and sample.silent_s <= LISTED_S
@@ -298,26 +298,26 @@ def _worker(name: str, registration: Any, sample: WorkerSample | None) -> Worker
     return Worker(name, queues, registered, sample)
 
 
-def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
+def _sample(name: str, raw: Any, ttl_ms: Any) -> WorkerSample | None:
     """Return the sample in a stored record; None if there is none.
 
-    left_ms: how long the record's key still lives. This shows the sample's age.
+    ttl_ms: the time to live that the record's key has left. The less is left, the older is the sample.
     """
     record = json_object(raw)
     if not record:
         return None
     silent_s = 0.0
-    if left_ms >= 0:  # negative if the key has no time to live
-        silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
+    if ttl_ms >= 0:  # negative if the key has no time to live
+        silent_s = max(0.0, WORKER_STATS_TTL_S - ttl_ms / 1000)
     # A record calls "updated_at" what a WorkerSample calls "at".
     record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
 def _later(serving: WorkerSample | None, loading: WorkerSample | None) -> WorkerSample | None:
-    """Return the later of two samples of a worker's name.
+    """Return the later of two samples under one worker name.
 
-    There may be two, because a killed worker's sample stays while its successor of the same name loads a model.
+    A killed worker's sample stays while its successor of the same name loads a model. So there may be two.
     """
     if serving is None or loading is None:
         return serving or loading
@@ -332,7 +332,7 @@ def listening_on(workers: Iterable[Worker], queue: str) -> list[Worker]:
 def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
     """Return the names of the models and adapters that a queue's workers serve.
 
-    Returns None if a worker of RQ's own listens on the queue, because it does not say what it serves.
+    Returns None if one of RQ's own workers listens on the queue, because such a worker does not say what it serves.
     """
     models: set[str] = set()
     for worker in listening_on(workers, queue):
@@ -343,10 +343,10 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
     return models
 
 
-def other_lengths(workers: Iterable[Worker], queue: str, pin: str) -> str:
-    """Return a sentence about a queue's worker that serves a model with another length limit; "" if there is none.
+def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
+    """Return a sentence about a worker that serves a model with another length limit; "" if there is none.
 
-    pin: names the model with its length limit; see PinnedModel.pin.
+    Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.
     """
     # The first line is `<fingerprint>/<length>`. Further lines name adapters.
     model_line, _, _ = pin.partition("\n")
@@ -367,7 +367,7 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def are_suspended(workers: Iterable[Worker]) -> bool:
-    """Whether `rq suspend` holds all workers. A worker shows this state only once it has finished what it holds."""
+    """Whether `rq suspend` has suspended all workers. A worker shows that state only after its last job has ended."""
     return _is_any_in_state(SUSPENDED, workers)
 
 

@@ -22,7 +22,7 @@ from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
 from worker.store.client import Clients
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import Wanted
+from worker.store.records.claimed_job import ClaimRequest
 from worker.store.user_code import Callbacks, Webhooks
 from worker.threads.functions import FunctionPool
 
@@ -79,7 +79,7 @@ class ByHand:
         self.runner = JobRunner(self.parts)
 
     def claim(self) -> None:
-        wanted = Wanted("bulk", 100, uuid4().hex[:24], takes_suspects=True, max_functions=2)
+        wanted = ClaimRequest("bulk", 100, uuid4().hex[:24], takes_suspects=True, max_functions=2)
         for claimed in self.store.claim([wanted], float("inf"))[0].jobs:
             self.runner.begin(claimed, 0)
         self.runner.open_claimed()

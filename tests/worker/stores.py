@@ -8,7 +8,7 @@ from redis import Redis
 from rq.utils import now
 
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob, Mode, Wanted
+from worker.store.records.claimed_job import ClaimedJob, ClaimRequest, Mode
 from worker.store.records.outcome import Outcome, pack
 
 
@@ -16,8 +16,12 @@ def worker_store(redis: Redis, name: str = "w", **options: Any) -> JobStore:
     return JobStore(redis, name, lease_s=30, **options)
 
 
-def wanted(queue: str = "bulk", most: int = 10, token: str | None = None, **limits: Any) -> Wanted:
-    return Wanted(queue, most, token or uuid4().hex[:24], **{"takes_suspects": True, **limits})
+def wanted(
+    queue: str = "bulk", most: int = 10, token: str | None = None, **limits: Any
+) -> ClaimRequest:
+    return ClaimRequest(
+        queue, most, token or uuid4().hex[:24], **{"takes_suspects": True, **limits}
+    )
 
 
 def claim(store: JobStore, queue: str = "bulk", most: int = 10) -> list[ClaimedJob]:
@@ -29,7 +33,7 @@ def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
 
 
 def failed(claimed: ClaimedJob) -> Outcome:
-    return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
+    return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, may_retry=True)
 
 
 def release(

@@ -14,7 +14,7 @@ from tests.worker.by_hand import LIMITS, ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
 from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import Claim, Wanted
+from worker.store.records.claimed_job import Claim, ClaimRequest
 from worker.store.worker_record import WorkerRecord
 
 
@@ -28,7 +28,7 @@ def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
 def claim(
     bulk: Queue, *, takers: int, held: int = 0, rounds_up: bool = False, most: int = 200
 ) -> Claim:
-    wanted = Wanted("bulk", most, uuid4().hex[:24], False, 200, 200, takers, held, rounds_up)
+    wanted = ClaimRequest("bulk", most, uuid4().hex[:24], False, 200, 200, takers, held, rounds_up)
     return JobStore(bulk.connection, "w", lease_s=30).claim([wanted], float("inf"))[0]
 
 

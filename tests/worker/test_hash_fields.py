@@ -18,15 +18,15 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from jobs.common.keys import PROGRESS_FIELD
-from jobs.common.plain_log import JOB_ID, PLAIN
+from jobs.common.plain_log import JOB_ID_FIELD, PLAIN
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from tests.worker.whole_worker import WholeWorker
-from worker.store.records.job_record import _HELD_FIELDS
+from worker.store.records.job_record import _KEPT_FIELDS
 
 FIELDS = sorted(
     {
-        *_HELD_FIELDS,
+        *_KEPT_FIELDS,
         b"created_at",
         b"sequences",
         b"tokenmill_kind",
@@ -174,7 +174,7 @@ def test_a_takeover_tells_whose_job_it_takes_why_and_how_many_workers_have_died_
     ) in caplog.text
     (line,) = [record for record in caplog.records if "taken over from" in record.getMessage()]
     PLAIN.filter(line)
-    assert vars(line)[JOB_ID] == job.id, "lines of JSON name the job"
+    assert vars(line)[JOB_ID_FIELD] == job.id, "lines of JSON name the job"
     assert whole.tally.takeovers == {("bulk", 1): 1}
     assert Job.fetch(job.id, redis, JSONSerializer).get_status() == JobStatus.FINISHED
 

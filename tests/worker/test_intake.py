@@ -17,11 +17,18 @@ from tests.picture_files import picture
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
-from worker.engine_thread.intake import LONG, OVERHEAD, PICTURES_AHEAD, SHORT, TURN, URGENT_TURNS
+from worker.engine_thread.intake import (
+    MAX_MEDIUM_CHARS,
+    MAX_SHORT_CHARS,
+    MAX_TURN_CHARS,
+    OVERHEAD_CHARS,
+    PICTURES_AHEAD,
+    URGENT_TURNS,
+)
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
-MEDIUM_CHARS, LONG_CHARS = SHORT + 1, LONG + 1
+MEDIUM_CHARS, LONG_CHARS = MAX_SHORT_CHARS + 1, MAX_MEDIUM_CHARS + 1
 WAIT_S = 20  # for what comes at once unless something is broken
 
 
@@ -247,7 +254,7 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
     for name in bulk:
         loop.send(name, BULK, chars)
     loop.loop.turn()
-    most = TURN // (chars + OVERHEAD) + 1
+    most = MAX_TURN_CHARS // (chars + OVERHEAD_CHARS) + 1
     assert loop.engine.entered == bulk[:most]
     assert loop.engine.started == bulk[: loop.engine.slots], (
         "they are in the step of the turn that takes them"
@@ -259,11 +266,13 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
 
 
 def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
-    prompts = ["x" * chars for chars in (1, SHORT + 1, LONG + 1, 1 << 20)]
+    prompts = ["x" * chars for chars in (1, MAX_SHORT_CHARS + 1, MAX_MEDIUM_CHARS + 1, 1 << 20)]
     queue = workers.queue("bulk")
     jobs = [queue.enqueue("jobs.complete", prompt, max_tokens=1) for prompt in prompts]
     jobs.append(
-        queue.enqueue("jobs.chat", [{"role": "user", "content": "y" * (LONG + 1)}], max_tokens=1)
+        queue.enqueue(
+            "jobs.chat", [{"role": "user", "content": "y" * (MAX_MEDIUM_CHARS + 1)}], max_tokens=1
+        )
     )
     workers.burst()
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * len(jobs)

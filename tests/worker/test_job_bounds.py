@@ -15,7 +15,7 @@ from tests.rq_workers import Workers, leftovers, text_of
 from worker.errors import TooLarge
 from worker.io_thread.held.admission import Admission
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.claimed_job import ClaimedJob, ClaimRequest
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def enqueue(redis: Redis, **fields: bytes | str) -> str:
 
 
 def claim(redis: Redis, most: int = 50) -> list[ClaimedJob]:
-    wanted = Wanted("bulk", most, f"{redis.incr('claims'):024x}", takes_suspects=True)
+    wanted = ClaimRequest("bulk", most, f"{redis.incr('claims'):024x}", takes_suspects=True)
     return JobStore(redis, "w", lease_s=30).claim([wanted], float("inf"))[0].jobs
 
 

@@ -91,7 +91,12 @@ def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> No
     values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
     record, damage = read_record(values, MAX_BYTES)
     failed = Outcome(
-        replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True
+        replace(claimed(record), damage=damage),
+        "failed",
+        "",
+        datetime.now(UTC),
+        0.0,
+        may_retry=True,
     )
     with pytest.raises(ValueError, match="invalid literal"):
         failed.as_left_by(None)

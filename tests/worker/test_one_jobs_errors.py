@@ -31,7 +31,7 @@ from worker.io_thread import io_loop
 from worker.io_thread.faults import WorkerFault
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.job_guard import JobGuard
-from worker.store.job_store import Released
+from worker.store.job_store import ReleasedJob
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 
@@ -80,7 +80,7 @@ class Fault:
             return self.is_victim(value.claimed.job_id)
         if isinstance(value, Outcome | WorkerFault):
             return self.is_victim(value.claimed.job_id)
-        if isinstance(value, ClaimedJob | Released):
+        if isinstance(value, ClaimedJob | ReleasedJob):
             return self.is_victim(value.job_id)
         if isinstance(value, OpenTask):
             jobs = list(self.runner.jobs) if self.runner is not None else []

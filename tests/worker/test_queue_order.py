@@ -10,7 +10,7 @@ from redis import Redis
 from jobs.common.keys import run_key
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from tests.rq_workers import Workers, wait_until
-from worker.store.queue_order import MOST, PERIOD_S, QueueOrder
+from worker.store.queue_order import MAX_ORDERED_JOBS, PERIOD_S, QueueOrder
 from worker.store.scripts import Call, Scripts
 
 A = "a" * 16
@@ -170,7 +170,7 @@ def test_a_queue_that_changed_after_the_look_loses_and_doubles_no_job(
     if now:
         redis.rpush(QUEUE, *now)
 
-    arguments = {"queue": "bulk", "order": order, "most": MOST}
+    arguments = {"queue": "bulk", "order": order, "most": MAX_ORDERED_JOBS}
     Scripts(redis).call_many([Call("reorder", arguments)])
     expected = [job for job in order if job in kept]
     assert queued(redis) == (front + expected + back if kept else now)
@@ -187,7 +187,7 @@ def test_jobs_behind_the_look_stay_where_they_are(redis: Redis) -> None:
 def test_a_job_that_was_enqueued_twice_stays_twice(redis: Redis) -> None:
     redis.rpush(QUEUE, "a", "b", "a")
     Scripts(redis).call_many(
-        [Call("reorder", {"queue": "bulk", "order": ["b", "a", "a"], "most": MOST})]
+        [Call("reorder", {"queue": "bulk", "order": ["b", "a", "a"], "most": MAX_ORDERED_JOBS})]
     )
     assert queued(redis) == ["b", "a", "a"]
 

@@ -113,7 +113,7 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
 @pytest.fixture
 def traces(collector: Collector) -> OtelTraces:
     exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
-    return OtelTraces("node-1", "m", "1", begins=False, exporter=exporter)
+    return OtelTraces("node-1", "m", "1", traces_all=False, exporter=exporter)
 
 
 def test_a_job_is_one_tree_of_spans_below_its_producers(
@@ -188,7 +188,7 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
-    every = OtelTraces("node-1", "m", "1", begins=True, exporter=exporter)
+    every = OtelTraces("node-1", "m", "1", traces_all=True, exporter=exporter)
     assert every.begin(EXECUTION, UNSAMPLED) is None
     own = every.begin(EXECUTION, {})
     assert own is not None
@@ -200,7 +200,7 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     [root] = [span for span in sent(every, collector, {}) if span.name == "jobs.chat"]
     assert root.parent_span_id == b""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    never = OtelTraces("node-1", "m", "1", begins=True, exporter=exporter)
+    never = OtelTraces("node-1", "m", "1", traces_all=True, exporter=exporter)
     assert never.begin(EXECUTION, META) is None
 
 

@@ -64,14 +64,14 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Wake()))
-        # The completions of refused requests that are not reported yet.
+        # The completions of refused requests. The next report takes them.
         self._refused: list[Completion] = []
         self._is_stopped = False
-        # The requests whose growing texts are reported, by their ids.
+        # The ids of the requests whose texts are reported as they grow.
         self._followed: set[str] = set()
-        # The requests of which a sample has ended since growing texts were last reported, by their ids.
+        # The ids of requests with a sample that has ended since growing texts were last reported.
         self._newly_ended: set[str] = set()
-        # When growing texts are reported next.
+        # When growing texts are next reported.
         self._follow_at = 0.0
         moment = clock()
         self._reported_at = moment  # the last report
@@ -109,7 +109,7 @@ class EngineLoop:
         return True
 
     def _take_orders(self) -> bool:
-        """Take all waiting orders, then admit requests for one turn. Returns False after a Halt.
+        """Carry out all waiting orders, then give the engine the requests of one turn. Returns False after a Halt.
 
         If there is nothing else to do, wait for an order.
         """

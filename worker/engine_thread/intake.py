@@ -18,26 +18,26 @@ from engine import Completion, EngineError, InvalidRequest, RequestParams, reque
 from jobs.tasks import Request
 from sandbox.exhausted import is_exhausted
 from worker.engine_thread.orders import Add
-from worker.engine_thread.pictures import decoded, has_pictures
+from worker.engine_thread.pictures import decode_pictures, has_pictures
 from worker.threads.functions import FunctionPool
 
 if TYPE_CHECKING:
     from engine import Engine, PreparedPrompt
 
-SHORT = 2_048
+MAX_SHORT_CHARS = 2_048
 """The most characters, or token ids, of a short prompt. Handing one to a thread takes as long as tokenizing it."""
 
-LONG = 65_536
-"""Characters beyond which a prompt is long. Long prompts have their own thread, so that short ones do not wait for
-them."""
+MAX_MEDIUM_CHARS = 65_536
+"""The most characters of a prompt that is not long. Long prompts have their own thread, so that other prompts do not
+wait for them."""
 
-TURN = 65_536
+MAX_TURN_CHARS = 65_536
 """The most characters of short prompts that one turn tokenizes, about 50 ms of work. One engine step reads fewer."""
 
-OVERHEAD = 64
+OVERHEAD_CHARS = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
 
-PICTURE = 8_192
+PICTURE_CHARS = 8_192
 """The work for decoding a picture, counted in characters."""
 
 PICTURES_AHEAD = 8
@@ -55,7 +55,7 @@ LEAVE_S = 1.0
 """Seconds that a leaving worker waits for the threads that prepare requests."""
 
 
-class _Waiting:
+class _WaitingRequest:
     """A request that is not in the engine yet.
 
     number: the request's number in the order of arrival. size: the work to prepare it, counted in characters.
@@ -74,8 +74,8 @@ class _Waiting:
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
-        # Compiling a grammar may take long. So may reading an adapter's files, which its first request does.
-        self.awaits_thread = self.size > SHORT or has_grammar or has_adapter
+        # Compiling a grammar may take long. The first request of an adapter reads its files, which may take long too.
+        self.awaits_thread = self.size > MAX_SHORT_CHARS or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
         self.error: BaseException | None = None
@@ -104,13 +104,13 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
     chat_options = request.chat_options
     params = request_params(request.kind, request.sampling, tools=chat_options.get("tools"))
     if request.messages is not None:
-        messages = decoded(request.messages)
+        messages = decode_pictures(request.messages)
         return engine.prepare_chat(messages, params, **chat_options), params
     if request.prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
     prompt = request.prompt
     if not isinstance(prompt, str):
-        prompt = decoded(prompt)
+        prompt = decode_pictures(prompt)
     return engine.prepare(prompt, params), params
 
 
@@ -118,8 +118,8 @@ class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
     A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is URGENT_TURNS ** lane larger than the order before. This is start-time fair queueing (Goyal et al.
-    1996).
+    request's order is larger by URGENT_TURNS ** lane than that of the request before it. This is start-time fair
+    queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
@@ -130,14 +130,14 @@ class _Preparers(FunctionPool):
         # By lane: the smallest order that the lane's next request may get.
         self._next_order = dict[int, int]()
 
-    def submit_request(self, waiting: _Waiting) -> None:
+    def submit_request(self, waiting: _WaitingRequest) -> None:
         """Queue a request, to be prepared in a thread."""
-        # A lane does not get the turns that it missed while it had no request.
+        # A lane that had no requests for a while does not make up for that time now.
         order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
         self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
-            """Begin the request. Called in a thread."""
+            """Note that the request has begun, and prepare it. Called in a thread."""
             self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 
@@ -145,26 +145,27 @@ class _Preparers(FunctionPool):
 
 
 class Intake:
-    """Owns the requests that wait for the engine. The requests of one lane enter the engine in order.
+    """Owns the requests that wait for the engine. Requests of the same lane enter the engine in order.
 
-    All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
+    A lane is the rank of a queue; 0 is the most urgent. All methods belong to the engine's thread.
+    report: called in other threads when a prompt is prepared.
     """
 
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
         # Requests whose grammars are being compiled. They are in no lane.
-        self._compiling: set[_Waiting] = set()
+        self._compiling: set[_WaitingRequest] = set()
         # Requests whose grammars are ready. Other threads append to this queue.
-        self._compiled: deque[_Waiting] = deque()
+        self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
-        self._pictured = defaultdict[int, deque[_Waiting]](deque)
+        self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
         # By request id: the lane of each request with decoded pictures that does not run yet.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
-        self._lanes: dict[int, deque[_Waiting]] = {}
+        self._lanes: dict[int, deque[_WaitingRequest]] = {}
         # All requests above, by their ids.
-        self._by_id: dict[str, _Waiting] = {}
+        self._by_id: dict[str, _WaitingRequest] = {}
         self._faults: list[tuple[str, BaseException]] = []
         self._numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
@@ -186,7 +187,7 @@ class Intake:
 
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
-        waiting = _Waiting(self._engine, add, next(self._numbers))
+        waiting = _WaitingRequest(self._engine, add, next(self._numbers))
         self._by_id[add.request_id] = waiting
         if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
@@ -195,11 +196,11 @@ class Intake:
             self._lanes.setdefault(add.lane, deque()).append(waiting)
             self._prepare(waiting)
 
-    def _prepare(self, waiting: _Waiting) -> None:
+    def _prepare(self, waiting: _WaitingRequest) -> None:
         """Have a thread prepare a request. A short request is left to the engine's thread."""
         if not waiting.awaits_thread:
             return
-        preparers = self._long_preparers if waiting.size > LONG else self._preparers
+        preparers = self._long_preparers if waiting.size > MAX_MEDIUM_CHARS else self._preparers
         preparers.submit_request(waiting)
 
     def note_begun_or_ended(self, request_ids: Iterable[str]) -> None:
@@ -239,8 +240,9 @@ class Intake:
         self.note_begun_or_ended(request_ids)
 
     def admit(self) -> list[Completion]:
-        """Give the engine the requests that are ready, up to one turn's work. Returns the completions of refused ones.
+        """Give the engine the requests that are ready, up to one turn's work.
 
+        Returns the completions of the requests that the engine refuses.
         Requests enter the engine in the order in which they came, also across lanes. The engine's scheduler needs this
         order to give each lane its share.
         """
@@ -252,20 +254,23 @@ class Intake:
         self.note_begun_or_ended([completion.request_id for completion in refused])
         return refused
 
-    def _choose(self) -> Iterator[_Waiting]:
-        """Yield the requests for one turn, urgent lanes first. Every lane with a ready request yields at least one."""
-        work_left = TURN
+    def _choose(self) -> Iterator[_WaitingRequest]:
+        """Yield the requests that enter the engine in this turn, urgent lanes first.
+
+        Every lane with a ready request yields at least one.
+        """
+        work_left = MAX_TURN_CHARS
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
                 yield waiting
-                work_left -= OVERHEAD
+                work_left -= OVERHEAD_CHARS
                 if waiting.prepared is None:
                     work_left -= waiting.size
                 if work_left <= 0:
                     break
             self._forget_if_empty(lane)
 
-    def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
+    def _ready(self, queue: deque[_WaitingRequest]) -> Iterator[_WaitingRequest]:
         """Take and yield the first requests of a lane, up to a request that a thread still prepares."""
         while queue and not queue[0].awaits_thread:
             waiting = queue.popleft()
@@ -274,11 +279,11 @@ class Intake:
             else:
                 self._set_aside(waiting)
 
-    def _set_aside(self, waiting: _Waiting) -> None:
+    def _set_aside(self, waiting: _WaitingRequest) -> None:
         """Keep a request out of its lane until its grammar is compiled."""
 
         def note_compiled(_: Future[Any]) -> None:
-            """Have the request taken back into its lane. Called in another thread."""
+            """Tell the engine's thread to put the request back into its lane. Called in another thread."""
             self._compiled.append(waiting)
             self._report()
 
@@ -294,7 +299,7 @@ class Intake:
                 self._compiling.remove(waiting)
                 self._put_in_lane(waiting)
 
-    def _put_in_lane(self, waiting: _Waiting) -> None:
+    def _put_in_lane(self, waiting: _WaitingRequest) -> None:
         """Put a request into its lane, where requests stand in the order of arrival."""
         requests = [waiting, *self._lanes.get(waiting.lane, ())]
         requests.sort(key=lambda request: request.number)
@@ -312,14 +317,14 @@ class Intake:
         if not self._lanes[lane]:
             del self._lanes[lane]
 
-    def _add(self, waiting: _Waiting) -> list[Completion]:
+    def _add(self, waiting: _WaitingRequest) -> list[Completion]:
         """Give the engine a request. Returns the completion of a refused request; otherwise the list is empty."""
         request_id = waiting.request_id
         request = waiting.request
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
         try:
-            if waiting.prepared is None:  # it is short
+            if waiting.prepared is None:  # no thread has prepared the request, because it is short
                 waiting.prepared = prepared_request(self._engine, request)
             prompt, params = waiting.prepared
             self._engine.add(
@@ -351,7 +356,9 @@ class Intake:
         return faults
 
 
-def _without(queue: deque[_Waiting], dropped: Collection[_Waiting]) -> deque[_Waiting]:
+def _without(
+    queue: deque[_WaitingRequest], dropped: Collection[_WaitingRequest]
+) -> deque[_WaitingRequest]:
     """Return the requests of a queue that are not dropped."""
     return deque(waiting for waiting in queue if waiting not in dropped)
 
@@ -368,7 +375,7 @@ def _refusal(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    Sampling values, a chat's options and the tokens of an answer to be continued count too, because they may be long.
+    Sampling values, a chat's options and the tokens of an unfinished answer count too, because they may be many.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():
@@ -380,7 +387,10 @@ def _size(request: Request) -> int:
 
 
 def _chars(value: object) -> int:
-    """Count the characters and token ids in a value, at any depth. A picture counts PICTURE, an object OVERHEAD."""
+    """Count the characters and token ids in a value, at any depth.
+
+    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts OVERHEAD_CHARS more.
+    """
     size = 0
     uncounted = [value]
     while uncounted:
@@ -388,9 +398,9 @@ def _chars(value: object) -> int:
         if isinstance(item, str):
             size += len(item)
         elif isinstance(item, bytes):  # the file of a picture
-            size += PICTURE
+            size += PICTURE_CHARS
         elif isinstance(item, Mapping):
-            size += OVERHEAD
+            size += OVERHEAD_CHARS
             uncounted += item.values()
         elif isinstance(item, list):
             holds_token_ids = bool(item) and isinstance(item[0], int)

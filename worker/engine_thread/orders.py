@@ -1,4 +1,4 @@
-"""Orders to the main thread's loop, and its reports. Both are plain data, each in a queue of its own."""
+"""Orders to the engine's loop, and reports from the loop. Both are plain data, each in a queue of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,10 @@ from jobs.tasks import Request
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run a job's request on a lane. is_followed: a client reads the text as it grows."""
+    """Order: run a job's request. lane: the rank of the job's queue; 0 is the most urgent.
+
+    is_followed: whether a client reads the text as it grows.
+    """
 
     request_id: str
     request: Request
@@ -27,12 +30,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Order: begin a turn, because a thread has prepared a prompt."""
+    """Order: begin a turn of the loop, because a thread has prepared a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTokens:
-    """Order: report the tokens that each request has so far. stops: first finish a launched step, and step no more."""
+    """Order: report the tokens that each request has so far.
+
+    stops: whether the loop makes no further step. It first finishes the step that it has launched.
+    """
 
     stops: bool = False
 

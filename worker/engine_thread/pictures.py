@@ -19,7 +19,7 @@ def has_pictures(value: Any) -> bool:
     return has_parts and bool(pictures_in(value))
 
 
-def decoded(value: Any) -> Any:
+def decode_pictures(value: Any) -> Any:
     """Return messages, or the parts of a prompt, with their pictures as arrays. Any other prompt stays as it is.
 
     An array has the shape [height, width, 3] and the type uint8. Raises InvalidRequest if a file is no picture, or if

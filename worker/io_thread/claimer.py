@@ -9,7 +9,7 @@ from jobs.common.workers import RESTORED, RESTORED_TEXT
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.parts import Parts
-from worker.store.records.claimed_job import Claim, Hold, Wanted
+from worker.store.records.claimed_job import Claim, ClaimRequest, Hold
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
@@ -251,7 +251,7 @@ class Claimer:
             num_workers = self._poll_rates.num_workers(lane)
             num_takers, rounds_up = self._shares[lane].divisor(num_workers, moment)
             wanted.append(
-                Wanted(
+                ClaimRequest(
                     self._queue_names[lane],
                     room,
                     token,

@@ -18,13 +18,13 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.client import is_server_fault
 from worker.store.records.outcome import (
+    CaughtError,
     EndStatus,
     FinishReply,
     Outcome,
-    Raised,
     is_small,
     pack,
-    printable,
+    traceback_text,
 )
 from worker.store.records.stored_job import JobTimeoutException
 
@@ -109,9 +109,9 @@ class JobEnds:
             if text is not None:
                 text += f"{fault_line(fault)}\n"
         if text is None:
-            text = printable(error)
+            text = traceback_text(error)
         may_retry = fault is None or fault == "server"
-        self._end(job, "failed", text, error, retries=may_retry)
+        self._end(job, "failed", text, error, may_retry=may_retry)
 
     def stop(self, job: HeldJob) -> None:
         """End a job that a person has stopped."""
@@ -127,7 +127,7 @@ class JobEnds:
         status: EndStatus,
         value: Any,
         error: BaseException | None = None,
-        retries: bool = False,
+        may_retry: bool = False,
     ) -> None:
         """End a job: send notices if a run fails with the job, call the job's callback, then have the end written."""
         job.state = JobState.ENDING
@@ -141,7 +141,7 @@ class JobEnds:
             ended_at=datetime.now(UTC),
             working_s=working_s,
             started_at=job.began_at,
-            retries=retries,
+            may_retry=may_retry,
         )
         has_failed = status != "finished" and outcome.is_final
         is_of_run = run_and_shard(job.claimed.job_id) is not None
@@ -208,7 +208,7 @@ class JobEnds:
             exc_info = (type(error), error, error.__traceback__)
         rq_job = job.for_user_code(self._callbacks.user_client)
 
-        def call_back() -> Outcome | Raised | None:
+        def call_back() -> Outcome | CaughtError | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
             # This extends the job's lease, and it tells whether the job is still this worker's.
             began_at = outcome.started_at or outcome.ended_at
@@ -218,14 +218,14 @@ class JobEnds:
             try:
                 self._callbacks.call_back(outcome, rq_job, exc_info)
             except BaseException as failure:  # noqa: BLE001  # user code raises what it likes
-                return Raised(failure, printable(failure))
+                return CaughtError(failure, traceback_text(failure))
             return self._packed(outcome)
 
         def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
             """Have the end written, with what the callback has changed."""
             if failure is not None:
                 self._callback_raised(job, outcome, failure)
-            elif isinstance(reply, Raised):
+            elif isinstance(reply, CaughtError):
                 self._callback_raised(job, outcome, reply.error, reply.text)
             elif reply is None:
                 self._on_ended(job, outcome, is_written=False)
@@ -246,7 +246,7 @@ class JobEnds:
             self.fail(job, failure, text)
             return
         if text is None:
-            text = printable(failure)
+            text = traceback_text(failure)
         self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:

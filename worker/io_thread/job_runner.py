@@ -28,7 +28,7 @@ from worker.io_thread.releases import Releases
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import FunctionCall
-from worker.store.records.outcome import Outcome, Raised
+from worker.store.records.outcome import CaughtError, Outcome
 from worker.store.records.stored_job import timeout_error
 from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
@@ -247,7 +247,7 @@ class JobRunner:
         """End a job with the value or error of its user's function."""
         if error is not None:
             self._ends.fail(job, error)
-        elif isinstance(value, Raised):
+        elif isinstance(value, CaughtError):
             self._ends.fail(job, value.error, value.text)
         else:
             self._ends.succeed(job, value)
@@ -326,7 +326,7 @@ class JobRunner:
     def _drop_payload(self, job: HeldJob) -> None:
         """Free the memory of a job's payload, as the job may run for long. A payload that callbacks may see is kept."""
         record = job.claimed.record
-        if job.is_ours and not self._callbacks.may_see(record):
+        if job.is_ours and not self._callbacks.may_get_job(record):
             if record.is_heavy:  # otherwise a copy without the payload would save nothing
                 job.replace_record(record.without_payload())
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)

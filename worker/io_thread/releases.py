@@ -9,7 +9,7 @@ from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
-from worker.store.job_store import Released
+from worker.store.job_store import ReleasedJob
 from worker.store.records.claimed_job import ClaimedJob, Mode
 
 _NOT_BEGUN = "a worker that had not begun it"
@@ -78,16 +78,16 @@ class Releases:
                 ids_by_worker.setdefault(job.worker_name, []).append(job.job_id)
         self._store.record_deaths(ids_by_worker)
 
-    def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
+    def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[ReleasedJob]:
         """Take jobs from their holders in one call; one by one if that call raises. Returns what became of each job."""
 
-        def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
+        def release(jobs: Sequence[ClaimedJob]) -> Sequence[ReleasedJob]:
             """Take jobs from their holders in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
         return self._guard.batch(held, lambda claimed: claimed, release)
 
-    def _take_over(self, released: Sequence[Released], mode: Mode, last_fault: str = "") -> None:
+    def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
         """Log and count the released jobs. End those that this worker holds now: fail them, or queue their dependents.
 
         last_fault: text about the last fault, for the error of a job with which too many workers died.
@@ -110,7 +110,7 @@ class Releases:
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)
 
-    def _log_takeovers(self, released: Sequence[Released], mode: Mode) -> None:
+    def _log_takeovers(self, released: Sequence[ReleasedJob], mode: Mode) -> None:
         """Log one warning for each worker whose jobs are taken over. If it has several jobs, also log each as DEBUG."""
         ids_by_group: dict[tuple[str, str, int], list[str]] = {}
         for job in released:

@@ -1,4 +1,4 @@
-"""Clients of Redis, and which of their errors are the server's fault."""
+"""Makes Redis clients, and says which errors are the fault of the Redis server."""
 
 import time
 from collections.abc import Callable

@@ -1,12 +1,12 @@
 """Decides in which order the jobs of a queue are claimed, so that runs and prompts share the queue's workers fairly.
 
-Each run that waits in a queue gets a share of the queue's workers, counted in rows. A run's share is in proportion to
-its priority. All prompts of the queue together get the share of a run with priority 1. This is weighted fair queueing:
-a job's place depends on the rows of its own run that stand before it.
+Each run that waits in a queue gets a share of the rows that the queue's workers finish. A run's share is in proportion
+to its priority. All prompts of the queue together get the share of a run with priority 1. This is weighted fair
+queueing: a job's place depends on how many rows of its own run come before it.
 
-A run is urgent if it would miss its deadline at its share, but can meet the deadline if it comes first. Urgent runs
-come first, in the order of their deadlines. The rest of the queue keeps a tenth of the workers, so that nothing
-starves.
+A run is urgent if its share is too small to meet its deadline, but the run can meet the deadline by coming first.
+Urgent runs come first, in the order of their deadlines. The rest of the queue keeps a tenth of the workers, so that
+nothing starves.
 
 Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Algorithm" (SIGCOMM 1989).
 """
@@ -53,10 +53,10 @@ class RunInQueue:
 
 
 def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> list[str]:
-    """Return the runs that come first, in their order.
+    """Return the urgent runs, in the order of their deadlines.
 
-    These are the runs that would miss their deadline at their share of the queue's workers. A run that cannot meet
-    its deadline even if it comes first is left out, because it would only delay the other runs.
+    A run is urgent if its share of the queue's workers is too small to meet its deadline. A run that cannot meet its
+    deadline even by coming first is left out, because it would only delay the other runs.
     rows_per_s: the rows that the workers finish for all runs of the queue; 0 if that is not known.
     """
     if rows_per_s <= 0:
@@ -94,7 +94,7 @@ class PlacedJob(NamedTuple):
 
 
 class _Streams:
-    """Gives jobs their ends. Each run is a stream of jobs; the urgent runs are one stream together.
+    """Computes the end of each job (see `PlacedJob`). Each run is a stream of jobs; all urgent runs are one stream.
 
     urgent_weight: the urgent runs together get this many times the share of a run with priority 1.
     waited: for each run, the virtual time for which its first job has waited. The run begins earlier by this time.
@@ -107,11 +107,12 @@ class _Streams:
         self._urgent_weight = urgent_weight
         # By stream: the end of the last job that was placed.
         self._ends: defaultdict[str, float] = defaultdict(float)
+        # A run whose first job has waited begins earlier than the others.
         for run, virtual_time in waited.items():
             self._ends[f"run {run}"] = -virtual_time
 
     def place(self, job: WaitingJob, not_before: float) -> float:
-        """Place a job behind the earlier jobs of its stream. Returns its end, which is `not_before` or later."""
+        """Place a job behind the earlier jobs of its stream. Returns the job's end, which is `not_before` or later."""
         stream = f"run {job.run}"
         weight: float = job.priority
         if job.run in self._urgent:
@@ -140,6 +141,7 @@ def fair_order(
     priorities = {job.run: job.priority for job in (*in_order, *new)}
     other_runs = priorities.keys() - set(urgent)
     priority_of_others = sum(priorities[run] for run in other_runs)
+    # With this weight, the urgent runs together get URGENT_SHARE of the workers.
     urgent_weight = priority_of_others * URGENT_SHARE / (1 - URGENT_SHARE)
     streams = _Streams(urgent, urgent_weight, waited or {})
 

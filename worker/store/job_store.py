@@ -24,10 +24,10 @@ from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
     ClaimedJob,
+    ClaimRequest,
     Mode,
-    Wanted,
-    address,
-    restore,
+    job_address,
+    read_claimed_job,
 )
 from worker.store.records.job_record import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.next_step import NextStep
@@ -59,8 +59,8 @@ class Keeping:
 
 
 @dataclass(frozen=True)
-class Released:
-    """A job that was taken from its holder.
+class ReleasedJob:
+    """A job that was taken from the worker that held it.
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
     claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
@@ -93,7 +93,7 @@ class JobStore:
     more_models: returns the names of the adapters, which may change.
     clock: returns Unix seconds by Redis' clock.
     Only one thread may claim with a store. Every method raises redis.exceptions.RedisError if the server does not
-    answer. The call may then be made again, because no call has its effect twice.
+    answer. The caller may then repeat the call, because a repeated call does not repeat its effect.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class JobStore:
         # The tokens of claims with a reply. With the next claim, Redis forgets what these claims have taken.
         self._answered_tokens: set[str] = set()
 
-    def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
+    def _read_job(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
         """Return the job in a script's reply. If the reply cannot be read, the error is noted as the job's damage."""
         try:
-            return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
+            return read_claimed_job(queue_name, reply, self._worker_name, self._max_job_bytes)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
             job_id, execution_id, *_ = reply
             return ClaimedJob(
@@ -142,7 +142,7 @@ class JobStore:
             )
 
     def _holder(self) -> dict[str, Any]:
-        """Return the arguments for scripts that describe this worker as the holder of jobs."""
+        """Return the script arguments that describe this worker as a holder of jobs."""
         moment = self._clock()
         return {
             "worker": self._worker_name,
@@ -152,7 +152,7 @@ class JobStore:
             "far_score": repr(moment + FAR_S),
         }
 
-    def claim(self, wanted: Sequence[Wanted], suspect_deaths: float) -> list[Claim]:
+    def claim(self, requests: Sequence[ClaimRequest], suspect_deaths: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. suspect_deaths: see claim.lua.
 
         A call that failed may have claimed jobs. Make it again with the same tokens.
@@ -166,30 +166,30 @@ class JobStore:
             "epoch": self._epoch,
         }
         calls = []
-        for request in wanted:
+        for request in requests:
             arguments = {**vars(request), **common, "most": min(request.most, CLAIM_BATCH)}
             calls.append(Call("claim", arguments))
 
-        tokens = {request.token for request in wanted}
-        sent_once = tokens - self._unanswered_tokens
+        tokens = {request.token for request in requests}
+        tokens_sent_once = tokens - self._unanswered_tokens
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # If a claim was sent twice, its first request may still be on its way. So Redis must remember the jobs of this
-        # claim.
-        self._answered_tokens = sent_once
+        # A claim that was sent twice may still reach Redis a second time. Redis must remember what such a claim has
+        # taken, so only the other claims are reported as answered.
+        self._answered_tokens = tokens_sent_once
         *_, latest_epoch = replies[-1]
         self._epoch = latest_epoch.decode()
         return [
             self._claim_of(request.queue, reply)
-            for request, reply in zip(wanted, replies, strict=True)
+            for request, reply in zip(requests, replies, strict=True)
         ]
 
     def _claim_of(self, queue_name: str, reply: Sequence[Any]) -> Claim:
         """Return the claim in a reply of claim.lua."""
         entries, num_foreign, first_left, hold, num_newer, _ = reply
         return Claim(
-            jobs=[self._restore(queue_name, entry) for entry in entries],
+            jobs=[self._read_job(queue_name, entry) for entry in entries],
             num_foreign=num_foreign,
             first_left=first_left.decode(errors="replace"),
             hold=hold.decode(),
@@ -201,7 +201,10 @@ class JobStore:
         return self._renew([(claimed, "") for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
-        """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds."""
+        """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
+
+        begun: the jobs, each with the time at which it began.
+        """
         return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
 
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
@@ -297,7 +300,10 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, for end_execution.lua: Unix seconds, or "front" or "back" of the queue."""
+        """Return when a job runs again, as end_execution.lua takes it.
+
+        The job runs at a time in Unix seconds, or goes at once to the "front" or the "back" of its queue.
+        """
         if wait_s:
             return int(self._clock() + wait_s)
         return "front" if at_front else "back"
@@ -355,10 +361,10 @@ class JobStore:
         return int(next_cursor)
 
     def close(self, claimed: ClaimedJob) -> None:
-        """Let go of an ended job whose dependents are queued. Set its time to live, or queue its next run."""
+        """Release an ended job after its dependents were queued: set its time to live, or queue its next run."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
-    def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:
+    def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ReleasedJob]:
         """Put jobs back at the heads of their queues. Returns what became of each.
 
         A job with which too many workers died, or whose end is written already, is not put back. Instead this worker
@@ -378,22 +384,24 @@ class JobStore:
             }
             calls.append(Call("release", args))
         replies = self._call_many(calls) if calls else []
-        return [self._released(job, reply) for job, reply in zip(last_first, replies, strict=True)]
+        return [
+            self._released_job(job, reply) for job, reply in zip(last_first, replies, strict=True)
+        ]
 
-    def _released(self, job: ClaimedJob, reply: Sequence[Any]) -> Released:
+    def _released_job(self, job: ClaimedJob, reply: Sequence[Any]) -> ReleasedJob:
         """Return what became of a job, from the reply of release.lua."""
         result, deaths, *more = reply  # what `more` holds depends on the result
         claimed = None
         worker_name = b""
         if result == b"exhausted":
             entry, worker_name = more
-            claimed = self._restore(job.queue_name, entry)
+            claimed = self._read_job(job.queue_name, entry)
         elif result == b"ended":
             [entry] = more
-            claimed = replace(self._restore(job.queue_name, entry), has_ended=True)
+            claimed = replace(self._read_job(job.queue_name, entry), has_ended=True)
         elif result == b"queued":
             [worker_name] = more
-        return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
+        return ReleasedJob(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def find_abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker checks a queue in each period."""
@@ -450,7 +458,7 @@ class JobStore:
         holder = self._holder()
         calls = []
         for job_id, execution_id in reasons:
-            args = {**address(queue, job_id, execution_id), **holder, "new_eid": uuid4().hex}
+            args = {**job_address(queue, job_id, execution_id), **holder, "new_eid": uuid4().hex}
             calls.append(Call("adopt", args))
 
         adopted = []
@@ -459,7 +467,7 @@ class JobStore:
             result, *entries = reply
             if result == b"taken":
                 [entry] = entries
-                adopted.append((self._restore(queue, entry), reason))
+                adopted.append((self._read_job(queue, entry), reason))
         return adopted
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:

@@ -31,10 +31,11 @@ class Sample(NamedTuple):
 class OrderMemory:
     """What one ordering of a queue leaves for the next one. Redis keeps it as an object with these fields.
 
-    last: the last job of the queue. urgent: the urgent runs. rows_of: the finished rows of each run.
-    samples: the earliest first. front: the ids of the queue's first jobs, each with its PlacedJob.end.
-    heads: each run's first job, with the virtual time that this job has waited as the first.
-    priorities: the priority of each run, if it is not 1.
+    last: the id of the queue's last job. urgent: the urgent runs. rows_of: the finished rows of each run.
+    samples: how many rows were finished at earlier moments, the earliest first.
+    front: the ids of the queue's first jobs, each with the job's PlacedJob.end.
+    heads: for each run, the id of its first job, and for how much virtual time this job has been the run's first.
+    priorities: the priority of each run whose priority is not 1.
     """
 
     last: str = ""
@@ -93,7 +94,7 @@ class OrderMemory:
         self.rows_of = rows_of
 
         self.samples = [sample for sample in self.samples if now - sample.at <= _RATE_OVER_S]
-        # The new sample replaces the last sample if the sample before that is recent.
+        # If the second-to-last sample is recent, the new sample replaces the last one.
         if len(self.samples) > 1 and now - self.samples[-2].at < _SAMPLE_EVERY_S:
             self.samples.pop()
         self.samples.append(Sample(now, total_rows))

@@ -19,7 +19,7 @@ from worker.store.scripts import Call, Scripts
 PERIOD_S = 5.0
 """Seconds between two orderings of a queue."""
 
-MOST = 50_000
+MAX_ORDERED_JOBS = 50_000
 """The most jobs of a queue that are put in order, counted from its front."""
 
 _TURN_MS = 4500
@@ -50,7 +50,7 @@ class QueueOrder:
 
     def _put_one_in_order(self, name: str) -> None:
         """Put one queue in order. A queue in which no run waits stays as it is."""
-        entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MOST - 1)
+        entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MAX_ORDERED_JOBS - 1)
         job_ids = [stored.text(entry) for entry in entries]
         run_of = {job_id: _run_of(job_id) for job_id in job_ids}
         run_ids = set(run_of.values()) - {PROMPTS}
@@ -64,16 +64,17 @@ class QueueOrder:
         memory.note_finished_rows(finished_rows, now)
         order = _decide_order(job_ids, run_of, runs, memory, now)
         if order != job_ids:
-            self._call_many([Call("reorder", {"queue": name, "order": order, "most": MOST})])
+            arguments = {"queue": name, "order": order, "most": MAX_ORDERED_JOBS}
+            self._call_many([Call("reorder", arguments)])
         self._client.set(memory_key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
         self, waiting_ids: set[str], known_ids: Sequence[str]
     ) -> tuple[dict[str, RunInQueue], dict[str, int]]:
-        """Return the waiting runs that are planned, and the finished rows by run.
+        """Read runs from Redis. Returns the planned runs with jobs in the queue, and the finished rows by run.
 
         waiting_ids: the runs with jobs in the queue. known_ids: the runs whose finished rows the last ordering knew.
-        The finished rows are those of waiting runs, and of known runs that have not finished.
+        Finished rows are returned for waiting runs, and for known runs that have not finished.
         """
         run_ids = sorted({*waiting_ids, *known_ids})
         with self._client.pipeline(transaction=False) as pipe:
@@ -126,7 +127,7 @@ def _decide_order(
 
 
 def _count(text: str) -> int:
-    """Return a count of a run's hash; 0 if it is missing or no count."""
+    """Read a count in a run's hash. Return 0 if the field is missing or holds another text."""
     return stored.count(text) or 0
 
 

@@ -14,9 +14,9 @@ _MAX_TRIP_S = 1.0
 
 
 class RedisClock:
-    """Returns Unix seconds by Redis' clock; before the first `sync`, by this machine's clock. For any thread.
+    """Returns Unix seconds by Redis' clock; before the first `sync`, by this machine's clock.
 
-    A jump of this machine's clock does not change the result.
+    Any thread may use it. A jump of this machine's clock does not change the result.
     ahead_s: the seconds by which this machine's clock was ahead of Redis' clock at the last `sync`.
     """
 
@@ -33,7 +33,7 @@ class RedisClock:
         return self._redis_minus_steady_s + self._steady()
 
     def sync(self, client: Redis) -> None:
-        """Ask Redis for its time, by INFO, because a user may lack the right to TIME. Raises RedisError."""
+        """Ask Redis for its time by the command INFO, because a user may lack the right to TIME. Raises RedisError."""
         asked_at = self._steady()
         info: Any = client.info("server")
         answered_at = self._steady()
@@ -42,7 +42,8 @@ class RedisClock:
             # Redis has read its clock about halfway between these moments.
             read_at = (asked_at + answered_at) / 2
             self._redis_minus_steady_s = redis_time_us / 1e6 - read_at
-            self.ahead_s = self._wall() - self()
+            redis_time = self()
+            self.ahead_s = self._wall() - redis_time
 
     @property
     def warning(self) -> str:

@@ -21,7 +21,7 @@ _BATCH = 200
 
 
 class Registries:
-    """Counts and cleans registries. Not thread-safe; raises redis.exceptions.RedisError."""
+    """Counts queued jobs, and drops what is stale in Redis. Not thread-safe; raises redis.exceptions.RedisError."""
 
     def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set whose keys are gone. A member's key is `prefix`, followed by the member.
+        """Drop each member of a set whose own key is gone. A member's key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """
@@ -87,10 +87,12 @@ class Registries:
                 self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left_behind(self, queue_names: Sequence[str]) -> None:
-        """Queue the jobs that a cancelled job or a killed RQ worker held up, because nobody else would queue them."""
+        """Queue jobs that wait for a cancelled job or for a killed RQ worker. Nobody else would queue them."""
         time_arguments = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
-        calls = [Call("enqueue_due", {"queue": name, **arguments}) for name in queue_names]
+        # The registry "ready" has the jobs that a killed RQ worker should have queued.
+        ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **ready_arguments}) for name in queue_names]
+        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait.
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)

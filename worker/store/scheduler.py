@@ -33,7 +33,10 @@ class Scheduler(RQScheduler):
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
-        """level, formats: the log's level, and its formats for dates and lines, as given to `rq worker`."""
+        """Make a scheduler for some queues.
+
+        level: the level of the log. formats: its formats for dates and for lines. `rq worker` has options for both.
+        """
         interval_s = 1  # between two rounds
         super().__init__(queues, connection, interval_s, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
@@ -78,7 +81,7 @@ class Scheduler(RQScheduler):
             self._pool.submit(self._run_round, self._note_round_ended)
 
     def _run_round(self) -> None:
-        """Do all that is due. Called in a thread."""
+        """Register the scheduler if necessary, keep its locks and enqueue due jobs. Called in a thread."""
         if not self.pid:
             self.register_birth()
         if self.should_reacquire_locks:

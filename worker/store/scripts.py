@@ -57,7 +57,10 @@ class Call(NamedTuple):
 
 
 class Scripts:
-    """Runs the scripts on one server. Not thread-safe. bounds: numbers, by the names that the scripts give them."""
+    """Runs the scripts on one server. Not thread-safe.
+
+    bounds: numbers for the scripts, by the names of the Lua variables that get them.
+    """
 
     def __init__(self, client: Redis, bounds: Mapping[str, int] | None = None) -> None:
         self._client = client

@@ -20,7 +20,7 @@ from rq.webhook import Webhook
 from jobs.common.display import shown_error
 from jobs.context.webhooks import DEADLINE_S, call_webhook
 from worker.store.records.job_record import CALLBACKS, JobRecord
-from worker.store.records.outcome import Outcome, Raised, printable
+from worker.store.records.outcome import CaughtError, Outcome, traceback_text
 from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import FunctionPool
 
@@ -79,7 +79,10 @@ class Webhooks:
 
 
 class Callbacks:
-    """Calls the user's code at the end of a job, in a pool thread with its own client, and sends webhooks."""
+    """Calls the user's code at the end of a job, and sends webhooks.
+
+    The user's code runs in a pool's thread. It gets `user_client`, a Redis client of its own.
+    """
 
     def __init__(
         self,
@@ -93,12 +96,15 @@ class Callbacks:
         self.user_client = user_client
         self.webhooks = webhooks
 
-    def may_see(self, record: JobRecord) -> bool:
-        """Whether user code may get the job when it ends."""
+    def may_get_job(self, record: JobRecord) -> bool:
+        """Whether a callback or an exception handler may get the job when the job ends."""
         return bool(record.callbacks or self._exception_handlers)
 
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
-        """Whether user code is called for this end. job: the copy of the job that user code has had, if any."""
+        """Whether user code is called when a job ends with this outcome.
+
+        job: the copy of the job that user code has changed; None if no user code has had one.
+        """
         if outcome.returned_retry is not None:
             return False
         callbacks = outcome.claimed.record.callbacks
@@ -111,7 +117,10 @@ class Callbacks:
         return "failure callback" in callbacks or bool(self._exception_handlers)
 
     def call_back(self, outcome: Outcome, job: Job, exc_info: Any) -> None:
-        """Call the user's code for this end. Raises its errors. exc_info: the job's error, as from sys.exc_info()."""
+        """Call the user's code for the end of a job. Raises the errors of that code.
+
+        exc_info: the job's error, as sys.exc_info() returns it.
+        """
         job.connection = self.user_client
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
@@ -137,7 +146,7 @@ class Callbacks:
             raise failure
 
     def send_webhooks(self, outcome: Outcome, job: Job) -> None:
-        """Queue the webhooks for this end, and return at once."""
+        """Queue the webhooks for the end of a job, and return at once."""
         job.connection = self._client
         job.ended_at = outcome.ended_at
         if outcome.returned_retry is not None:
@@ -161,8 +170,8 @@ def _callbacks_of(job: Job) -> dict[str, str]:
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function. Returns its value. If it raises or is interrupted, returns a Raised."""
+    """Call a job's function. Returns its value. If it raises or is interrupted, returns a CaughtError."""
     try:
         return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes
-        return Raised(error, printable(error))
+        return CaughtError(error, traceback_text(error))

@@ -91,16 +91,17 @@ def shown_loading(
         yield
     finally:
         with suppress(RedisError):
+            # A worker that has ended without serving is removed from the list of workers.
             if client.delete(key) and not client.exists(worker_key(worker_name)):
                 client.srem(WORKERS_KEY, member)
 
 
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
-    """Return the living worker with a name, such as "process 7 on host gpu1"; "" if there is none. Raises RedisError.
+    """Return the living worker that already has this name, such as "process 7 on host gpu1"; "" if there is none.
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something within SILENT_S seconds, and its process id belongs to a process other than this one. In a restarted
-    container, this process may have the killed worker's id.
+    something in the last SILENT_S seconds and another process has its process id. In a restarted container, this
+    process itself may have the killed worker's id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
@@ -126,9 +127,9 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
     entry back. Raises RedisError.
     """
     fields: Any = client.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "birth")
-    host, pid, born = [text(field or b"") for field in fields]
+    host, pid, registered_birth = [text(field or b"") for field in fields]
     try:
-        is_younger = utcparse(born) > birth
+        is_younger = utcparse(registered_birth) > birth
     except ValueError:
         return ""
     return safe_name(f"process {pid} on host {host}") if is_younger else ""
@@ -155,17 +156,17 @@ def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -
             pipe.hget(key, "worker_name")
         holders = pipe.execute(raise_on_error=False)
 
-        own_keys = []
+        num_ended = 0
         for key, holder in zip(keys, holders, strict=True):
             if holder == worker_name.encode():
-                own_keys.append(key)
                 pipe.delete(key)
+                num_ended += 1
         pipe.execute()
-    return len(own_keys)
+    return num_ended
 
 
 def _is_other_process(pid_text: str) -> bool:
-    """Whether a process of this machine, other than this one, has this id and still runs."""
+    """Whether another process of this machine has this id and still runs."""
     is_number = pid_text.isascii() and pid_text.isdigit()
     if not is_number or int(pid_text) == os.getpid():
         return False
@@ -203,9 +204,10 @@ class WorkerRecord:
         *,
         changing_facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock.
+        """Make the record of a worker.
 
-        changing_facts: returns facts that may change.
+        beat: writes RQ's worker hash. facts: values that never change. changing_facts: returns values that may change.
+        clock: returns Unix seconds by Redis' clock.
         """
         self._changing_facts = changing_facts
         self._clock = clock
@@ -246,7 +248,8 @@ class WorkerRecord:
     ) -> None:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour.
 
-        A full Redis refuses these writes, but it takes a new time to live. So the worker does not count as silent.
+        A full Redis refuses these writes. But it lets the worker prolong the time to live of what is written already,
+        so that the worker does not count as silent.
         """
         try:
             self._write(state, job_id, counters, point)
@@ -261,7 +264,7 @@ class WorkerRecord:
     def _write(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
-        """Write what `show` says. Raises RedisError."""
+        """Write the arguments of `show` to Redis. Raises RedisError."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
         facts = {**self._facts, **self._changing_facts()}

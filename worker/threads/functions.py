@@ -81,10 +81,11 @@ class FunctionPool:
             return True
 
     def relieve(self, slow_s: float, max_threads: int) -> None:
-        """Start another thread for each call that runs for more than `slow_s` seconds, up to `max_threads` threads.
+        """Start another thread for each call that runs for more than `slow_s` seconds.
 
-        This helps with calls that cannot be interrupted, such as a read from a hanging mount. The thread of such a call
-        ends after it.
+        This helps with calls that cannot be interrupted, such as a read from a hanging mount. When such a call ends at
+        last, its thread ends too.
+        max_threads: the most threads of the pool. Stuck threads do not count.
         """
         for thread, call in list(self._running.items()):
             with self._lock:
@@ -123,8 +124,8 @@ class FunctionPool:
     def give_up_stuck(self, grace_s: float) -> list[str]:
         """Replace the threads whose calls go on for more than `grace_s` seconds after an interrupt.
 
-        Each such call is reported as ended. Returns for each one its thread and the line of code at which it hangs. The
-        same thread must call this and `close`.
+        Each such call is reported as ended. Returns a text for each call, with its thread and the line of code at which
+        it hangs. Only the thread that calls `close` may call this.
         """
         threads_and_lines = []
         for thread, call in list(self._running.items()):
@@ -133,7 +134,9 @@ class FunctionPool:
                 if code_line is None:  # the call was not given up
                     continue
                 self._stuck.add(thread)
-            if not self._drop_if_relieved(thread):  # a relieved thread has its replacement already
+            # `relieve` has already replaced a relieved thread.
+            was_relieved = self._drop_if_relieved(thread)
+            if not was_relieved:
                 self._threads.remove(thread)
                 self._add_thread()
             threads_and_lines.append(f"{thread.name} in {code_line}")
@@ -141,8 +144,9 @@ class FunctionPool:
 
     def end(self) -> None:
         """Let the threads end after all calls that were submitted so far."""
+        last = float("inf")  # an order after that of every call
         for _ in list(self._threads):
-            self._calls.put((float("inf"), next(self._numbers), None))
+            self._calls.put((last, next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
         """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""

@@ -1,4 +1,7 @@
-"""Calls in threads, and interrupts: errors that another thread raises in a call. They wait while the call imports."""
+"""Calls in threads, and interrupts: errors that another thread raises in a call.
+
+An interrupt waits while the call imports a module.
+"""
 
 import ctypes
 import os
@@ -41,9 +44,10 @@ class ThreadGivenUp(BaseException):
 class Call:
     """A call in a thread of a pool. It runs once, hands its outcome to `done` once, and can be interrupted.
 
+    A call that ignores its interrupt can be given up. It is then reported as ended, although its thread still runs.
     An interrupt is an error that is raised at the thread's next bytecode. During an import the error waits for the
     import's end, because otherwise other threads would get a half-imported module.
-    is_interruptible: False for our own code, which is not written for errors at any bytecode. That code calls
+    is_interruptible: False for our own code, which an error at any bytecode could leave half done. That code calls
     `check_interrupted` instead.
     discard: called with the late value of a call that was given up.
     """
@@ -83,9 +87,9 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call now, or once the call begins or checks for interrupts. For any thread.
+        """Raise `error` in the call now, or once the call begins or checks for interrupts.
 
-        After the call's end nothing happens.
+        Any thread may call this. After the call's end it does nothing.
         """
         with self._lock:
             self.error = error
@@ -129,7 +133,7 @@ class Call:
             self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
-        """Give the call up if it goes on for more than `grace_s` seconds after its interrupt. It is reported as ended.
+        """Give the call up, and report it as ended, if it still runs `grace_s` seconds after its interrupt.
 
         Returns the line of code at which the call hangs, or None if the call was not given up. The pool must not use
         the call's thread again.
@@ -142,8 +146,8 @@ class Call:
             self._given_up = True
             code_line = _code_line(self._thread_id)
             self._raise(ThreadGivenUp)
-            error = self.error() if self.error is not None else ThreadGivenUp()
-        self._done(None, error)
+            error_class = ThreadGivenUp if self.error is None else self.error
+        self._done(None, error_class())
         return code_line
 
     def run(self) -> bool:
@@ -160,7 +164,8 @@ class Call:
             elif failure is None and self._discard is not None:
                 self._discard(value)
         finally:
-            failure = None  # its traceback holds this frame, and both would keep alive what the call has used
+            # The error's traceback refers to this frame. This cycle would keep in memory what the call has used.
+            failure = None
         return not self._given_up
 
     def _call(self) -> Any:
@@ -179,9 +184,9 @@ class Call:
             with self._lock:
                 # Without a thread id, nobody raises a further error in this thread. So the id must go first.
                 self._thread_id = None
-                # An earlier error may still be pending. The call below lets it occur here or takes it back, so that it
-                # never hits what the thread does next. The call is made only if an error was raised. Otherwise CPython
-                # 3.11 sets a flag for all threads, with which profilers, debuggers and coverage stop after one call.
+                # An earlier error may still be pending. `_raise_in` lets the error occur here or takes it back, so that
+                # it never hits what the thread does next. Without an earlier error, `_raise_in` must not be called: in
+                # CPython 3.11 that would stop profilers, debuggers and coverage in all threads after one more call.
                 if self._has_raised:
                     _raise_in(threading.get_ident(), None)
 
@@ -225,7 +230,7 @@ def _code_line(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Call `load` while no other interruptible thread imports.
+    """Call `load` once no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
 
     If the imports of two threads waited for each other, Python would give one of them a half-imported module.
     """

@@ -1,1 +1,1 @@
-"""Traces of jobs. A trace reaches from the job's enqueueing until its end is written. After that its spans are made."""
+"""Traces of jobs. A trace lasts from a job's enqueueing until the job's end is written. Then the spans are made."""

@@ -52,7 +52,10 @@ class Traces(Protocol):
         """Begin the trace of a claimed job. Returns None if the job is not traced. meta: of any type."""
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
+        """Return the trace context that a job gives to the jobs it enqueues; empty if the job is not traced.
+
+        execution_id, meta: the job's execution and meta.
+        """
 
     def note_end(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Note that a traced job's end was written to Redis at `written_at` (Unix seconds)."""

@@ -1,8 +1,8 @@
 """Sends spans of jobs by OTLP over HTTP. The environment variables of OpenTelemetry's SDK name the collector.
 
 Attributes follow OpenTelemetry's semantic conventions for generative AI and for messaging. No attribute holds a prompt,
-an answer or the text of an error. Names are sent in printable characters, because one name with a lone surrogate would
-lose all spans of its batch.
+an answer or the text of an error. Names are made printable: a name with a lone surrogate could not be sent, and neither
+could the other spans of its batch.
 """
 
 import threading
@@ -52,9 +52,9 @@ class _Ids(NamedTuple):
 class OtelTraces(Traces):
     """Traces the jobs whose meta has a producer's trace context, or all jobs.
 
-    begins: whether a job without a trace context gets a new trace, if OTEL_TRACES_SAMPLER selects the job.
-    exporter: sends the spans; the default exporter uses OTLP. A thread calls it until `close`. If it is too slow, spans
-    are dropped.
+    traces_all: whether a job without a trace context gets a new trace. OTEL_TRACES_SAMPLER may still leave out the job.
+    exporter: sends the spans; the default exporter uses OTLP. A thread calls the exporter until `close`. If the
+    exporter is too slow, spans are dropped.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class OtelTraces(Traces):
         model: str,
         version: str,
         *,
-        begins: bool,
+        traces_all: bool,
         exporter: SpanExporter | None = None,
     ) -> None:
         self._model = model
-        self._begins = begins
+        self._traces_all = traces_all
         instance = safe_name(worker_name)
         attributes = {
             "service.name": "tokenmill",
@@ -86,7 +86,7 @@ class OtelTraces(Traces):
         return None if ids is None else JobTrace(ids, time.time())
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """Return the trace context for the jobs that this job enqueues; empty if this job is not traced."""
+        """Return the trace context that a job gives to the jobs it enqueues; empty if the job is not traced."""
         ids = self._ids(execution_id, meta)
         return {} if ids is None else ids.carrier
 
@@ -104,10 +104,10 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution, which never change; None for a job that is not traced."""
+        """Return the ids of an execution's trace, which never change; None for a job that is not traced."""
         parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
-        if not parent.is_valid and not self._begins:
+        if not parent.is_valid and not self._traces_all:
             return None
         trace_id = parent.trace_id if parent.is_valid else _derived_id(execution_id, 16)
         if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:

@@ -19,7 +19,7 @@ from jobs.common.workers import (
     are_suspended,
     listening_on,
     models_on,
-    other_lengths,
+    other_length_text,
 )
 from jobs.context.adapters import shown_adapter
 from jobs.runs.plans.names import shard_job_id
@@ -435,7 +435,7 @@ class RunReader:
         if model in models:
             return None
         text = _safe_fact(self.facts, text_fact)
-        other_length = other_lengths(workers, queue, identity)
+        other_length = other_length_text(workers, queue, identity)
         if text and other_length:
             return f"{text}, but {other_length}"
         return text

@@ -21,7 +21,7 @@ from tests.jobs.answering import FakeCompletion, keep, opened_task, refuse
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 from tests.picture_files import BLUE, RED, bomb, data_url, picture
-from worker.engine_thread.pictures import decoded
+from worker.engine_thread.pictures import decode_pictures
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 RED_FILE, BLUE_FILE = picture(RED), picture(BLUE)
@@ -32,7 +32,7 @@ Ask = Callable[..., list[Any]]
 def seen(request: Request) -> FakeCompletion:
     """Answer with the prompt, with the first letter of its color for each picture."""
     try:
-        found = decoded(request.prompt if request.messages is None else request.messages)
+        found = decode_pictures(request.prompt if request.messages is None else request.messages)
     except InvalidRequest as error:
         return refuse(str(error))
     if request.messages is None:

@@ -10,7 +10,7 @@ from redis import Redis
 
 from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, run_key, worker_key
 from jobs.common.release import commit
-from jobs.common.workers import other_lengths, read_workers
+from jobs.common.workers import other_length_text, read_workers
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
@@ -134,9 +134,9 @@ def test_a_worker_that_serves_the_model_with_another_length_is_named(
         record = {"models": served.names, "max_model_len": served.max_model_len}
         redis.set(worker_key(name), json.dumps(record))
     workers = read_workers(redis)
-    assert other_lengths(workers, "bulk", pinned.pin) == "w4 serves it with up to 256 tokens"
-    assert other_lengths(workers, "bulk", MODEL.pin) == ""
-    assert other_lengths(workers, "bulk", "another/512") == ""
+    assert other_length_text(workers, "bulk", pinned.pin) == "w4 serves it with up to 256 tokens"
+    assert other_length_text(workers, "bulk", MODEL.pin) == ""
+    assert other_length_text(workers, "bulk", "another/512") == ""
 
     run = submit_run(redis, "bulk", input=str(source), output=str(runs.output), model="other")
     (plan_job,) = runs.jobs

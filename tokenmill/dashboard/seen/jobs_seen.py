@@ -196,7 +196,7 @@ def payload(data: Any) -> dict[str, Any]:
     """Return a job's payload by `function`, `args` and `kwargs`; {} if it cannot be read."""
     try:
         function, _, args, kwargs = json.loads(
-            stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b""
+            stored.unpack_at_most(data or b"", 4 * MAX_PAYLOAD_BYTES) or b""
         )
     except (ValueError, TypeError, RecursionError):
         return {}

@@ -15,7 +15,7 @@ from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.job_guard import JobGuard
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
-from worker.store.records.outcome import FinishReply, Outcome, printable
+from worker.store.records.outcome import FinishReply, Outcome, traceback_text
 
 _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""
@@ -169,7 +169,7 @@ class EndWriter:
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(
-            outcome, status="failed", value=printable(reason), packed=None, retries=False
+            outcome, status="failed", value=traceback_text(reason), packed=None, may_retry=False
         )
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 

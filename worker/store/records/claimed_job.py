@@ -1,4 +1,4 @@
-"""ClaimedJob: a job that this worker holds. Wanted and Claim: the arguments and the result of a claim."""
+"""ClaimedJob: a job that this worker holds. ClaimRequest and Claim: the arguments and the result of a claim."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 """Why a job goes back into its queue. Except for "given_back", each reason counts as a death of the job's worker."""
 
 
-def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
-    """Return the arguments by which scripts find a held job."""
+def job_address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
+    """Return the arguments by which the Lua scripts find a job that a worker holds."""
     return {"queue": queue, "id": job_id, "eid": execution_id}
 
 
@@ -38,7 +38,7 @@ class ClaimedJob:
     deaths: int = 0
     """How many workers have died with the job."""
     left_before: str = ""
-    """The id of the last job before this one that the claim left in the queue, for lack of a thread; "" for none."""
+    """The id of the nearest earlier job that the claim left in the queue for lack of a thread; "" for none."""
     journal: bytes | None = None
     """The journal that an earlier execution has left; None if there is none."""
     pieces: Sequence[Any] = ()
@@ -57,18 +57,18 @@ class ClaimedJob:
     @property
     def address(self) -> dict[str, str]:
         """The arguments by which scripts find the job."""
-        return address(self.queue_name, self.job_id, self.execution_id)
+        return job_address(self.queue_name, self.job_id, self.execution_id)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ClaimRequest:
     """A request to claim jobs of one queue.
 
     most: the claim takes no further job once its jobs have this many sequences.
-    max_functions, max_files: the most functions and files among these jobs.
-    token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
-    takes_suspects: whether a suspect may be claimed, see claim.lua.
-    num_takers: the workers among which the queue is divided. num_held: the queue's jobs that this worker holds.
+    max_functions, max_files: the most jobs of these two kinds in the claim.
+    token: 24 hex digits. If a claim is sent again with the same token, it takes no further jobs.
+    takes_suspects: whether the claim may take a job with which workers have died (see claim.lua).
+    num_takers: how many workers share the queue. num_held: how many of the queue's jobs this worker holds.
     rounds_up: whether this worker's share is rounded up for jobs with several sequences.
     """
 
@@ -99,11 +99,11 @@ class Claim:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether `rq suspend` holds all workers."""
+        """Whether `rq suspend` has suspended all workers."""
         return self.hold == "suspended"
 
 
-def restore(
+def read_claimed_job(
     queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
 ) -> ClaimedJob:
     """Return the job in a reply of open_execution.lua. max_job_bytes: the most bytes of an unpacked payload."""

@@ -1,4 +1,7 @@
-"""JobRecord: the content of a job's hash when the job was claimed, with its limits. FunctionCall: its payload."""
+"""JobRecord: the content of a job's hash when the job was claimed. FunctionCall: the job's payload.
+
+Both have limits, which are checked here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
 from jobs.common.keys import STREAM_FIELD
-from jobs.common.stored import unpacked
+from jobs.common.stored import unpack_at_most
 from worker.errors import BadPayload, TooLarge
 from worker.store.records.next_step import Policy
 
@@ -61,7 +64,8 @@ _LIGHT_BYTES = 1 << 11
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: the number of bytes of the held values. The payload counts with its packed size.
+    hash_bytes: how many bytes the hash's values have, with the payload packed. After `without_payload`, only the fields
+    that remain count.
     timeout_s: the job's timeout; None if the job has none of its own.
     """
 
@@ -70,7 +74,7 @@ class JobRecord:
     hash_bytes: int = 0
     policy: Policy = field(default_factory=Policy)
     callbacks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Dotted names by role."""
+    """The dotted names of the callback functions, by role."""
     webhooks: tuple[Webhook, ...] = ()
     timeout_s: float | None = None
     meta: Any = field(default_factory=dict)
@@ -92,7 +96,7 @@ class JobRecord:
 
     def payload(self) -> bytes:
         """Unpack the payload's JSON. Raises TooLarge."""
-        return unpack(self.fields[b"data"], self.max_job_bytes)
+        return unpack_payload(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self) -> JobRecord:
         """Return a copy without the payload, for a job whose requests are all in the batch."""
@@ -102,7 +106,7 @@ class JobRecord:
         return replace(self, fields=MappingProxyType(fields), hash_bytes=hash_bytes, meta={})
 
     def without_callbacks(self) -> JobRecord:
-        """Return a copy for a job whose callbacks may not run here."""
+        """Return a copy without callbacks, for a job whose callbacks may not run in this worker."""
         return replace(self, callbacks=MappingProxyType({}))
 
     def without_hooks(self) -> JobRecord:
@@ -110,7 +114,7 @@ class JobRecord:
         return replace(self.without_callbacks().without_retries(), webhooks=())
 
     def without_retries(self) -> JobRecord:
-        """Return a copy for a job that would fail in the same way each time."""
+        """Return a copy without retries, for a job that would fail in the same way each time."""
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
@@ -135,10 +139,10 @@ def read_record(
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
         damage = error
 
-    held_fields = {name: value for name, value in values.items() if name in _HELD_FIELDS}
+    kept_fields = {name: value for name, value in values.items() if name in _KEPT_FIELDS}
     callbacks = {role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}
     record = JobRecord(
-        fields=MappingProxyType(held_fields),
+        fields=MappingProxyType(kept_fields),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
         policy=_policy(parsed),
@@ -158,10 +162,10 @@ def _parse_fields(values: Mapping[bytes, bytes], parsed: dict[bytes, Any]) -> No
             continue
         if text == b"" and name not in _NEVER_EMPTY:
             continue
-        parsed[name] = _parsed(name, text, parse)
+        parsed[name] = _parse_field(name, text, parse)
 
 
-def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
+def _parse_field(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
     """Parse a field. Raises ValueError, with the field's name, if its text is not as expected."""
     try:
         return parse(text)
@@ -257,7 +261,7 @@ _NEVER_EMPTY = {
 
 _POLICY_FIELDS = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _STREAM = STREAM_FIELD.encode()
-_HELD_FIELDS = frozenset((b"data", _STREAM, *_PARSERS))
+_KEPT_FIELDS = frozenset((b"data", _STREAM, *_PARSERS))
 
 
 def max_hash_bytes(max_job_bytes: int) -> int:
@@ -265,9 +269,9 @@ def max_hash_bytes(max_job_bytes: int) -> int:
     return 2 * max_job_bytes + _MAX_FIELD_BYTES
 
 
-def unpack(packed: bytes, max_bytes: int) -> bytes:
+def unpack_payload(packed: bytes, max_bytes: int) -> bytes:
     """Unpack a payload as RQ does. Raises TooLarge as soon as there are more than `max_bytes` bytes."""
-    text = unpacked(packed, max_bytes)
+    text = unpack_at_most(packed, max_bytes)
     if text is None:
         raise TooLarge(
             f"the payload has more than the limit of {max_bytes} bytes: split the job, score a Parquet file, "
@@ -277,9 +281,10 @@ def unpack(packed: bytes, max_bytes: int) -> bytes:
 
 
 def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
-    """Raise TooLarge if a JSON text holds more lists and objects than its limit of `max_bytes` allows. Parses nothing.
+    """Raise TooLarge if a JSON text holds too many lists and objects. They are counted without parsing the text.
 
-    field_name: names the text in the error's message.
+    field_name: names the text in the error's message. max_bytes: the limit of the text's bytes, from which the limit of
+    its lists and objects follows.
     """
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
@@ -289,9 +294,10 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
     # Most strings hold no brackets. Drop these first, so that there is less to split.
     without_other_strings = quotes_and_brackets.replace(b'""', b"")
-    # Of the pieces between quotes, the first, the third and so on are outside strings.
-    outside_strings = without_other_strings.split(b'"')[::2]
-    num_containers = sum(map(len, outside_strings))
+    # Quotes split the text into pieces. The first piece, the third and so on are outside strings.
+    pieces_outside_strings = without_other_strings.split(b'"')[::2]
+    # Only opening brackets are left in these pieces. Each bracket is a list or an object.
+    num_containers = sum(map(len, pieces_outside_strings))
     if num_containers > max_containers:
         raise TooLarge(
             f"the {field_name} holds {num_containers} lists and objects, more than the limit of {max_containers}: "
@@ -304,7 +310,7 @@ _OTHER_BYTES = bytes(set(range(256)) - set(b'"[{'))
 
 
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
-    """Raise TooLarge if a JSON field other than the payload is longer than its limit, or holds too many lists."""
+    """Raise TooLarge if a JSON field other than the payload is too long, or holds too many lists and objects."""
     for name in _JSON_FIELDS:
         text = values.get(name, b"")
         field_name = name.decode()

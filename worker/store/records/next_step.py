@@ -114,18 +114,20 @@ def next_step(
     if has_failed:
         if failure_ttl_s is None:
             failure_ttl_s = DEFAULT_FAILURE_TTL
-        return NextStep(failure_ttl_s)
+        return NextStep(kept_s=failure_ttl_s)
 
     result_ttl_s = policy.result_ttl
     if result_ttl_s is None:
         result_ttl_s = default_result_ttl_s
     kept_s = _bounded_ttl(result_ttl_s)
     if not policy.repeats_left or policy.repeats_left < 0:
-        return NextStep(kept_s)
+        return NextStep(kept_s=kept_s)
     wait_s = 0
     if policy.repeat_intervals:
         wait_s = _seconds(policy.repeat_intervals[0])
-    return NextStep(kept_s, wait_s, "repeats_left", count=policy.repeats_left - 1)
+    return NextStep(
+        kept_s=kept_s, wait_s=wait_s, counter="repeats_left", count=policy.repeats_left - 1
+    )
 
 
 def _returned_retry_step(
@@ -136,7 +138,11 @@ def _returned_retry_step(
     wait_s = _seconds(Retry.get_interval(num_retries, returned_retry.intervals))
     at_front = bool(policy.enqueue_at_front_on_retry or returned_retry.enqueue_at_front)
     return NextStep(
-        failure_ttl_s, wait_s, "number_of_retries", count=num_retries + 1, at_front=at_front
+        kept_s=failure_ttl_s,
+        wait_s=wait_s,
+        counter="number_of_retries",
+        count=num_retries + 1,
+        at_front=at_front,
     )
 
 
@@ -144,9 +150,9 @@ def _retry_step(policy: Policy, failure_ttl_s: int | None) -> NextStep:
     """Return the step of a failed job that uses one of its retries."""
     assert policy.retries_left
     return NextStep(
-        failure_ttl_s,
-        policy.retry_wait_s,
-        "retries_left",
+        kept_s=failure_ttl_s,
+        wait_s=policy.retry_wait_s,
+        counter="retries_left",
         count=policy.retries_left - 1,
         at_front=bool(policy.enqueue_at_front_on_retry),
     )
@@ -158,5 +164,5 @@ def _seconds(interval_s: Any) -> int:
 
 
 def _bounded_ttl(ttl_s: int) -> int:
-    """Return a time to live that Redis takes. Any negative one becomes -1, which means for ever."""
+    """Return a time to live that Redis accepts. A negative time becomes -1, which means for ever."""
     return max(-1, min(int(ttl_s), _MAX_TTL_S))

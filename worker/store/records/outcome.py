@@ -48,7 +48,7 @@ class Outcome:
     working_s: float
     started_at: datetime | None = None
     """None for a job that ended before it began."""
-    retries: bool = False
+    may_retry: bool = False
     """Whether a failed job uses one of its retries, if it has any left."""
     packed: bytes | None = None
     """The value as JSON, once it is packed. None also stands for the value None."""
@@ -66,8 +66,8 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a job that failed or was stopped does not run again."""
-        return not (self.retries and self.policy.has_retries)
+        """Whether a job that failed or was stopped is not retried."""
+        return not (self.may_retry and self.policy.has_retries)
 
     @property
     def returned_retry(self) -> Retry | None:
@@ -85,7 +85,7 @@ class Outcome:
             self.policy,
             is_finished=self.status == "finished",
             returned_retry=self.returned_retry,
-            may_retry=self.retries,
+            may_retry=self.may_retry,
             default_result_ttl_s=default_result_ttl_s,
         )
 
@@ -96,22 +96,25 @@ class Outcome:
         can be written, such as a text for `result_ttl`.
         """
         if job is None and self.claimed.damage is None:
-            return self  # its policy was checked when the job was read
+            return self  # the policy was checked when the job was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)  # raises if the policy gives no next step
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome to write after `as_left_by` raised `error`: as in RQ, a failure with this error."""
-        text = printable(error)
+        """Return the outcome of a job whose outcome could not be written: a failure with this error, as in RQ.
+
+        error: what `as_left_by` raised.
+        """
+        text = traceback_text(error)
         return replace(
-            self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
+            self, status="failed", value=text, may_retry=False, packed=None, changed_policy=Policy()
         )
 
 
 @dataclass(frozen=True)
-class Raised:
+class CaughtError:
     """An error of user code, and its traceback as text.
 
     The text is made in the user code's thread, because an error's methods are user code too.
@@ -121,7 +124,7 @@ class Raised:
     text: str
 
 
-def printable(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """Return an error's traceback in characters that Redis takes, cut to MAX_TRACEBACK_CHARS."""
     try:
         text = "".join(traceback.format_exception(error))
@@ -151,7 +154,7 @@ def frames_of(error: BaseException) -> str:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value of our own code can be packed within a few milliseconds."""
+    """Whether a value that our own code made can be packed within a few milliseconds."""
     least_bytes, num_values = _measure(value, _SMALL_BYTES)
     return least_bytes <= _SMALL_BYTES and num_values <= _SMALL_VALUES
 

@@ -17,7 +17,7 @@ from worker.store.records.job_record import (
     DATES,
     DEFAULT_MAX_JOB_BYTES,
     check_containers,
-    unpack,
+    unpack_payload,
 )
 from worker.threads.interrupts import as_class, current_call
 
@@ -41,8 +41,9 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
+            # Call RQ's own property.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
-        return unpack(self._packed, self.max_bytes)
+        return unpack_payload(self._packed, self.max_bytes)
 
     @data.setter
     def data(self, value: bytes) -> None:
@@ -71,7 +72,7 @@ class StoredJob(Job):
                 setattr(self, name, datetime.fromisoformat(value.decode()))
 
     def show_started(self, worker_name: str, began_at: datetime) -> None:
-        """Show the job as running in this copy, as RQ does."""
+        """Give this copy of the job the state of a running job, as RQ does."""
         self._status = JobStatus.STARTED
         self.worker_name = worker_name
         self.started_at = began_at
@@ -89,7 +90,7 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job.max_bytes = record.max_job_bytes
     # Set without RQ's check, because a job with an id that RQ's client would refuse must be ended too.
     job._id = claimed.job_id
-    with suppress(Exception):  # its damage was noted when the record was read
+    with suppress(Exception):  # the error was noted as the job's damage when the record was read
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
@@ -134,7 +135,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
-    """Return the error to raise in a job that is over its timeout."""
+    """Return the class of the error that is raised in a job that is over its timeout."""
     return as_class(
         JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)")
     )

@@ -10,7 +10,7 @@ from jobs.context.job_journal import SentTokens
 class TextPiece(NamedTuple):
     """A piece of a followed job's answer.
 
-    sample: the sample's index. part: "reasoning" or "text". offset: the number of this part's characters before the
+    sample: the sample's index. part: "reasoning" or "text". offset: how many characters of this part came before the
     piece.
     token_ids: the tokens since the sample's last piece. num_tokens_before: how many tokens came before these.
     owner: identifies the owner of the tokens, see JobJournal.
