@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions that make runs when they are first used. A process that makes no runs loads no rq."""
+    """Import a function that makes runs at its first use. A process that makes no runs loads no rq."""
     if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client
@@ -116,7 +116,7 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
     options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
-    Raises InvalidJob, or RequestFailed if all texts failed. If only some texts failed, each of these has an `error`.
+    Raises InvalidJob, or RequestFailed if all texts failed. If only some texts failed, each failed text has an `error`.
     """
     return run_job("jobs.embed", (input,), options)
 

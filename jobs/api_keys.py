@@ -1,4 +1,4 @@
-"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects. A key has one project.
+"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects. A key belongs to one project.
 
 Redis holds only the hashes of keys. A key has 256 random bits, so nobody can try all keys, and one round of SHA-256 is
 enough.

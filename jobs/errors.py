@@ -46,7 +46,7 @@ class ToldError(Exception):
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
-            """Return a brace and the number of a name. What follows the name, such as `!r}`, is not matched."""
+            """Return an opening brace and the name's number. What follows the name, such as `!r}`, is not matched."""
             name = match[1]
             return "{" + str(names.index(name))
 
@@ -204,12 +204,12 @@ class SearchTooLong(InputError):
 
 class NestedFolders(InputError):
     """{folder} holds files deeper down, such as {file}: name '{folder}/**/*{suffix}' to read all of them, or
-    '{folder}/*{suffix}' for those of its first level only"""
+    '{folder}/*{suffix}' to read only the files that lie directly in the folder"""
 
 
 class CorruptParquet(InputError):
-    """{path} is not readable as Parquet ({reason}): write it again, leave it out, or say with input_format
-    (--input-format) what else it is"""
+    """{path} is not readable as Parquet ({reason}): write it again, leave it out, or name its format with
+    input_format (--input-format)"""
 
 
 class CorruptTable(InputError):
@@ -217,13 +217,13 @@ class CorruptTable(InputError):
 
 
 class OtherEncoding(CorruptTable):
-    """{path} is not UTF-8, and looks like {encoding}: say so with encoding (--encoding {encoding}), or write it again
-    as UTF-8"""
+    """{path} is not UTF-8, and looks like {encoding}: set encoding (--encoding {encoding}), or write the file again as
+    UTF-8"""
 
 
 class OtherDelimiter(CorruptTable):
-    """{path} has the one column {name}, and looks separated by {delimiter}: say so with delimiter
-    (--delimiter {shown}), or write it again with the delimiter {expected}"""
+    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {shown}), or
+    write the file again with the delimiter {expected}"""
 
 
 class TooManyBadLines(CorruptTable):
@@ -336,7 +336,7 @@ class PlanningUnderWay(RunError):
 
 class NoSecondModel(RunError, fault="server"):
     """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside {first}, which plans the
-    run: start one there, or name one of them with escalate_model, then submit again"""
+    run: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
 
 
 class AnswersDamaged(RunError):
@@ -367,7 +367,7 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker looks at a run's prompts, or the worker that does so fails. Its one argument is why."""
+    """Raised when no worker takes a job whose result a command waits for, or the job fails. Its one argument is why."""
 
 
 class RunFailed(RunError):
@@ -387,5 +387,5 @@ class WebhookRefused(RunError):
 
 
 class RunNotHere(RunError):
-    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or name it as this machine knows
-    it"""
+    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or give the folder's path
+    on this machine"""

@@ -153,7 +153,7 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """Stands for a task that is made when it is opened. make: makes it. blocking: see Task."""
+    """Stands for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make
@@ -169,7 +169,7 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that is not begun after its deadline. If another worker has begun it in time, it goes on.
+    """A task that fails if it would begin after its deadline. It goes on if another worker has begun it in time.
 
     deadline: in any form that parse_deadline reads. A duration counts from the time at which the job was made.
     """
@@ -261,7 +261,7 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def result(self) -> Any:
-        """Return the job's JSON value, once every request was delivered. Raises JobsError to fail the job."""
+        """Return the job's JSON value. Called after all completions were delivered. Raises JobsError to fail the job."""
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
         """Release files. May be called more than once."""

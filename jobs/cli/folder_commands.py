@@ -163,7 +163,12 @@ def _list_errors(
 @click.command()
 @click.argument("run")
 @click.option(
-    "--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first."
+    "--lines",
+    "-n",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Answers to show first.",
 )
 @click.option(
     "--follow",
@@ -181,7 +186,7 @@ def tail(
 ) -> None:
     """Show the last answers of a run. A shard's answers are published together.
 
-    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
+    RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     reader = reader_of(client.run(run, connection=connection))
     columns = list(reader.answer_columns)
@@ -344,7 +349,7 @@ def report(
 ) -> None:
     """Print where a finished run's report page is, or write the page again elsewhere.
 
-    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
+    RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     if (prompts or price_per_hour is not None) and out is None:
         raise click.UsageError(
@@ -477,7 +482,7 @@ def verify(
 ) -> None:
     """Compute rows of a finished run again, and compare.
 
-    RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
+    RUN is the run's id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
     a sample of the rows once more. The worker compares texts, reasons and counts of tokens with the run's parts, and
     writes nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may
     come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.

@@ -272,16 +272,16 @@ def requeue_command(
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
     )
-    wrong = requeued.wrong
+    client_at_fault = requeued.client_at_fault
     cancelled = requeued.cancelled
     missing = requeued.missing
     click.echo(f"requeued {len(requeued.done)} jobs")
 
     problems = []
-    if wrong:
+    if client_at_fault:
         problems.append(
-            f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
+            f"{len(client_at_fault)} left, because what they ask for is wrong and they would fail again: "
+            f"{_names(client_at_fault)}: to put one back all the same, name its id in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
@@ -316,7 +316,7 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @click.option(
     "--role",
     type=click.Choice(["worker", "producer", "dashboard"]),
-    help="What runs here and is looked at.",
+    help="What runs on this machine, and so what is checked.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context

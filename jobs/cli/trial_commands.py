@@ -101,7 +101,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     why = f": {safe_name(commonest)}" if commonest else ""
     if num_failed and num_failed == num_tried:
         return [
-            f"but      all {num_tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
+            f"but      all {num_tried} rows that were tried failed, so the run's time and cost are not known{why}"
         ]
 
     lines = []
@@ -110,7 +110,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     if result["completion_tokens"]:
         lines.append(
             f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-            f"are computed, as {num_tried} rows tell"
+            f"are computed, estimated from {num_tried} rows"
         )
     lines.append(
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run"
@@ -118,7 +118,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
-            f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
+            f"again    {escalated:,.0f} rows, by the second model; time and cost leave these out"
         )
     if num_failed:
         lines.append(f"but      {num_failed} of the {num_tried} rows that were tried failed{why}")
@@ -260,6 +260,6 @@ def _reasons(result: dict[str, Any]) -> list[str]:
         num_rows = reason["rows"]
         failing = f"{first_row} would fail"
         if num_rows > 1:
-            failing = f"{num_rows:,} rows read would fail, {first_row} the first"
+            failing = f"{num_rows:,} of the rows read would fail, the first is {first_row}"
         lines.append(f"{failing}: {safe_name(reason['text'])}")
     return lines

@@ -35,7 +35,7 @@ class JobJournal:
     The journal's first line is its owner. Each further line is the record of a prompt, as JSON.
     owner: a text that names the job, its time of creation, its payload and its model.
     stored: the journal when the job was claimed; None if there was none.
-    execution_id: the execution that must hold the job while the journal is written; None if none must.
+    execution_id: the execution that must hold the job while the journal is written; None if this is not required.
     sent: the tokens that earlier executions have sent to a client that follows the job, in the order of sending.
     """
 

@@ -108,8 +108,9 @@ class ServedModel(PinnedModel):
 
 
 def is_served(pin: str, names: Collection[str]) -> bool:
-    """Whether a worker serves the model and all adapters that a PinnedModel.pin names, one a line.
+    """Whether a worker serves the model and all adapters of a pin.
 
+    pin: a `PinnedModel.pin`; each of its lines names the model or an adapter.
     names: the names of the models and adapters that the worker serves.
     """
     return all(line in names for line in pin.split("\n"))

@@ -100,9 +100,9 @@ class SharedFiles:
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        Among the key's idle readers, the one that stands nearest before the shard is lent. Without such a reader, a new
-        one is opened. Only one reader of a key is lent at a time, and other shards that need one wait. The reader is
-        closed if the body of the `with` raises, or if the file's last shard was closed meanwhile.
+        An idle reader of the key is lent, if it has not read beyond the shard's start; otherwise a new one is opened.
+        Only one reader of a key is lent at a time, and other shards that need one wait. The reader is closed if the
+        body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
             reader = self._take_nearest(key, shard)
@@ -121,7 +121,7 @@ class SharedFiles:
                 self._close(reader)
 
     def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that stands nearest before a shard; None if none stands before it."""
+        """Take the key's idle reader that has to skip the fewest rows to reach a shard; None if no reader can."""
         with self._lock:
             candidates = []
             for idle in self._idle:
@@ -129,7 +129,7 @@ class SharedFiles:
                     candidates.append(idle)
             if not candidates:
                 return None
-            # All candidates stand before the shard, so the one that has read most is the nearest.
+            # No candidate has read beyond the shard's start, so the one that has read most is the nearest.
             nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
             return nearest.reader

@@ -1,4 +1,7 @@
-"""Locks by key: one thread at a time has the turn at a key. A waiting thread counts as alive while the holder does."""
+"""Locks by key. The thread that holds the lock of a key has the turn at that key.
+
+A thread that waits for a turn does nothing meanwhile. It still counts as alive if the thread with the turn does.
+"""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -41,7 +44,7 @@ class Turns:
 
     @contextmanager
     def at(self, key: Hashable) -> Iterator[None]:
-        """Wait for the turn at a key, and hold it during the `with`. Raises the interrupt of the waiting call."""
+        """Wait for the turn at a key, and hold it during the `with`. Raises the interrupt of a call that waits."""
         caller = self._current_call()
         with self._lock:
             turn = self._turns.setdefault(key, _Turn())

@@ -74,10 +74,10 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
 
 
 def _delete_taken(connection: Redis, enqueued_at_of_taken: dict[str, Any], pipe: Pipeline) -> None:
-    """Delete the taken jobs that nobody has enqueued again and that no worker holds.
+    """Delete jobs that were taken out of a queue, except jobs that were enqueued again or that a worker holds.
 
-    enqueued_at_of_taken: the `enqueued_at` that each job's hash had before the job was taken, by job id. pipe: watches
-    the jobs' hashes and executions.
+    enqueued_at_of_taken: the `enqueued_at` that each job's hash had before the job was taken out, by job id. pipe:
+    watches the jobs' hashes and executions.
     """
     with connection.pipeline(transaction=False) as reads:
         for job_id in enqueued_at_of_taken:

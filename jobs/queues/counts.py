@@ -16,7 +16,10 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES. `due`: scheduled jobs that are due, but not queued."""
+    """How many jobs a queue has.
+
+    counts: the number of jobs at each of PLACES, such as "waiting". due: how many scheduled jobs are due, but not queued.
+    """
 
     name: str
     counts: dict[str, int]
@@ -34,7 +37,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
-            # In the order of PLACES, and the due jobs last.
+            # One reply for each of PLACES, in their order, and then one for the due jobs.
             pipe.llen(keys.waiting)
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)

@@ -74,7 +74,7 @@ def submit_run(
     run = spec.run
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
-    # The job gets the output's path as the caller wrote it, because its links may lead elsewhere on a worker's machine.
+    # The job gets the output's path as the caller wrote it. Links in the path may lead elsewhere on a worker's machine.
     planning_arguments = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
@@ -208,9 +208,9 @@ def _cancel_jobs(
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether the jobs are in the second half of the queue, so that LREM should search from its end.
+    """Whether the jobs are in the second half of the queue, so that LREM should search from the queue's end.
 
-    One job stands for all: the middle one, or the last one if the middle one is not on the queue.
+    Only one job's position is used: the middle job's, or the last job's if the middle job is not on the queue.
     """
     if not job_ids:
         return False
@@ -285,7 +285,7 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
-    """Take jobs off the queue; return the ids of those that were on it. No worker can claim these jobs any more."""
+    """Take jobs off the queue; return the ids of the jobs that were on it. No worker can claim these jobs any more."""
     pipe.multi()
     # LREM removes one entry. The sign of the count says from which end LREM searches.
     count = -1 if from_end else 1
@@ -303,7 +303,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they hold; return how many of the jobs are held."""
+    """Ask workers to stop the jobs that they hold; return how many of `job_ids` are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

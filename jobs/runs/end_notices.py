@@ -46,7 +46,7 @@ RETRIES = 3
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     """Enqueue the notices of the run to which a failing job belongs, if the job's failure makes the run fail.
 
-    Does nothing for a job of no run. Call this before the job's end is written.
+    Does nothing for a job that belongs to no run. Call this before the job's end is written.
     lease: the lease of the execution that fails for good. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
@@ -164,7 +164,10 @@ def _enqueue_once(
 
 
 def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
-    """Whether a submission's notices must be enqueued. facts: the run's hash. is_end: False for a failure's notices."""
+    """Whether a submission's notices must be enqueued.
+
+    facts: the run's hash. is_end: whether they are the notices of the run's end, and not those of its failure.
+    """
     is_last = str(submission) == facts.get("submission") and "queue" in facts
     if not is_last or not _wants_notices(facts):
         return False
@@ -172,11 +175,12 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
         return False
     if is_end:
         return True
+    # Notices of a failure are sent once, and not for a cancelled run.
     return facts.get(FAILURE_NOTIFIED) != str(submission) and "cancelled" not in facts
 
 
 def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
-    """Return the content of a notice. facts: the run's hash.
+    """Return the content of a notice. facts: the run's hash. word, reason: see `enqueue_notices`.
 
     A finished run in which every row has an error may count as failed. A finished run with expired rows is expired.
     """

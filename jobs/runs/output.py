@@ -90,7 +90,7 @@ def _read_output(name: str) -> RunOutput | None:
         return None
 
     num_parts = len(part_shards(names))
-    state = "forgotten"
+    state = "forgotten"  # nothing in the folder says that the run has finished
     if os.path.isfile(os.path.join(folder, SUCCESS)):
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
