@@ -4,9 +4,9 @@ A producer needs only `rq` and the names of these functions as strings:
 
     Queue("prompts", connection=redis, serializer="json").enqueue("jobs.complete", "Hello", max_tokens=16)
 
-A stock `rq worker` calls the functions below. `worker.BatchWorker` makes tasks of them by jobs/table.py. Programs make
-and await runs by `jobs.submit` and `jobs.run` (jobs/client.py), which no worker calls. Importing this package loads no
-torch, transformers, pyarrow or pydantic.
+A stock `rq worker` calls the functions below. `worker.BatchWorker` makes tasks in their place (jobs/table.py). Programs
+make and await runs by `jobs.submit` and `jobs.run` (jobs/client.py), which no worker calls. Importing this package
+loads no torch, transformers, pyarrow or pydantic.
 """
 
 from typing import TYPE_CHECKING, Any

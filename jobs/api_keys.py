@@ -1,4 +1,6 @@
-"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects. A key belongs to one project.
+"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects.
+
+A key belongs to one project.
 
 Redis holds only the hashes of keys. A key has 256 random bits, so nobody can try all keys, and one round of SHA-256 is
 enough.
@@ -142,7 +144,9 @@ def known_keys(connection: Redis) -> KnownKeys:
         pipe.hgetall(API_KEYS_KEY)
         pipe.hgetall(API_LIMITS_KEY)
         records, limit_records = pipe.execute()
-    needs_key = bool(records)  # the field _HAD_KEYS counts too
+    needs_key = bool(
+        records
+    )  # true even if all keys were revoked, because the field _HAD_KEYS stays
     keys = {}
     for field_name, record in records.items():
         digest = stored.text(field_name)

@@ -30,9 +30,9 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. A name in its braces stands for a positional argument.
+    """Base of errors whose docstring is the message. A name in braces in the docstring stands for an argument.
 
-    The arguments have the order in which their names first stand in the docstring.
+    The arguments are positional, in the order in which their names first stand in the docstring.
     """
 
     message: ClassVar[str] = "{0}"
@@ -228,12 +228,12 @@ class OtherDelimiter(CorruptTable):
 
 class TooManyBadLines(CorruptTable):
     """{path}: {bad} of its {lines} rows cannot be read, more than a tenth: the first, line {line}, {problem}. Mend the
-    file, or say with input_format, encoding or delimiter what it is"""
+    file, or set its input_format, encoding or delimiter"""
 
 
 class MixedFormats(InputError):
-    """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or say with input_format
-    (--input-format) what they are"""
+    """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or set the
+    input_format of all (--input-format)"""
 
 
 class TableNotRead(InputError):
@@ -307,8 +307,8 @@ class PlanOfAnotherVersion(OutputError):
 
 class PartDamaged(OutputError):
     """{path} is not what the run has written ({reason}): restore it, or submit into another folder with --reuse
-    {output}, which computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file
-    and submit again"""
+    {output}, which computes only what is lacking; if {output} has no _SUCCESS, you may also remove the file and submit
+    again"""
 
     def __str__(self) -> str:
         path, reason = self.args

@@ -240,7 +240,7 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the completions of request `index`: all of its samples. Requests are delivered in any order.
+        """Take all completions of request `index`, one for each sample. Requests may be delivered in any order.
 
         If the engine refused a request, its one completion has the finish_reason "error" and an `error`.
         """
@@ -250,8 +250,8 @@ class OpenTask(abc.ABC):
 
         The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
         everything that is not written yet.
-        tokens: the tokens of requests that were sent and not delivered, by request index and sample index. They include
-        the tokens that a request continues.
+        tokens: the tokens so far of the requests that are not delivered yet, by request index and sample index. They
+        include the tokens that a request continues.
         """
         return None
 
@@ -261,7 +261,7 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def result(self) -> Any:
-        """Return the job's JSON value. Called after all completions were delivered. Raises JobsError to fail the job."""
+        """Return the job's JSON value, after the last completions were delivered. Raises JobsError to fail the job."""
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
         """Release files. May be called more than once."""

@@ -50,14 +50,16 @@ FOLLOW_EVERY_S = 1.0
     help="The most rows that are listed.",
 )
 @click.option(
-    "--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked."
+    "--retry", metavar="NEW", help="Submit the run again into NEW. Only these rows are asked again."
 )
 @click.option(
     "--cut",
     is_flag=True,
     help="Include rows whose answer ended with `length`; --retry asks them again with --max-tokens.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), help="With --cut: a larger limit than the run had."
+)
 @click.option(
     "--export",
     metavar="FILE",
@@ -82,9 +84,9 @@ def errors(
 ) -> None:
     """List a run's rows that have an error, by reason. With --cut, list rows with a cut answer too.
 
-    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file. The errors
-    are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
-    Otherwise the reasons that Redis keeps are shown.
+    RUN is the run's id or output folder. Rows are counted from 0, over the whole input and within their file. The
+    errors are read from the run's parts if its folder is on this machine, or in a store whose keys are in the
+    environment. Otherwise the reasons that Redis keeps are shown.
     """
     _check_error_options(cut, retry, max_tokens, export, wait)
     client_run = client.run(run, connection=connection)
@@ -329,7 +331,7 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
 
 @click.command()
 @click.argument("run")
-@click.option("--price-per-hour", type=click.FloatRange(0), help="What a worker's machine costs.")
+@click.option("--price-per-hour", type=click.FloatRange(0), help="Price of a worker's machine.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False),
@@ -474,7 +476,7 @@ def _check_finished(run: str, state: str) -> None:
     help=f"Queue whose workers ask again; by default the run's queue, or {DEFAULT_QUEUE} if Redis forgot it.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole."
+    "--json", "as_json", is_flag=True, help="Print the result as JSON, with long values uncut."
 )
 @click.pass_obj
 def verify(

@@ -68,7 +68,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # Workers have written these values. They are old if Redis is full, but a producer's user may read nothing newer.
+    # Workers have recorded these two values, which are old if Redis is full. A producer's user may read nothing newer.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -103,7 +103,7 @@ def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
 
 
 def _worker_line(worker: Worker, is_suspended: bool) -> str:
-    """Return a worker's line of `info`. is_suspended: whether `rq suspend` holds all workers now."""
+    """Return a worker's line of `info`. is_suspended: whether `rq suspend` has suspended all workers."""
     fields = worker.registered
     state = "silent" if worker.is_silent else fields.get("state", "?")
     if state == SUSPENDED and not is_suspended:
@@ -227,7 +227,7 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="WORKER...")
 @click.pass_obj
 def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
-    """Have workers finish the jobs that they have begun, give the others back, and stop.
+    """Have workers finish the jobs that they have begun, put their other jobs back on the queue, and stop.
 
     A first SIGTERM does the same. `tokenmill workers` shows the names. Exits with 1 if a named worker does not listen.
     """
@@ -254,7 +254,11 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     help="All failed jobs of the queue that another try may help, the oldest first.",
 )
 @click.option(
-    "--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all."
+    "--limit",
+    type=click.IntRange(1),
+    default=REQUEUE_LIMIT,
+    show_default=True,
+    help="With --all: the most jobs.",
 )
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj

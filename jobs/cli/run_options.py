@@ -106,7 +106,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     output = arguments["output"]
     if os.path.isfile(output):
         raise click.UsageError(
-            f"OUT is the file {output}: name a new or empty folder behind the inputs"
+            f"OUT is the file {output}: name a new or empty folder after the inputs"
         )
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is the format of a single file: add --single-file")

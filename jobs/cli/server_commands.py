@@ -20,7 +20,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name, or name:port, of a proxy before the dashboard.",
+    help="A name, or name:port, that browsers call: that of a proxy before the dashboard.",
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
 @click.option(
@@ -28,11 +28,11 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "queues",
     multiple=True,
     metavar="NAME",
-    help="A queue for /metrics, which needs one.",
+    help="A queue that /metrics counts. Without a queue there is no /metrics.",
 )
 @click.pass_context
 def dashboard(context: click.Context, /, **options: Any) -> None:
-    """Show what waits, runs and fails in a browser.
+    """Serve pages that show what waits, runs and fails.
 
     On another address than 127.0.0.1, browsers must log in with the token in TOKENMILL_DASHBOARD_TOKEN.
     """

@@ -195,8 +195,7 @@ def show_or_watch(
 ) -> None:
     """Print the text that `show` returns.
 
-    watch: whether to go on until Ctrl-C, with the present text every WATCH_EVERY_S. On a terminal, each text is printed
-    at the top of a cleared screen.
+    watch: whether to print it again every WATCH_EVERY_S, until Ctrl-C. On a terminal, the screen is cleared each time.
     """
     click.echo(show())
     is_terminal = sys.stdout.isatty()

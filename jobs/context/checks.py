@@ -78,7 +78,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments; return those that are no options of repairs, and then the RepairOptions.
+    """Return the keyword arguments that are not about repairs, and the RepairOptions made from the others.
 
     Raises InvalidJob.
     """

@@ -1,4 +1,4 @@
-"""What the jobs of one process share: children, plans, open readers, and the bytes that shards may hold."""
+"""What the jobs of one process share: child processes, plans, open readers, and the bytes that shards may hold."""
 
 import threading
 from collections import Counter

@@ -18,7 +18,8 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 class QueueCounts:
     """How many jobs a queue has.
 
-    counts: the number of jobs at each of PLACES, such as "waiting". due: how many scheduled jobs are due, but not queued.
+    counts: the number of jobs at each of PLACES, such as "waiting". due: the number of scheduled jobs that are due, but
+    not queued.
     """
 
     name: str
