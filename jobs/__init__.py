@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function that makes runs at its first use. A process that makes no runs loads no rq."""
+    """Import jobs/client.py when one of its names is first used. A process that makes no runs then loads no rq."""
     if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client

@@ -127,7 +127,7 @@ class KnownKeys:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
         key_of_secret = None
-        # The search does not stop at the key, so that its duration tells nothing.
+        # The search does not stop at the key, so that its duration tells nothing about the keys.
         for known_digest, key in self.keys.items():
             if hmac.compare_digest(known_digest, digest):
                 key_of_secret = key
@@ -144,9 +144,8 @@ def known_keys(connection: Redis) -> KnownKeys:
         pipe.hgetall(API_KEYS_KEY)
         pipe.hgetall(API_LIMITS_KEY)
         records, limit_records = pipe.execute()
-    needs_key = bool(
-        records
-    )  # true even if all keys were revoked, because the field _HAD_KEYS stays
+    # If all keys were revoked, the field _HAD_KEYS is still there, so that requests still need a key.
+    needs_key = bool(records)
     keys = {}
     for field_name, record in records.items():
         digest = stored.text(field_name)

@@ -232,8 +232,8 @@ class Run:
     def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
         """Submit the run again into another output, and return the new run. Rows without an error keep their answers.
 
-        max_tokens: a larger limit, with which rows whose answer was cut at the old limit are asked again too. Raises
-        the errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
+        max_tokens: a larger limit of tokens. Rows whose answer was cut at the old limit are then asked again too.
+        Raises the errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
         """
         plan = self.reader("retry()").plan
         run = retry_run(self._connection, plan, os.fspath(output), max_tokens)

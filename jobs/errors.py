@@ -126,7 +126,10 @@ def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
 
 
 def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
-    """Raise InvalidJob if a number is above its limit. sentence: with {} for the number. remedy: what to do."""
+    """Raise InvalidJob if a number is above its limit.
+
+    sentence: tells the number, for which it has {}. remedy: what to do.
+    """
     if number > limit:
         text = f"{sentence.format(number)}, more than the limit of {limit}"
         if remedy:
@@ -140,8 +143,8 @@ class ModelNotServed(InvalidJob):
 
 
 class UnknownAdapter(InvalidJob):
-    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put its folder into the
-    worker's TOKENMILL_ADAPTERS"""
+    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put the adapter's folder
+    into the worker's TOKENMILL_ADAPTERS"""
 
 
 class AdapterAwaited(JobsError, fault="server"):
@@ -227,8 +230,8 @@ class OtherDelimiter(CorruptTable):
 
 
 class TooManyBadLines(CorruptTable):
-    """{path}: {bad} of its {lines} rows cannot be read, more than a tenth: the first, line {line}, {problem}. Mend the
-    file, or set its input_format, encoding or delimiter"""
+    """{path}: {bad} of its {lines} rows cannot be read, more than a tenth. The first is line {line}, which {problem}.
+    Mend the file, or set its input_format, encoding or delimiter"""
 
 
 class MixedFormats(InputError):
@@ -246,7 +249,7 @@ class SchemaMismatch(InputError):
 
 
 class MissingColumn(InputError):
-    """no column {column!r} in {path}: it holds {found}; name one of them"""
+    """no column {column!r} in {path}: the file holds {found}; name one of its columns"""
 
 
 class WrongColumnType(InputError):
@@ -258,7 +261,7 @@ class ColumnConflict(InputError):
 
 
 class ShardTooLarge(InputError):
-    """{path}: {what}, more than {limit} bytes ({factor}TOKENMILL_MAX_SHARD_BYTES): {remedy}, or raise that setting"""
+    """{path}: {problem}, more than {limit} bytes ({setting}): {remedy}, or raise that setting"""
 
 
 class InputChanged(InputError):
@@ -358,8 +361,8 @@ class RunResubmitted(RunError):
 
 
 class UnknownRun(RunError):
-    """this Redis knows no run {run!r}, and it is no run's output folder: name the folder, or submit again, which
-    resumes a run"""
+    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or submit again,
+    which resumes a run"""
 
 
 class RunBusy(RunError, fault="server"):

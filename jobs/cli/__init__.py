@@ -119,7 +119,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 @main.command()
 @click.argument("model", metavar="[FOLDER]", required=False)
 def models(model: str | None) -> None:
-    """List which models are served, how, and which are not.
+    """List the models that can be served and how, and the models that cannot.
 
     With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """

@@ -50,7 +50,9 @@ FOLLOW_EVERY_S = 1.0
     help="The most rows that are listed.",
 )
 @click.option(
-    "--retry", metavar="NEW", help="Submit the run again into NEW. Only these rows are asked again."
+    "--retry",
+    metavar="NEW",
+    help="Submit the run again into NEW. Only rows with an error are asked.",
 )
 @click.option(
     "--cut",
@@ -63,7 +65,7 @@ FOLLOW_EVERY_S = 1.0
 @click.option(
     "--export",
     metavar="FILE",
-    help="Write these rows into FILE (.parquet, .csv or .jsonl): the input's columns, the reason, the line.",
+    help="Write the rows into FILE (.parquet, .csv or .jsonl), with the input's columns, the reason and the line.",
 )
 @click.option(
     "--wait", is_flag=True, help="With --retry: show progress until the new run has ended."
@@ -387,7 +389,7 @@ def report(
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
     """Return rows of a run as examples, with their prompts if `has_prompts`.
 
-    If the rows cannot be read, this raises RunNotHere with `has_prompts`, and returns None without it.
+    If the rows cannot be read, raises RunNotHere if `has_prompts` is true, and returns None otherwise.
     """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
@@ -439,7 +441,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(snapshot.run, snapshot.state)
-    # These errors are about workers that exist. If there is none, `verify` waits for one before it says so.
+    # A queue without workers raises neither of these errors, because `verify` first waits for a worker.
     if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
             f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "

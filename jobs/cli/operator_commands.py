@@ -98,7 +98,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
     """Return a queue's line of `info`. num_claimed: how many of its jobs workers have claimed."""
     counts = [f"{count} {state}" for state, count in queue.counts.items()]
-    counts.insert(1, f"{num_claimed} claimed")  # behind the waiting jobs
+    counts.insert(1, f"{num_claimed} claimed")  # after the waiting jobs
     return f"queue {safe_name(queue.name)}: {', '.join(counts)}"
 
 
@@ -200,10 +200,11 @@ def _stop_command(queue: str, producer: str) -> str:
 @click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
 @click.pass_obj
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
-    """Say whether workers claim nothing because Redis came back with older data. With --confirm the workers go on.
+    """Say whether workers have stopped claiming jobs because Redis came back with older data.
 
-    A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
-    needs the workers' Redis user. Exits with 1 while workers claim nothing.
+    --confirm lets the workers go on. In the older data, prompts that were answered after it was saved are still queued.
+    Workers would answer these prompts twice. This command needs the workers' Redis user. Exits with 1 while workers
+    claim nothing.
     """
     stopped_since: Any = connection.get(RESTORED_KEY)
     if stopped_since is None:
@@ -246,7 +247,7 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 
 
 @click.command("requeue")
-@click.option("--queue", required=True, help="The queue whose failed jobs are meant.")
+@click.option("--queue", required=True, help="The queue of the failed jobs.")
 @click.option(
     "--all",
     "is_all",
@@ -327,9 +328,9 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     """Say what is wrong here, and how to mend it. Changes nothing.
 
-    Looks at Redis, at the rights of its user, at settings and at the installation. With the role worker, it also looks
-    at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if there
-    is a fault, else 0.
+    Looks at Redis, at the rights of the Redis user, at settings and at the installation. With the role worker, it also
+    looks at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if
+    there is a fault, else 0.
     """
     url = context.find_root().params["url"]
     if role is None:
@@ -380,7 +381,7 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
-    """Yield the findings about Redis, and about the rights of its user."""
+    """Yield the findings about Redis, and about the rights of the Redis user."""
     try:
         server = reach(url)
     except RedisError as error:

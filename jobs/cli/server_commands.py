@@ -130,13 +130,13 @@ def list_command(connection: redis.Redis, /) -> None:
 
 @keys.command("limit")
 @click.argument("project")
-@click.option("--requests-per-minute", type=click.IntRange(1), help="Requests of the project.")
-@click.option("--open-batches", type=click.IntRange(0), help="Batches that have not ended.")
-@click.option("--stored-bytes", type=click.IntRange(0), help="Bytes of its uploads together.")
+@click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests of the project.")
+@click.option("--open-batches", type=click.IntRange(0), help="Most batches that have not ended.")
+@click.option("--stored-bytes", type=click.IntRange(0), help="Most bytes of all uploads.")
 @click.option(
     "--tokens-queued",
     type=click.IntRange(0),
-    help="Tokens of its calls and open batches, estimated.",
+    help="Most tokens of all calls and open batches, estimated.",
 )
 @click.option("--none", "is_unlimited", is_flag=True, help="Lift all limits.")
 @click.pass_obj

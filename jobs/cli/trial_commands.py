@@ -44,9 +44,9 @@ RANGE = (0.7, 2.4)
 
 @click.command()
 @click.option(
-    "--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many."
+    "--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many rows."
 )
-@click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
+@click.option("--no-answers", is_flag=True, help="Show only prompts and their tokens.")
 @input_options
 @prompt_options
 @click.pass_obj

@@ -1,7 +1,7 @@
 """Pins LoRA adapters to their files.
 
-A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with these very files, or
-refuses. The keys of answers, of journals and of the engine's cache contain the pinned text.
+A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with exactly these files,
+or refuses the request. The keys of answers, of journals and of the engine's cache contain the pinned text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

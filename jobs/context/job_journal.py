@@ -58,13 +58,16 @@ class JobJournal:
             return []
         try:
             return [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # a journal only saves time
+        except (
+            ValueError,
+            RecursionError,
+        ):  # without its journal, the job only computes its prompts again
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """Return the tokens of a prompt's samples, from the journal and from what was sent to a client.
 
-        tokens: the journal's tokens, by sample. Where they differ from the sent tokens, the sent tokens count.
+        tokens: the journal's tokens, by sample. Where they differ from the sent tokens, the sent tokens are taken.
         """
         merged: dict[int, list[int]] = {}
         for sample, token_ids in tokens.items():

@@ -51,8 +51,8 @@ class PinnedModel:
     def identity(self) -> str:
         """Return a text that changes with everything that decides all answers: the fingerprint and the clock.
 
-        The length limit is left out, because it changes no answer. Adapters are left out, because the key of each answer
-        names the adapter that it was computed with.
+        The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
+        names the adapter that computed the answer.
         """
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 

@@ -121,7 +121,7 @@ class SharedFiles:
                 self._close(reader)
 
     def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the key's idle reader that has to skip the fewest rows to reach a shard; None if no reader can."""
+        """Take the key's idle reader that has to skip the fewest rows to reach a shard; None if none can reach it."""
         with self._lock:
             candidates = []
             for idle in self._idle:

@@ -17,8 +17,9 @@ class Caller(Protocol):
     """A call that is watched. It is interrupted if it shows no sign of life for long."""
 
     def check_while_waiting_for(self, holder: Any) -> None:
-        """Raise the call's interrupt if it has one. Otherwise, count the holder's last sign of life as the call's own.
+        """Count the holder's last sign of life as this call's own.
 
+        If this call is interrupted, raise the error for that.
         holder: the call that has the turn; None if that is not known.
         """
 
@@ -30,7 +31,7 @@ def nobody() -> None:
 class Turns:
     """Locks by key, each with a holder that waiting threads watch. Thread-safe.
 
-    current_call: returns the caller whose call the current thread carries out; None if calls are not watched.
+    current_call: returns the call that the current thread carries out; None if calls are not watched.
     """
 
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
@@ -44,7 +45,10 @@ class Turns:
 
     @contextmanager
     def at(self, key: Hashable) -> Iterator[None]:
-        """Wait for the turn at a key, and hold it during the `with`. Raises the interrupt of a call that waits."""
+        """Wait for the turn at a key, and hold it during the `with`.
+
+        If the call is interrupted while it waits, this raises the error for that.
+        """
         caller = self._current_call()
         with self._lock:
             turn = self._turns.setdefault(key, _Turn())
@@ -60,7 +64,7 @@ class Turns:
 
 
 class _Turn:
-    """A lock, and its holder: the caller for which the thread with the lock works."""
+    """A lock, and its holder: the call that the thread with the lock carries out."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

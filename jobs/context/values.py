@@ -40,7 +40,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 def checked_list(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
     """Return a list as it is, if it has `least` to `most` values.
 
-    kind_of_list: words for the error about a value that is no list.
+    kind_of_list: what is expected, such as "a list of texts"; for the error about a value that is no list.
     """
     if not isinstance(value, list | tuple):
         raise wrong_value_error(name, value, kind_of_list)

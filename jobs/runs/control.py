@@ -198,7 +198,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _cancel_jobs(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> Cancelled:
-    """Take the waiting jobs among these off their queue, and have workers stop the others. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they hold. Raises RunResubmitted."""
     removed = remove_waiting(state, submission, queue_name, job_ids)
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):
@@ -225,7 +225,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> int:
-    """Take the waiting jobs among these off their queue, and delete them; return how many. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and delete them; return how many waited. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:

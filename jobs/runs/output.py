@@ -81,7 +81,7 @@ def _read_output(name: str) -> RunOutput | None:
         return None
     try:
         plan = Plan.from_text(Path(path).read_text("utf-8"))
-        # This is the folder's path on this machine. The path in the plan may be another machine's.
+        # `folder` is a path on this machine. The path in the plan may be another machine's.
         parts_folder = os.path.join(folder, PARTS) if plan.spec.single_file else folder
         names = os.listdir(parts_folder) if os.path.isdir(parts_folder) else []
     except ValueError as error:

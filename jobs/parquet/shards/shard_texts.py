@@ -66,8 +66,8 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        factor = ""  # the limit is the setting itself, not a multiple
-        return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
+        setting = "TOKENMILL_MAX_SHARD_BYTES"
+        return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:
         """Return the rows, once all are added. They then belong to the caller, and this object holds none."""
