@@ -372,7 +372,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
             "in.csv",
             "prompt\na\n".encode("utf-16"),
             OtherEncoding,
-            "looks like utf-16: say so with encoding",
+            "looks like utf-16: set encoding",
         ),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
