@@ -327,15 +327,16 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         arguments[name] = {**columns, ADAPTER: adapter_column}
 
     checks = {}
-    for name, kind in _CHECK_KINDS.items():
-        if name in arguments:
-            checks[kind] = arguments.pop(name)
+    for option, kind in _CHECK_KINDS.items():
+        if option in arguments:
+            checks[kind] = arguments.pop(option)
     if checks:
         _add(arguments, "check", checks)
 
-    for name, argument in _ARGUMENT_OF.items():
-        if name in arguments:
-            _add(arguments, argument, arguments.pop(name))
+    for option, argument_name in _ARGUMENT_OF.items():
+        if option in arguments:
+            value = arguments.pop(option)
+            _add(arguments, argument_name, value)
     return arguments
 
 
@@ -395,13 +396,13 @@ def _signature() -> inspect.Signature:
 submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
+def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
     # single_file=True does not count, because output_format may be given beside it and replaces it.
-    is_given = argument in arguments and arguments[argument] is not True
+    is_given = name in arguments and arguments[name] is not True
     if is_given:
-        raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
-    arguments[argument] = value
+        raise InvalidJob(f"{name} is given twice, by two of its names: give it once")
+    arguments[name] = value
 
 
 def _paths(source: Any) -> list[str] | None:

@@ -175,9 +175,9 @@ def deadline_text(snapshot: RunSnapshot) -> str:
     """Say when a run's deadline is, and whether it will be met. The run must have a deadline."""
     assert snapshot.deadline is not None
     prospects = {
-        True: "it will hold",
-        False: "it will NOT hold: rows that are not begun by then get an error",
-        None: "whether it holds is not known yet",
+        True: "it will be met",
+        False: "it will NOT be met: rows that are not begun by then get an error",
+        None: "whether it will be met is not known yet",
     }
     return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 

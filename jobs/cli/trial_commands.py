@@ -79,7 +79,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
     basis = ""
     if result["rows_read"] != result["num_rows"]:
-        basis = f", as {result['rows_read']:,} of them show"
+        basis = f", estimated from {result['rows_read']:,} of them"
     lines = [
         f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{basis}"
     ]
@@ -87,7 +87,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
         lines.append(f"         {reason}")
     lines += [
         f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
-        f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save about "
+        f"prompts  {result['prompt_tokens']:,.0f} tokens; shared beginnings of the asked prompts save about "
         f"{result['cached_tokens']:,.0f}",
     ]
     return lines

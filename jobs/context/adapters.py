@@ -48,7 +48,7 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 class Adapters:
-    """A set of pinned adapters. is_live: whether `refresh` may change the set."""
+    """A set of adapters, each pinned to its files. is_live: whether `refresh` may change the set."""
 
     is_live: ClassVar[bool] = False
 

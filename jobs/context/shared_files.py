@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from jobs.context.turns import Caller, Turns, nobody
+from jobs.context.turns import Turns, WatchedCall, nobody
 from sandbox import Pool
 
 CHILDREN = Pool()
@@ -49,7 +49,7 @@ class SharedFiles:
     current_call: see Turns. num_readers: the number of open readers.
     """
 
-    def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
+    def __init__(self, current_call: Callable[[], WatchedCall | None] = nobody) -> None:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 CHECK_EVERY_S = 0.2
 
 
-class Caller(Protocol):
+class WatchedCall(Protocol):
     """A call that is watched. It is interrupted if it shows no sign of life for long."""
 
     def check_while_waiting_for(self, holder: Any) -> None:
@@ -34,7 +34,7 @@ class Turns:
     current_call: returns the call that the current thread carries out; None if calls are not watched.
     """
 
-    def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
+    def __init__(self, current_call: Callable[[], WatchedCall | None] = nobody) -> None:
         self._current_call = current_call
         self._lock = threading.Lock()
         # A turn is kept while a thread holds it or waits for it.
@@ -49,13 +49,13 @@ class Turns:
 
         If the call is interrupted while it waits, this raises the error for that.
         """
-        caller = self._current_call()
+        call = self._current_call()
         with self._lock:
             turn = self._turns.setdefault(key, _Turn())
         while not turn.lock.acquire(timeout=CHECK_EVERY_S):
-            if caller is not None:
-                caller.check_while_waiting_for(turn.holder)
-        turn.holder = caller
+            if call is not None:
+                call.check_while_waiting_for(turn.holder)
+        turn.holder = call
         try:
             yield
         finally:
@@ -68,4 +68,4 @@ class _Turn:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holder: Caller | None = None
+        self.holder: WatchedCall | None = None

@@ -144,6 +144,7 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
             break
         job_ids = list(map(stored.text, entries))
         producer_of_each = _producers(connection, job_ids)
+        # The arguments of the script: six values, and then the ids of the jobs to cancel.
         args: list[Any] = [
             first,
             last,

@@ -67,7 +67,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
 def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     """Record that a shard has failed for good, and enqueue the run's notices if nothing of the run is left to do."""
     count = state.record_failed(shard)
-    if not count.is_whole:
+    if not count.is_whole:  # some shards have no part
         notify_if_rest_failed(state, count, f", the last one: {error}")
     elif "finished" not in state.facts():
         reason = f"all {count.total} parts are written, but the run did not finish: {error}"
@@ -91,12 +91,14 @@ def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> 
         enqueue_notices(state, state.submission(), "failed", reason)
 
 
-def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
+def enqueue_notices(
+    state: RunState, submission: int, outcome: str, reason: str | None = None
+) -> None:
     """Enqueue a submission's notices in one transaction, unless they were enqueued before.
 
-    word: how the run ended, such as "failed". reason: why, for people.
+    outcome: how the run ended, such as "failed". reason: why, for people.
     """
-    enqueue = partial(_enqueue_once, state, submission, word, reason)
+    enqueue = partial(_enqueue_once, state, submission, outcome, reason)
     transact(state.connection, enqueue, run_key(state.run))
 
 
@@ -118,14 +120,16 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
         return None
     reason, submission = verdict
     _enqueue_once(state, submission, "stopped", reason, pipe)
-    if not pipe.explicit_transaction:  # no notice was enqueued
+    if (
+        not pipe.explicit_transaction
+    ):  # `_enqueue_once` had nothing to enqueue, and began no transaction
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission
 
 
 def _enqueue_once(
-    state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline
+    state: RunState, submission: int, outcome: str, reason: str | None, pipe: Pipeline
 ) -> None:
     """Have `pipe` enqueue a submission's notices, unless they were enqueued before or a later submission came.
 
@@ -134,11 +138,11 @@ def _enqueue_once(
     fields: Any = pipe.hgetall(run_key(state.run))
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
     # A failed run has not ended, because it goes on if a person enqueues its jobs again.
-    is_end = word != "failed"
+    is_end = outcome != "failed"
     if not _is_due(facts, submission, is_end=is_end):
         return
 
-    content = _notice(state.run, facts, word, reason)
+    content = _notice(state.run, facts, outcome, reason)
     notices: list[tuple[str, str, list[Any]]] = []  # kind, function and the function's arguments
     if WEBHOOK in facts:
         notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
@@ -179,8 +183,8 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
     return facts.get(FAILURE_NOTIFIED) != str(submission) and "cancelled" not in facts
 
 
-def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
-    """Return the content of a notice. facts: the run's hash. word, reason: see `enqueue_notices`.
+def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None) -> dict[str, Any]:
+    """Return the content of a notice. facts: the run's hash. outcome, reason: see `enqueue_notices`.
 
     A finished run in which every row has an error may count as failed. A finished run with expired rows is expired.
     """
@@ -188,17 +192,17 @@ def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -
     errors = stored.count(facts.get("total_errors")) or 0
     expired = stored.count(facts.get("total_expired")) or 0
     has_only_errors = rows_done > 0 and errors == rows_done
-    if word == "finished" and has_only_errors:
+    if outcome == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
         reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
         if reason is not None:
-            word = "failed"
-    if word == "finished" and expired:
+            outcome = "failed"
+    if outcome == "finished" and expired:
         reason = f"{expired} rows were not begun before the deadline"
-        word = "expired"
+        outcome = "expired"
     return {
         "run": run,
-        "state": word,
+        "state": outcome,
         "output": facts.get("output"),
         "rows": stored.count(facts.get("rows")),
         "rows_done": rows_done,
