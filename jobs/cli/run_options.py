@@ -370,7 +370,7 @@ _PROMPT = (
     ),
     _option(
         "--calibrate",
-        "Correct the labels' probabilities by those after the prompt with N/A for all columns.",
+        "Correct each label's probability by its probability after the prompt with N/A for all columns.",
         is_flag=True,
     ),
     _option(
@@ -507,7 +507,7 @@ _OUTPUT = (
     ),
     _option(
         "--order",
-        "Compute rows that share a beginning together. The parts have this order.",
+        "Sort rows, so that rows with a common beginning are computed together. The parts have this order.",
         type=click.Choice(["prefix"]),
     ),
     _option(

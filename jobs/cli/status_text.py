@@ -118,7 +118,7 @@ class Lines:
         print(text, file=self._file, flush=True)
 
     def close(self) -> None:
-        """Leave the lines as they are."""
+        """Do nothing. Only a Bar, which may be used in place of Lines, needs to be closed."""
 
 
 def _can_draw_bar(file: TextIO) -> bool:

@@ -79,7 +79,7 @@ class JobJournal:
                 continue
             end = sent.num_before + len(sent.token_ids)
             if known_ids[sent.num_before : end] != sent.token_ids:
-                # The journal's later tokens follow other tokens than those that were sent, so they are dropped.
+                # The journal's later tokens continue tokens that were not sent, so the later tokens are dropped.
                 merged[sent.sample] = [*known_ids[: sent.num_before], *sent.token_ids]
         return merged
 

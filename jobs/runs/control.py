@@ -64,9 +64,9 @@ def submit_run(
 ) -> str:
     """Enqueue the planning of a run, unless a worker holds the planning job already; return the run's id.
 
-    check_run: raises errors that planning would raise. arguments: those of jobs.score_parquet.
+    check_run: raises errors that planning would raise. arguments: the arguments of jobs.score_parquet.
     Raises InvalidJob or UnsupportedScheme for wrong arguments, and PlanningUnderWay if a worker already plans the run
-    for another model. Then nothing is enqueued.
+    for another model. After an error, nothing is enqueued.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)

@@ -170,7 +170,7 @@ def _enqueue_once(
 def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
     """Whether a submission's notices must be enqueued.
 
-    facts: the run's hash. is_end: whether they are the notices of the run's end, and not those of its failure.
+    facts: the run's hash. is_end: True for notices of the run's end; False for notices of its failure.
     """
     is_last = str(submission) == facts.get("submission") and "queue" in facts
     if not is_last or not _wants_notices(facts):
