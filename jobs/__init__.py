@@ -1,4 +1,4 @@
-"""What producers enqueue: job functions for prompts and Parquet runs, and the `tokenmill` command line.
+"""What producers use: job functions for prompts and Parquet runs, and the `tokenmill` command line.
 
 A producer needs only `rq` and the names of these functions as strings:
 

@@ -318,13 +318,13 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     adapter_column = arguments.pop("adapter_column", None)
     if adapter_column is not None:
         # `column` is the command line's name for `sampling_columns`.
-        name = "column" if "column" in arguments else "sampling_columns"
-        columns = arguments.get(name, {})
+        columns_name = "column" if "column" in arguments else "sampling_columns"
+        columns = arguments.get(columns_name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
             raise wrong_value_error(
-                name, columns, "a mapping without adapter, which adapter_column gives"
+                columns_name, columns, "a mapping without adapter, which adapter_column gives"
             )
-        arguments[name] = {**columns, ADAPTER: adapter_column}
+        arguments[columns_name] = {**columns, ADAPTER: adapter_column}
 
     checks = {}
     for option, kind in _CHECK_KINDS.items():

@@ -128,7 +128,7 @@ def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
 def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
     """Raise InvalidJob if a number is above its limit.
 
-    sentence: tells the number, for which it has {}. remedy: what to do.
+    sentence: the beginning of the error's text, with {} in place of the number. remedy: what to do.
     """
     if number > limit:
         text = f"{sentence.format(number)}, more than the limit of {limit}"

@@ -222,7 +222,7 @@ class OpenTask(abc.ABC):
     def num_requests(self) -> int | None:
         """Return how many requests the task yields in all; None if that is unknown.
 
-        By this number, a worker decides when to claim further jobs.
+        A worker uses this number to decide when to claim further jobs.
         """
         return None
 

@@ -112,7 +112,7 @@ def _check_error_options(
         raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
     if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
-            "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
+            "--retry with --cut needs --max-tokens: the old limit would cut the rows again"
         )
     if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
@@ -181,7 +181,7 @@ def _list_errors(
     help="Go on with each part that is published, until the run ends.",
 )
 @click.option(
-    "--prompts", is_flag=True, help="Show also the columns of which the prompts are made."
+    "--prompts", is_flag=True, help="Also show the columns from which the prompts are made."
 )
 @json_option
 @click.pass_obj
@@ -200,7 +200,7 @@ def tail(
     prefix = reader.plan.spec.output_prefix
 
     def show(rows: Iterator[dict[str, Any]]) -> None:
-        """Print rows, one a line."""
+        """Print each row on a line of its own."""
         for row in rows:
             click.echo(to_json(row) if as_json else _row_text(row, prefix))
 
@@ -340,7 +340,9 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     help="Write the page into this file, not in the run's folder.",
 )
 @click.option(
-    "--prompts", is_flag=True, help="Show also the columns of which the examples' prompts are made."
+    "--prompts",
+    is_flag=True,
+    help="Also show the columns from which the examples' prompts are made.",
 )
 @click.pass_obj
 def report(

@@ -107,7 +107,7 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
     fields = worker.registered
     state = "silent" if worker.is_silent else fields.get("state", "?")
     if state == SUSPENDED and not is_suspended:
-        state = "was suspended"
+        state = "was suspended"  # the worker has not written a newer state yet
     job = f", job {fields['current_job']}" if "current_job" in fields else ""
     return (
         f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
@@ -137,7 +137,7 @@ def flood(connection: redis.Redis, /, queue: str, producer: str | None) -> None:
 
 
 def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
-    """Cancel the waiting jobs of a producer that is no run."""
+    """Cancel the waiting jobs of a producer. Raises UsageError for a run, which `tokenmill cancel` cancels."""
     if producer.startswith(RUN):
         run = producer.removeprefix(RUN)
         raise click.UsageError(f"a run is cancelled by `tokenmill cancel {run}`")
@@ -165,19 +165,18 @@ def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 def _print_producers(connection: redis.Redis, queue: str) -> None:
     """Print how many jobs of each producer wait on a queue, and the command that stops them."""
     producers = read_producers(connection, queue)
-    ages_s = head_ages(connection, [queue], time.time())
-    age_s = ages_s.get(queue)
+    head_age_s = head_ages(connection, [queue], time.time()).get(queue)
     since = ""
-    if producers.num_waiting and age_s is not None:
-        since = f", the first for {duration_text(age_s)}"
+    if producers.num_waiting and head_age_s is not None:
+        since = f", the first for {duration_text(head_age_s)}"
     click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
-        num_jobs = str(producers.estimate(name))
+        shown_count = str(producers.estimate(name))
         if producers.is_sample:
-            num_jobs = f"about {num_jobs}"
+            shown_count = f"about {shown_count}"
         shown_name = "no producer named" if name == UNNAMED else name
-        rows.append((num_jobs, shown_name, safe_name(_stop_command(queue, name))))
+        rows.append((shown_count, shown_name, safe_name(_stop_command(queue, name))))
     if producers.is_sample:
         click.echo(
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"

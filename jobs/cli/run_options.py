@@ -539,7 +539,7 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
     def decorate(command: Any) -> Any:
         """Return a command with the options."""
-        # click lists the options of a command in the reverse order of their adding.
+        # click lists the option that was added last first.
         for option in reversed(options):
             command = option(command)
         return command

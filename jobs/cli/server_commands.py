@@ -20,7 +20,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name, or name:port, that browsers call: that of a proxy before the dashboard.",
+    help="Host name, or name:port, of a proxy through which browsers reach the dashboard.",
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
 @click.option(

@@ -144,7 +144,7 @@ def survey(
 
     options: the run's options. extent: the arguments of jobs.survey_parquet that say how many rows to read and answer.
     """
-    # A run must name an output, and a survey writes none.
+    # The arguments of a run must name an output, although a survey writes nothing.
     all_arguments = run_arguments({"output": "/dev/null", **options})
     submission, arguments = Submission.split(queue, all_arguments)
     survey_arguments = {

@@ -69,7 +69,7 @@ def _kind_and_rule(text: str) -> tuple[str, Any]:
 
 @lru_cache(maxsize=64)
 def _files(check: Check) -> list[Path]:
-    """Return the files that define a function, or the class of a callable object; see own_files.
+    """Return the files that define a function or a callable object's class, and the files that they import.
 
     The files are found once, when the function is imported.
     """
@@ -209,14 +209,14 @@ def _agreement(agree_on: str) -> Check:
         except (re.error, OverflowError, RecursionError) as error:
             raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
 
-    def compared(row: Any, text: str) -> str | None:
+    def hash_of_part(row: Any, text: str) -> str | None:
         """Return a hash of the part of a text that `agree_on` names; None for a text without that part."""
         part = part_of(text)
         if part is None:
             return None
         return blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
 
-    return compared
+    return hash_of_part
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:

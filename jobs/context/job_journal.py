@@ -32,7 +32,7 @@ class SentTokens(NamedTuple):
 class JobJournal:
     """The journal of a job, as one execution reads and writes it.
 
-    The journal's first line is its owner. Each further line is the record of a prompt, as JSON.
+    The first line names the journal's owner. Each further line is the record of a prompt, as JSON.
     owner: a text that names the job, its time of creation, its payload and its model.
     stored: the journal when the job was claimed; None if there was none.
     execution_id: the execution that must hold the job while the journal is written; None if this is not required.
@@ -58,10 +58,8 @@ class JobJournal:
             return []
         try:
             return [json.loads(line) for line in lines]
-        except (
-            ValueError,
-            RecursionError,
-        ):  # without its journal, the job only computes its prompts again
+        except (ValueError, RecursionError):
+            # Without its journal, the job only computes its prompts again.
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

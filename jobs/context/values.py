@@ -31,7 +31,7 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """Return one of the known words."""
+    """Return a value that is one of the known words."""
     if value not in known:
         raise wrong_value_error(name, value, " or ".join(map(repr, known)))
     return str(value)

@@ -120,19 +120,19 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose run is cancelled or stopped."""
-    runs: dict[str, str] = {}
+    run_of_job: dict[str, str] = {}
     for job_id in job_ids:
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard
-            runs[job_id] = run
+            run_of_job[job_id] = run
     with connection.pipeline(transaction=False) as pipe:
-        for run in runs.values():
+        for run in run_of_job.values():
             pipe.hexists(run_key(run), "cancelled")
         replies = pipe.execute()
 
     cancelled = set()
-    for job_id, is_run_cancelled in zip(runs, replies, strict=True):
+    for job_id, is_run_cancelled in zip(run_of_job, replies, strict=True):
         if is_run_cancelled:
             cancelled.add(job_id)
     return cancelled

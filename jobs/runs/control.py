@@ -109,9 +109,9 @@ def submitter() -> str:
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
     """Submit a run again with another output, and return the new run's id.
 
-    The new run takes the answers of the old output, and asks the rows that have an error.
-    max_tokens: a larger limit. Then rows that ended with `length` are asked again too. Raises InvalidJob for a limit
-    that would cut the same rows again.
+    The new run takes the answers of the old output, and asks again only the rows that have an error.
+    max_tokens: a larger limit of tokens. Rows that ended with `length` are then asked again too. Raises InvalidJob for
+    a limit that would cut the same rows again.
     """
     if max_tokens is not None:
         _check_larger(plan.spec, max_tokens)

@@ -120,9 +120,9 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
         return None
     reason, submission = verdict
     _enqueue_once(state, submission, "stopped", reason, pipe)
-    if (
-        not pipe.explicit_transaction
-    ):  # `_enqueue_once` had nothing to enqueue, and began no transaction
+    # `_enqueue_once` begins the transaction only if it has notices to enqueue.
+    has_begun_transaction = pipe.explicit_transaction
+    if not has_begun_transaction:
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission
