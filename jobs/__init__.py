@@ -1,12 +1,12 @@
-"""What producers enqueue: job functions for prompts and Parquet runs, and the `tokenmill` command line.
+"""What producers use: job functions for prompts and Parquet runs, and the `tokenmill` command line.
 
 A producer needs only `rq` and the names of these functions as strings:
 
     Queue("prompts", connection=redis, serializer="json").enqueue("jobs.complete", "Hello", max_tokens=16)
 
-A stock `rq worker` calls the functions below. `worker.BatchWorker` makes tasks of them by jobs/table.py. Programs make
-and await runs by `jobs.submit` and `jobs.run` (jobs/client.py), which no worker calls. Importing this package loads no
-torch, transformers, pyarrow or pydantic.
+A stock `rq worker` calls the functions below. `worker.BatchWorker` makes tasks in their place (jobs/table.py). Programs
+make and await runs by `jobs.submit` and `jobs.run` (jobs/client.py), which no worker calls. Importing this package
+loads no torch, transformers, pyarrow or pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions that make runs when they are first used. A process that makes no runs loads no rq."""
+    """Import jobs/client.py when one of its names is first used. A process that makes no runs then loads no rq."""
     if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client
@@ -116,7 +116,7 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
     options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
-    Raises InvalidJob, or RequestFailed if all texts failed. If only some texts failed, each of these has an `error`.
+    Raises InvalidJob, or RequestFailed if all texts failed. If only some texts failed, each failed text has an `error`.
     """
     return run_job("jobs.embed", (input,), options)
 

@@ -1,4 +1,6 @@
-"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects. A key has one project.
+"""Stores the keys that clients of `tokenmill serve` send, and the limits of their projects.
+
+A key belongs to one project.
 
 Redis holds only the hashes of keys. A key has 256 random bits, so nobody can try all keys, and one round of SHA-256 is
 enough.
@@ -125,7 +127,7 @@ class KnownKeys:
         """Return the key with this secret; None if there is none. Hashes are compared in constant time."""
         digest = _hash(secret)
         key_of_secret = None
-        # The search does not stop at the key, so that its duration tells nothing.
+        # The search does not stop at the key, so that its duration tells nothing about the keys.
         for known_digest, key in self.keys.items():
             if hmac.compare_digest(known_digest, digest):
                 key_of_secret = key
@@ -142,7 +144,8 @@ def known_keys(connection: Redis) -> KnownKeys:
         pipe.hgetall(API_KEYS_KEY)
         pipe.hgetall(API_LIMITS_KEY)
         records, limit_records = pipe.execute()
-    needs_key = bool(records)  # the field _HAD_KEYS counts too
+    # If all keys were revoked, the field _HAD_KEYS is still there, so that requests still need a key.
+    needs_key = bool(records)
     keys = {}
     for field_name, record in records.items():
         digest = stored.text(field_name)

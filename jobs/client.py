@@ -200,7 +200,10 @@ class Run:
             is_cancelled.set()
 
     def table(self) -> Any:
-        """Return the rows as a pyarrow Table, in the input's order. Raises StoreError, or RunNotHere before the end."""
+        """Return the rows as a pyarrow Table, in the input's order.
+
+        Raises RunNotHere if the run has not ended, and StoreError.
+        """
         reader = self.reader("table()")
         if not reader.has_ended:
             raise RunNotHere(
@@ -219,7 +222,7 @@ class Run:
         return polars.from_arrow(self.table())
 
     def errors(self, limit: int = 1000, *, cut: bool = False) -> list[FailedRow]:
-        """Return at most `limit` first rows with an error, even while the run goes on. Raises RunNotHere, StoreError.
+        """Return the first `limit` rows with an error, even while the run goes on. Raises RunNotHere, StoreError.
 
         cut: whether rows whose answer was cut at its limit of tokens are returned too.
         """
@@ -229,15 +232,15 @@ class Run:
     def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
         """Submit the run again into another output, and return the new run. Rows without an error keep their answers.
 
-        max_tokens: a larger limit, with which rows whose answer was cut at the old limit are asked again too. Raises
-        the errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
+        max_tokens: a larger limit of tokens. Rows whose answer was cut at the old limit are then asked again too.
+        Raises the errors of `errors`, and InvalidJob for a limit that would cut the same rows again.
         """
         plan = self.reader("retry()").plan
         run = retry_run(self._connection, plan, os.fspath(output), max_tokens)
         return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:
-        """Take the run's waiting jobs off the queue and stop its running jobs. Parts stay.
+        """Take the run's waiting jobs off the queue and stop its running jobs. Finished parts stay.
 
         Raises UnknownRun or RunResubmitted.
         """
@@ -270,7 +273,7 @@ class Run:
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise the errors of planning that this machine can find, with or without pyarrow, the engine and the input."""
+    """Raise the errors of planning that this machine can find. Checks that need pyarrow are left out without it."""
     spec.check_values(check_sampling)
 
     try:
@@ -295,7 +298,7 @@ def _connection(connection: Redis | None) -> Redis:
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line.
 
-    Raises InvalidJob if an argument is given by two of its names.
+    Raises InvalidJob if an argument is given under two names.
     """
     arguments = {}
     for name, value in options.items():
@@ -315,24 +318,25 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     adapter_column = arguments.pop("adapter_column", None)
     if adapter_column is not None:
         # `column` is the command line's name for `sampling_columns`.
-        name = "column" if "column" in arguments else "sampling_columns"
-        columns = arguments.get(name, {})
+        columns_name = "column" if "column" in arguments else "sampling_columns"
+        columns = arguments.get(columns_name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
             raise wrong_value_error(
-                name, columns, "a mapping without adapter, which adapter_column gives"
+                columns_name, columns, "a mapping without adapter, which adapter_column gives"
             )
-        arguments[name] = {**columns, ADAPTER: adapter_column}
+        arguments[columns_name] = {**columns, ADAPTER: adapter_column}
 
     checks = {}
-    for name, kind in _CHECK_KINDS.items():
-        if name in arguments:
-            checks[kind] = arguments.pop(name)
+    for option, kind in _CHECK_KINDS.items():
+        if option in arguments:
+            checks[kind] = arguments.pop(option)
     if checks:
         _add(arguments, "check", checks)
 
-    for name, argument in _ARGUMENT_OF.items():
-        if name in arguments:
-            _add(arguments, argument, arguments.pop(name))
+    for option, argument_name in _ARGUMENT_OF.items():
+        if option in arguments:
+            value = arguments.pop(option)
+            _add(arguments, argument_name, value)
     return arguments
 
 
@@ -342,7 +346,7 @@ def response_format(model: type) -> dict[str, Any]:
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """
     schema = json_schema_of(model)
-    if schema is model:  # json_schema_of returns anything but a pydantic model's class as it is
+    if schema is model:  # `json_schema_of` left it as it is, so it is not a pydantic model's class
         raise wrong_value_error("response_format", model, "the class of a pydantic model")
     return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": schema}}
 
@@ -392,13 +396,13 @@ def _signature() -> inspect.Signature:
 submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
-    """Add an argument. Raises InvalidJob if it was given by another name already."""
-    # output_format may stand beside single_file=True, which it replaces.
-    is_given = argument in arguments and arguments[argument] is not True
+def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
+    """Add an argument. Raises InvalidJob if the argument was already given under another name."""
+    # single_file=True does not count, because output_format may be given beside it and replaces it.
+    is_given = name in arguments and arguments[name] is not True
     if is_given:
-        raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
-    arguments[argument] = value
+        raise InvalidJob(f"{name} is given twice, by two of its names: give it once")
+    arguments[name] = value
 
 
 def _paths(source: Any) -> list[str] | None:

@@ -30,9 +30,9 @@ def fault_of(error: str) -> str:
 
 
 class ToldError(Exception):
-    """Base of errors whose docstring is the message. A name in its braces stands for a positional argument.
+    """Base of errors whose docstring is the message. A name in braces in the docstring stands for an argument.
 
-    The arguments have the order in which their names first stand in the docstring.
+    The arguments are positional, in the order in which their names first stand in the docstring.
     """
 
     message: ClassVar[str] = "{0}"
@@ -46,7 +46,7 @@ class ToldError(Exception):
         names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
 
         def numbered(match: re.Match[str]) -> str:
-            """Return a brace and the number of a name. What follows the name, such as `!r}`, is not matched."""
+            """Return an opening brace and the name's number. What follows the name, such as `!r}`, is not matched."""
             name = match[1]
             return "{" + str(names.index(name))
 
@@ -126,7 +126,10 @@ def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
 
 
 def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
-    """Raise InvalidJob if a number is above its limit. sentence: with {} for the number. remedy: what to do."""
+    """Raise InvalidJob if a number is above its limit.
+
+    sentence: the beginning of the error's text, with {} in place of the number. remedy: what to do.
+    """
     if number > limit:
         text = f"{sentence.format(number)}, more than the limit of {limit}"
         if remedy:
@@ -140,8 +143,8 @@ class ModelNotServed(InvalidJob):
 
 
 class UnknownAdapter(InvalidJob):
-    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put its folder into the
-    worker's TOKENMILL_ADAPTERS"""
+    """there is no adapter {name!r} on this worker; known are {known}: name one of these, or put the adapter's folder
+    into the worker's TOKENMILL_ADAPTERS"""
 
 
 class AdapterAwaited(JobsError, fault="server"):
@@ -204,12 +207,12 @@ class SearchTooLong(InputError):
 
 class NestedFolders(InputError):
     """{folder} holds files deeper down, such as {file}: name '{folder}/**/*{suffix}' to read all of them, or
-    '{folder}/*{suffix}' for those of its first level only"""
+    '{folder}/*{suffix}' to read only the files that lie directly in the folder"""
 
 
 class CorruptParquet(InputError):
-    """{path} is not readable as Parquet ({reason}): write it again, leave it out, or say with input_format
-    (--input-format) what else it is"""
+    """{path} is not readable as Parquet ({reason}): write it again, leave it out, or name its format with
+    input_format (--input-format)"""
 
 
 class CorruptTable(InputError):
@@ -217,23 +220,23 @@ class CorruptTable(InputError):
 
 
 class OtherEncoding(CorruptTable):
-    """{path} is not UTF-8, and looks like {encoding}: say so with encoding (--encoding {encoding}), or write it again
-    as UTF-8"""
+    """{path} is not UTF-8, and looks like {encoding}: set encoding (--encoding {encoding}), or write the file again as
+    UTF-8"""
 
 
 class OtherDelimiter(CorruptTable):
-    """{path} has the one column {name}, and looks separated by {delimiter}: say so with delimiter
-    (--delimiter {shown}), or write it again with the delimiter {expected}"""
+    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {shown}), or
+    write the file again with the delimiter {expected}"""
 
 
 class TooManyBadLines(CorruptTable):
-    """{path}: {bad} of its {lines} rows cannot be read, more than a tenth: the first, line {line}, {problem}. Mend the
-    file, or say with input_format, encoding or delimiter what it is"""
+    """{path}: {bad} of its {lines} rows cannot be read, more than a tenth. The first is line {line}, which {problem}.
+    Mend the file, or set its input_format, encoding or delimiter"""
 
 
 class MixedFormats(InputError):
-    """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or say with input_format
-    (--input-format) what they are"""
+    """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or set the
+    input_format of all (--input-format)"""
 
 
 class TableNotRead(InputError):
@@ -246,7 +249,7 @@ class SchemaMismatch(InputError):
 
 
 class MissingColumn(InputError):
-    """no column {column!r} in {path}: it holds {found}; name one of them"""
+    """no column {column!r} in {path}: the file holds {found}; name one of its columns"""
 
 
 class WrongColumnType(InputError):
@@ -258,7 +261,7 @@ class ColumnConflict(InputError):
 
 
 class ShardTooLarge(InputError):
-    """{path}: {what}, more than {limit} bytes ({factor}TOKENMILL_MAX_SHARD_BYTES): {remedy}, or raise that setting"""
+    """{path}: {problem}, more than {limit} bytes ({setting}): {remedy}, or raise that setting"""
 
 
 class InputChanged(InputError):
@@ -307,8 +310,8 @@ class PlanOfAnotherVersion(OutputError):
 
 class PartDamaged(OutputError):
     """{path} is not what the run has written ({reason}): restore it, or submit into another folder with --reuse
-    {output}, which computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file
-    and submit again"""
+    {output}, which computes only what is lacking; if {output} has no _SUCCESS, you may also remove the file and submit
+    again"""
 
     def __str__(self) -> str:
         path, reason = self.args
@@ -336,7 +339,7 @@ class PlanningUnderWay(RunError):
 
 class NoSecondModel(RunError, fault="server"):
     """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside {first}, which plans the
-    run: start one there, or name one of them with escalate_model, then submit again"""
+    run: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
 
 
 class AnswersDamaged(RunError):
@@ -358,8 +361,8 @@ class RunResubmitted(RunError):
 
 
 class UnknownRun(RunError):
-    """this Redis knows no run {run!r}, and it is no run's output folder: name the folder, or submit again, which
-    resumes a run"""
+    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or submit again,
+    which resumes a run"""
 
 
 class RunBusy(RunError, fault="server"):
@@ -367,7 +370,7 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker looks at a run's prompts, or the worker that does so fails. Its one argument is why."""
+    """Raised when no worker takes a job whose result a command waits for, or the job fails. Its one argument is why."""
 
 
 class RunFailed(RunError):
@@ -387,5 +390,5 @@ class WebhookRefused(RunError):
 
 
 class RunNotHere(RunError):
-    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or name it as this machine knows
-    it"""
+    """run {run} cannot be read from {folder}: {problem}: wait for the run's folder, or give the folder's path
+    on this machine"""

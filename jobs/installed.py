@@ -49,5 +49,5 @@ def describe_model(model: str) -> str:
 
 @cache
 def _load(name: str) -> Any:
-    """Return the object that the entry point of this name names in pyproject.toml."""
+    """Return what an entry point of pyproject.toml refers to. name: the entry point's name."""
     return entry_points(group="tokenmill")[name].load()

@@ -69,7 +69,7 @@ def task_of(
         return None
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
         raise InvalidJob(
-            f"{function_name}: the job holds no list of arguments and mapping of keyword arguments"
+            f"{function_name}: the job must hold a list of arguments and a mapping of keyword arguments"
         )
     task_arguments: Mapping[str, Any] = kwargs or {}
     deadline = None

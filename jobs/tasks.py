@@ -153,7 +153,7 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """Stands for a task that is made when it is opened. make: makes it. blocking: see Task."""
+    """Stands for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make
@@ -169,7 +169,7 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that is not begun after its deadline. If another worker has begun it in time, it goes on.
+    """A task that fails if it would begin after its deadline. It goes on if another worker has begun it in time.
 
     deadline: in any form that parse_deadline reads. A duration counts from the time at which the job was made.
     """
@@ -222,7 +222,7 @@ class OpenTask(abc.ABC):
     def num_requests(self) -> int | None:
         """Return how many requests the task yields in all; None if that is unknown.
 
-        By this number, a worker decides when to claim further jobs.
+        A worker uses this number to decide when to claim further jobs.
         """
         return None
 
@@ -240,7 +240,7 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the completions of request `index`: all of its samples. Requests are delivered in any order.
+        """Take all completions of request `index`, one for each sample. Requests may be delivered in any order.
 
         If the engine refused a request, its one completion has the finish_reason "error" and an `error`.
         """
@@ -250,8 +250,8 @@ class OpenTask(abc.ABC):
 
         The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
         everything that is not written yet.
-        tokens: the tokens of requests that were sent and not delivered, by request index and sample index. They include
-        the tokens that a request continues.
+        tokens: the tokens so far of the requests that are not delivered yet, by request index and sample index. They
+        include the tokens that a request continues.
         """
         return None
 
@@ -261,7 +261,7 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def result(self) -> Any:
-        """Return the job's JSON value, once every request was delivered. Raises JobsError to fail the job."""
+        """Return the job's JSON value, after the last completions were delivered. Raises JobsError to fail the job."""
 
     def close(self) -> None:  # noqa: B027 - most tasks hold nothing
         """Release files. May be called more than once."""

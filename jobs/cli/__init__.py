@@ -64,7 +64,9 @@ def main(context: click.Context, url: str) -> None:
     help="Say what the run would take, from all prompts and some answers.",
 )
 @click.option(
-    "--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum."
+    "--price-per-hour",
+    type=float,
+    help="Price of a worker's machine, from which the dry run estimates the run's cost.",
 )
 @input_options
 @click.argument("output", metavar="OUT")
@@ -83,7 +85,7 @@ def submit(
 ) -> None:
     """Score the rows of files into a folder.
 
-    The FILEs are Parquet, CSV, JSONL or Arrow: files, folders or globs. Each of their rows becomes a row in the folder
+    Each FILE is a file, a folder or a glob of Parquet, CSV, JSONL or Arrow. Each row becomes a row in the folder
     OUT. Prints the run's id. Submitting the same again resumes the run.
     """
     if dry_run:
@@ -104,7 +106,7 @@ def submit(
 def cancel(connection: redis.Redis, /, run: str) -> None:
     """Take a run's waiting jobs from the queue, and stop its running jobs.
 
-    RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
+    RUN is the run's id or output folder. Finished parts stay; submitting the run again resumes it.
     """
     client_run = client.run(run, connection=connection)
     cancelled = client_run.cancel()
@@ -117,7 +119,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 @main.command()
 @click.argument("model", metavar="[FOLDER]", required=False)
 def models(model: str | None) -> None:
-    """List which models are served, how, and which are not.
+    """List the models that can be served and how, and the models that cannot.
 
     With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """

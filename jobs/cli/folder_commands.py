@@ -50,18 +50,22 @@ FOLLOW_EVERY_S = 1.0
     help="The most rows that are listed.",
 )
 @click.option(
-    "--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked."
+    "--retry",
+    metavar="NEW",
+    help="Submit the run again into NEW. Only rows with an error are asked.",
 )
 @click.option(
     "--cut",
     is_flag=True,
     help="Include rows whose answer ended with `length`; --retry asks them again with --max-tokens.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), help="With --cut: a larger limit than the run had."
+)
 @click.option(
     "--export",
     metavar="FILE",
-    help="Write these rows into FILE (.parquet, .csv or .jsonl): the input's columns, the reason, the line.",
+    help="Write the rows into FILE (.parquet, .csv or .jsonl), with the input's columns, the reason and the line.",
 )
 @click.option(
     "--wait", is_flag=True, help="With --retry: show progress until the new run has ended."
@@ -82,9 +86,9 @@ def errors(
 ) -> None:
     """List a run's rows that have an error, by reason. With --cut, list rows with a cut answer too.
 
-    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file. The errors
-    are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
-    Otherwise the reasons that Redis keeps are shown.
+    RUN is the run's id or output folder. Rows are counted from 0, over the whole input and within their file. The
+    errors are read from the run's parts if its folder is on this machine, or in a store whose keys are in the
+    environment. Otherwise the reasons that Redis keeps are shown.
     """
     _check_error_options(cut, retry, max_tokens, export, wait)
     client_run = client.run(run, connection=connection)
@@ -108,7 +112,7 @@ def _check_error_options(
         raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
     if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
-            "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
+            "--retry with --cut needs --max-tokens: the old limit would cut the rows again"
         )
     if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
@@ -163,7 +167,12 @@ def _list_errors(
 @click.command()
 @click.argument("run")
 @click.option(
-    "--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first."
+    "--lines",
+    "-n",
+    type=click.IntRange(0),
+    default=10,
+    show_default=True,
+    help="Answers to show first.",
 )
 @click.option(
     "--follow",
@@ -172,7 +181,7 @@ def _list_errors(
     help="Go on with each part that is published, until the run ends.",
 )
 @click.option(
-    "--prompts", is_flag=True, help="Show also the columns of which the prompts are made."
+    "--prompts", is_flag=True, help="Also show the columns from which the prompts are made."
 )
 @json_option
 @click.pass_obj
@@ -181,7 +190,7 @@ def tail(
 ) -> None:
     """Show the last answers of a run. A shard's answers are published together.
 
-    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
+    RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     reader = reader_of(client.run(run, connection=connection))
     columns = list(reader.answer_columns)
@@ -191,7 +200,7 @@ def tail(
     prefix = reader.plan.spec.output_prefix
 
     def show(rows: Iterator[dict[str, Any]]) -> None:
-        """Print rows, one a line."""
+        """Print each row on a line of its own."""
         for row in rows:
             click.echo(to_json(row) if as_json else _row_text(row, prefix))
 
@@ -324,14 +333,16 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
 
 @click.command()
 @click.argument("run")
-@click.option("--price-per-hour", type=click.FloatRange(0), help="What a worker's machine costs.")
+@click.option("--price-per-hour", type=click.FloatRange(0), help="Price of a worker's machine.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False),
     help="Write the page into this file, not in the run's folder.",
 )
 @click.option(
-    "--prompts", is_flag=True, help="Show also the columns of which the examples' prompts are made."
+    "--prompts",
+    is_flag=True,
+    help="Also show the columns from which the examples' prompts are made.",
 )
 @click.pass_obj
 def report(
@@ -344,7 +355,7 @@ def report(
 ) -> None:
     """Print where a finished run's report page is, or write the page again elsewhere.
 
-    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
+    RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     if (prompts or price_per_hour is not None) and out is None:
         raise click.UsageError(
@@ -380,7 +391,7 @@ def report(
 def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
     """Return rows of a run as examples, with their prompts if `has_prompts`.
 
-    If the rows cannot be read, this raises RunNotHere with `has_prompts`, and returns None without it.
+    If the rows cannot be read, raises RunNotHere if `has_prompts` is true, and returns None otherwise.
     """
     try:
         return reader_of(run).examples(has_prompts=has_prompts)
@@ -432,7 +443,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(snapshot.run, snapshot.state)
-    # These errors are about workers that exist. If there is none, `verify` waits for one before it says so.
+    # A queue without workers raises neither of these errors, because `verify` first waits for a worker.
     if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
             f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "
@@ -469,7 +480,7 @@ def _check_finished(run: str, state: str) -> None:
     help=f"Queue whose workers ask again; by default the run's queue, or {DEFAULT_QUEUE} if Redis forgot it.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole."
+    "--json", "as_json", is_flag=True, help="Print the result as JSON, with long values uncut."
 )
 @click.pass_obj
 def verify(
@@ -477,7 +488,7 @@ def verify(
 ) -> None:
     """Compute rows of a finished run again, and compare.
 
-    RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
+    RUN is the run's id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
     a sample of the rows once more. The worker compares texts, reasons and counts of tokens with the run's parts, and
     writes nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may
     come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.

@@ -68,7 +68,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # Workers have written these values. They are old if Redis is full, but a producer's user may read nothing newer.
+    # Workers have recorded these two values, which are old if Redis is full. A producer's user may read nothing newer.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -98,16 +98,16 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
     """Return a queue's line of `info`. num_claimed: how many of its jobs workers have claimed."""
     counts = [f"{count} {state}" for state, count in queue.counts.items()]
-    counts.insert(1, f"{num_claimed} claimed")  # behind the waiting jobs
+    counts.insert(1, f"{num_claimed} claimed")  # after the waiting jobs
     return f"queue {safe_name(queue.name)}: {', '.join(counts)}"
 
 
 def _worker_line(worker: Worker, is_suspended: bool) -> str:
-    """Return a worker's line of `info`. is_suspended: whether `rq suspend` holds all workers now."""
+    """Return a worker's line of `info`. is_suspended: whether `rq suspend` has suspended all workers."""
     fields = worker.registered
     state = "silent" if worker.is_silent else fields.get("state", "?")
     if state == SUSPENDED and not is_suspended:
-        state = "was suspended"
+        state = "was suspended"  # the worker has not written a newer state yet
     job = f", job {fields['current_job']}" if "current_job" in fields else ""
     return (
         f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
@@ -137,7 +137,7 @@ def flood(connection: redis.Redis, /, queue: str, producer: str | None) -> None:
 
 
 def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
-    """Cancel the waiting jobs of a producer that is no run."""
+    """Cancel the waiting jobs of a producer. Raises UsageError for a run, which `tokenmill cancel` cancels."""
     if producer.startswith(RUN):
         run = producer.removeprefix(RUN)
         raise click.UsageError(f"a run is cancelled by `tokenmill cancel {run}`")
@@ -165,19 +165,18 @@ def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 def _print_producers(connection: redis.Redis, queue: str) -> None:
     """Print how many jobs of each producer wait on a queue, and the command that stops them."""
     producers = read_producers(connection, queue)
-    ages_s = head_ages(connection, [queue], time.time())
-    age_s = ages_s.get(queue)
+    head_age_s = head_ages(connection, [queue], time.time()).get(queue)
     since = ""
-    if producers.num_waiting and age_s is not None:
-        since = f", the first for {duration_text(age_s)}"
+    if producers.num_waiting and head_age_s is not None:
+        since = f", the first for {duration_text(head_age_s)}"
     click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
-        num_jobs = str(producers.estimate(name))
+        shown_count = str(producers.estimate(name))
         if producers.is_sample:
-            num_jobs = f"about {num_jobs}"
+            shown_count = f"about {shown_count}"
         shown_name = "no producer named" if name == UNNAMED else name
-        rows.append((num_jobs, shown_name, safe_name(_stop_command(queue, name))))
+        rows.append((shown_count, shown_name, safe_name(_stop_command(queue, name))))
     if producers.is_sample:
         click.echo(
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
@@ -200,10 +199,11 @@ def _stop_command(queue: str, producer: str) -> str:
 @click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
 @click.pass_obj
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
-    """Say whether workers claim nothing because Redis came back with older data. With --confirm the workers go on.
+    """Say whether workers have stopped claiming jobs because Redis came back with older data.
 
-    A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
-    needs the workers' Redis user. Exits with 1 while workers claim nothing.
+    --confirm lets the workers go on. In the older data, prompts that were answered after it was saved are still queued.
+    Workers would answer these prompts twice. This command needs the workers' Redis user. Exits with 1 while workers
+    claim nothing.
     """
     stopped_since: Any = connection.get(RESTORED_KEY)
     if stopped_since is None:
@@ -227,7 +227,7 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="WORKER...")
 @click.pass_obj
 def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
-    """Have workers finish the jobs that they have begun, give the others back, and stop.
+    """Have workers finish the jobs that they have begun, put their other jobs back on the queue, and stop.
 
     A first SIGTERM does the same. `tokenmill workers` shows the names. Exits with 1 if a named worker does not listen.
     """
@@ -246,7 +246,7 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 
 
 @click.command("requeue")
-@click.option("--queue", required=True, help="The queue whose failed jobs are meant.")
+@click.option("--queue", required=True, help="The queue of the failed jobs.")
 @click.option(
     "--all",
     "is_all",
@@ -254,7 +254,11 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     help="All failed jobs of the queue that another try may help, the oldest first.",
 )
 @click.option(
-    "--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all."
+    "--limit",
+    type=click.IntRange(1),
+    default=REQUEUE_LIMIT,
+    show_default=True,
+    help="With --all: the most jobs.",
 )
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
@@ -272,16 +276,16 @@ def requeue_command(
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
     )
-    wrong = requeued.wrong
+    client_at_fault = requeued.client_at_fault
     cancelled = requeued.cancelled
     missing = requeued.missing
     click.echo(f"requeued {len(requeued.done)} jobs")
 
     problems = []
-    if wrong:
+    if client_at_fault:
         problems.append(
-            f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
+            f"{len(client_at_fault)} left, because what they ask for is wrong and they would fail again: "
+            f"{_names(client_at_fault)}: to put one back all the same, name its id in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
@@ -316,16 +320,16 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @click.option(
     "--role",
     type=click.Choice(["worker", "producer", "dashboard"]),
-    help="What runs here and is looked at.",
+    help="What runs on this machine, and so what is checked.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     """Say what is wrong here, and how to mend it. Changes nothing.
 
-    Looks at Redis, at the rights of its user, at settings and at the installation. With the role worker, it also looks
-    at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if there
-    is a fault, else 0.
+    Looks at Redis, at the rights of the Redis user, at settings and at the installation. With the role worker, it also
+    looks at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if
+    there is a fault, else 0.
     """
     url = context.find_root().params["url"]
     if role is None:
@@ -376,7 +380,7 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
-    """Yield the findings about Redis, and about the rights of its user."""
+    """Yield the findings about Redis, and about the rights of the Redis user."""
     try:
         server = reach(url)
     except RedisError as error:

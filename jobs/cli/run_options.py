@@ -106,7 +106,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     output = arguments["output"]
     if os.path.isfile(output):
         raise click.UsageError(
-            f"OUT is the file {output}: name a new or empty folder behind the inputs"
+            f"OUT is the file {output}: name a new or empty folder after the inputs"
         )
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is the format of a single file: add --single-file")
@@ -370,7 +370,7 @@ _PROMPT = (
     ),
     _option(
         "--calibrate",
-        "Correct the labels' probabilities by those after the prompt with N/A for all columns.",
+        "Correct each label's probability by its probability after the prompt with N/A for all columns.",
         is_flag=True,
     ),
     _option(
@@ -507,7 +507,7 @@ _OUTPUT = (
     ),
     _option(
         "--order",
-        "Compute rows that share a beginning together. The parts have this order.",
+        "Sort rows, so that rows with a common beginning are computed together. The parts have this order.",
         type=click.Choice(["prefix"]),
     ),
     _option(
@@ -539,7 +539,7 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
     def decorate(command: Any) -> Any:
         """Return a command with the options."""
-        # click lists the options of a command in the reverse order of their adding.
+        # click lists the option that was added last first.
         for option in reversed(options):
             command = option(command)
         return command

@@ -20,7 +20,7 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name, or name:port, of a proxy before the dashboard.",
+    help="Host name, or name:port, of a proxy through which browsers reach the dashboard.",
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
 @click.option(
@@ -28,11 +28,11 @@ from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_
     "queues",
     multiple=True,
     metavar="NAME",
-    help="A queue for /metrics, which needs one.",
+    help="A queue that /metrics counts. Without a queue there is no /metrics.",
 )
 @click.pass_context
 def dashboard(context: click.Context, /, **options: Any) -> None:
-    """Show what waits, runs and fails in a browser.
+    """Serve pages that show what waits, runs and fails.
 
     On another address than 127.0.0.1, browsers must log in with the token in TOKENMILL_DASHBOARD_TOKEN.
     """
@@ -55,8 +55,8 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Where files and batches lie: below the workers' data roots, on a disk or such as s3://bucket/prefix. "
-    "Without it there are no files and batches.",
+    help="The folder of files and batches, on a disk or in a store (s3://bucket/prefix). It must lie below the "
+    "workers' data roots. Without --folder there are no files and batches.",
 )
 @click.option(
     "--timeout",
@@ -70,7 +70,7 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     type=click.IntRange(0, 86400),
     default=3,
     show_default=True,
-    help="Seconds for requests to end after SIGTERM.",
+    help="Seconds that requests have to end after SIGTERM.",
 )
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
@@ -130,11 +130,13 @@ def list_command(connection: redis.Redis, /) -> None:
 
 @keys.command("limit")
 @click.argument("project")
-@click.option("--requests-per-minute", type=click.IntRange(1), help="Requests of all its keys.")
-@click.option("--open-batches", type=click.IntRange(0), help="Batches that have not ended.")
-@click.option("--stored-bytes", type=click.IntRange(0), help="Bytes of all its uploads.")
+@click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests of the project.")
+@click.option("--open-batches", type=click.IntRange(0), help="Most batches that have not ended.")
+@click.option("--stored-bytes", type=click.IntRange(0), help="Most bytes of all uploads.")
 @click.option(
-    "--tokens-queued", type=click.IntRange(0), help="Tokens of its calls and open batches, about."
+    "--tokens-queued",
+    type=click.IntRange(0),
+    help="Most tokens of all calls and open batches, estimated.",
 )
 @click.option("--none", "is_unlimited", is_flag=True, help="Lift all limits.")
 @click.pass_obj

@@ -87,7 +87,7 @@ LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """Prints a line when a run's state changes, and every LINE_EVERY_S in between.
+    """Prints a line when a run's state changes, and every LINE_EVERY_S while it stays the same.
 
     clock: returns the present time in seconds, from any origin.
     """
@@ -118,7 +118,7 @@ class Lines:
         print(text, file=self._file, flush=True)
 
     def close(self) -> None:
-        """Leave the lines as they are."""
+        """Do nothing. Only a Bar, which may be used in place of Lines, needs to be closed."""
 
 
 def _can_draw_bar(file: TextIO) -> bool:
@@ -152,9 +152,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         if snapshot.rows_reused:
             lines.append(f"reused   {snapshot.rows_reused} rows of earlier runs")
         if snapshot.reuse_differs:
-            lines.append(f"but      few answers were taken of {snapshot.reuse_differs}")
+            lines.append(f"but      few answers were taken from {snapshot.reuse_differs}")
         if snapshot.rows_escalated:
-            lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
+            lines.append(f"again    {snapshot.rows_escalated} rows, by the second model")
         if snapshot.errors or snapshot.cut:
             option = " --cut" if snapshot.cut else ""
             lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
@@ -175,9 +175,9 @@ def deadline_text(snapshot: RunSnapshot) -> str:
     """Say when a run's deadline is, and whether it will be met. The run must have a deadline."""
     assert snapshot.deadline is not None
     prospects = {
-        True: "it will hold",
-        False: "it will NOT hold: rows that are not begun by then get an error",
-        None: "whether it holds is not known yet",
+        True: "it will be met",
+        False: "it will NOT be met: rows that are not begun by then get an error",
+        None: "whether it will be met is not known yet",
     }
     return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 

@@ -44,9 +44,9 @@ RANGE = (0.7, 2.4)
 
 @click.command()
 @click.option(
-    "--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many."
+    "--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many rows."
 )
-@click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
+@click.option("--no-answers", is_flag=True, help="Show only prompts and their tokens.")
 @input_options
 @prompt_options
 @click.pass_obj
@@ -79,7 +79,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
     basis = ""
     if result["rows_read"] != result["num_rows"]:
-        basis = f", as {result['rows_read']:,} of them show"
+        basis = f", estimated from {result['rows_read']:,} of them"
     lines = [
         f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{basis}"
     ]
@@ -87,7 +87,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
         lines.append(f"         {reason}")
     lines += [
         f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
-        f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save about "
+        f"prompts  {result['prompt_tokens']:,.0f} tokens; shared beginnings of the asked prompts save about "
         f"{result['cached_tokens']:,.0f}",
     ]
     return lines
@@ -101,7 +101,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     why = f": {safe_name(commonest)}" if commonest else ""
     if num_failed and num_failed == num_tried:
         return [
-            f"but      all {num_tried} rows that were tried failed, so nothing tells the run's time and cost{why}"
+            f"but      all {num_tried} rows that were tried failed, so the run's time and cost are not known{why}"
         ]
 
     lines = []
@@ -110,7 +110,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     if result["completion_tokens"]:
         lines.append(
             f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-            f"are computed, as {num_tried} rows tell"
+            f"are computed, estimated from {num_tried} rows"
         )
     lines.append(
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run"
@@ -118,7 +118,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
-            f"again    {escalated:,.0f} rows, of the second model; time and cost leave these out"
+            f"again    {escalated:,.0f} rows, by the second model; time and cost leave these out"
         )
     if num_failed:
         lines.append(f"but      {num_failed} of the {num_tried} rows that were tried failed{why}")
@@ -144,7 +144,7 @@ def survey(
 
     options: the run's options. extent: the arguments of jobs.survey_parquet that say how many rows to read and answer.
     """
-    # A run must name an output, and a survey writes none.
+    # The arguments of a run must name an output, although a survey writes nothing.
     all_arguments = run_arguments({"output": "/dev/null", **options})
     submission, arguments = Submission.split(queue, all_arguments)
     survey_arguments = {
@@ -260,6 +260,6 @@ def _reasons(result: dict[str, Any]) -> list[str]:
         num_rows = reason["rows"]
         failing = f"{first_row} would fail"
         if num_rows > 1:
-            failing = f"{num_rows:,} rows read would fail, {first_row} the first"
+            failing = f"{num_rows:,} of the rows read would fail, the first is {first_row}"
         lines.append(f"{failing}: {safe_name(reason['text'])}")
     return lines

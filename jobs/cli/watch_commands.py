@@ -37,7 +37,7 @@ watch_option = click.option(
     "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
 #: The columns of runs with numbers, which are aligned to the right.
-_RUN_NUMBERS = ("ROWS", "ERRORS", "ROWS/S", "TOK/S", "LEFT", "SUBMITTED")
+_NUMBER_HEADS = ("ROWS", "ERRORS", "ROWS/S", "TOK/S", "LEFT", "SUBMITTED")
 #: The columns that say what a worker's engine does.
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
 #: The columns of workers with numbers, which are aligned to the right.
@@ -50,7 +50,7 @@ _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
     "states",
     multiple=True,
     type=click.Choice(STATES),
-    help="Only runs in this state, or these.",
+    help="Only runs in this state. May be given several times.",
 )
 @click.option("--limit", type=click.IntRange(1, 10_000), default=MAX_RUNS, show_default=True)
 @json_option
@@ -58,8 +58,8 @@ _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    Only runs that Redis knows are listed. Redis keeps a run's keys for 30 days after the last part. The run's folder
-    stays.
+    Only runs that Redis knows are listed. Redis keeps a run's keys for 30 days after the run's last part was written.
+    The run's folder stays.
     """
     print_troubles(connection)
     snapshots = list_runs(connection, limit, states)
@@ -195,8 +195,7 @@ def show_or_watch(
 ) -> None:
     """Print the text that `show` returns.
 
-    watch: whether to go on until Ctrl-C, with the present text every WATCH_EVERY_S. On a terminal, each text is printed
-    at the top of a cleared screen.
+    watch: whether to print it again every WATCH_EVERY_S, until Ctrl-C. On a terminal, the screen is cleared each time.
     """
     click.echo(show())
     is_terminal = sys.stdout.isatty()
@@ -216,9 +215,9 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
     """Return a table of runs. now: Unix seconds."""
     if not runs:
         return "no run: `tokenmill submit FILE OUT` makes one"
-    heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
+    heads = ("RUN", "STATE", *_NUMBER_HEADS, "OUTPUT")
     rows = [_run_row(run, now) for run in runs]
-    return table(heads, rows, _RUN_NUMBERS)
+    return table(heads, rows, _NUMBER_HEADS)
 
 
 def _run_row(run: RunSnapshot, now: float) -> tuple[str, ...]:
@@ -304,7 +303,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
 
 
 def _cut_path(path: str) -> str:
-    """Return a path; of a long path, only the end."""
+    """Return a path, or only the end of a long path."""
     if len(path) <= MAX_PATH_CHARS:
         return path
     num_kept = MAX_PATH_CHARS - len("...")

@@ -48,10 +48,10 @@ class JobContext:
     data_roots: the folders below which a job may use files: absolute real paths, and paths in object stores.
     model: the model that the process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use.
-    files, answers, shard_bytes: shared by all shards that the process works on.
+    files, answers, shard_bytes: open files, known answers and a count of bytes, which all shards of the process share.
     check_interrupted: raises if the job was stopped, was taken over by another worker, or has run too long. Long work
     calls it again and again.
-    lease: a job with a lease writes only while the lease holds; None if no other worker can take over the job.
+    lease: the right to write for the job; None if no other worker can take over the job.
     file_timeout_s: the seconds in which a store of files must answer.
     picture_reader: returns a function that reads a picture's file by its path; None if no paths are read here.
     meter: returns a PromptMeter, and loads an engine if none is loaded; None if this process cannot count tokens.

@@ -1,7 +1,7 @@
 """Pins LoRA adapters to their files.
 
-A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with these very files, or
-refuses. The keys of answers, of journals and of the engine's cache contain the pinned text.
+A pinned adapter is a text: the adapter's name with a hash of its files. The engine computes with exactly these files,
+or refuses the request. The keys of answers, of journals and of the engine's cache contain the pinned text.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 class Adapters:
-    """A set of pinned adapters. is_live: whether `refresh` may change the set."""
+    """A set of adapters, each pinned to its files. is_live: whether `refresh` may change the set."""
 
     is_live: ClassVar[bool] = False
 
@@ -56,7 +56,7 @@ class Adapters:
         self._by_name = _by_name(pinned)
 
     def refresh(self) -> None:
-        """Look for adapters again, if the set is live. This may take long, because new adapters are read."""
+        """Look for adapters again if `is_live` is true. This may take long, because new adapters are read."""
 
     @property
     def pinned(self) -> Sequence[str]:
@@ -85,7 +85,7 @@ class Adapters:
         return _names_text(sorted(self._by_name))
 
     def pinned_values(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return sampling values with the pinned text of their adapter. Raises UnknownAdapter."""
+        """Return sampling values with the adapter's name replaced by its pinned text. Raises UnknownAdapter."""
         name = sampling.get(ADAPTER)
         if name is None:
             return sampling
@@ -93,9 +93,10 @@ class Adapters:
 
 
 class LiveAdapters(Adapters):
-    """The adapters that this process can use, as they were at the last `refresh`. Thread-safe.
+    """The adapters that this process could use when `refresh` was last called. Thread-safe.
 
-    find: returns the pinned adapters that can be used, and then, by name, why each other adapter cannot be used.
+    find: returns a pair: the pinned adapters that can be used, and the reason for each adapter that cannot be used, by
+    the adapter's name.
     """
 
     is_live = True
@@ -119,11 +120,12 @@ class LiveAdapters(Adapters):
 
 
 class PlannedAdapters(Adapters):
-    """The adapters that a run has pinned. Any other name is pinned to no files, so the engine refuses its rows."""
+    """The adapters that a run has pinned. The engine refuses rows that name another adapter."""
 
     def pin(self, name: str) -> str:
         """Return an adapter's pinned text. name: the adapter's name or its pinned text."""
         try:
             return super().pin(name)
         except UnknownAdapter:
+            # No adapter has this digest, so the engine refuses it.
             return f"{name}@{_NO_FILES}"

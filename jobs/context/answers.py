@@ -1,4 +1,4 @@
-"""Defines the answer of a row, and the memory by which the shards of one process compute equal rows once."""
+"""Defines the answer of a row, and a memory of answers, so that one process computes equal rows only once."""
 
 import sys
 import threading

@@ -69,7 +69,7 @@ def _kind_and_rule(text: str) -> tuple[str, Any]:
 
 @lru_cache(maxsize=64)
 def _files(check: Check) -> list[Path]:
-    """Return the files that define a function, or the class of a callable object; see own_files.
+    """Return the files that define a function or a callable object's class, and the files that they import.
 
     The files are found once, when the function is imported.
     """
@@ -120,8 +120,8 @@ def _compiled(text: str) -> Check:
         kind, rule = _kind_and_rule(text)
         make_check = _MAKE[kind]
         check = make_check(rule)
-        has_forgotten = _known.put(text, check)
-        if has_forgotten:
+        has_dropped_check = _known.put(text, check)
+        if has_dropped_check:
             re.purge()  # the cache of `re` would keep hundreds of patterns that nobody uses any more
     return check
 
@@ -158,7 +158,7 @@ def _function(dotted: str) -> Check:
             f"function of check: {dotted} is a {type(function).__name__}, expected a function"
         )
     check: Check = function
-    _version(check)  # notes the hash of the files that were imported now
+    _version(check)  # cached: the hash of the files as they were when they were imported
     return check
 
 
@@ -194,7 +194,7 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make a function that returns a hash of the compared part of a text, or None for a text without that part.
+    """Make a function that returns a hash of the part of a text to compare, or None for a text without that part.
 
     agree_on: names the part: "json" for the whole text as JSON, a JSON pointer, or a pattern. Raises Unusable.
     """
@@ -209,14 +209,14 @@ def _agreement(agree_on: str) -> Check:
         except (re.error, OverflowError, RecursionError) as error:
             raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
 
-    def compared(row: Any, text: str) -> str | None:
-        """Return a hash of the compared part."""
+    def hash_of_part(row: Any, text: str) -> str | None:
+        """Return a hash of the part of a text that `agree_on` names; None for a text without that part."""
         part = part_of(text)
         if part is None:
             return None
         return blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
 
-    return compared
+    return hash_of_part
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:

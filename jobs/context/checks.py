@@ -78,7 +78,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments; return those that are no options of repairs, and then the RepairOptions.
+    """Return the keyword arguments that are not about repairs, and the RepairOptions made from the others.
 
     Raises InvalidJob.
     """
@@ -91,7 +91,7 @@ def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Rep
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:
-    """Return a check in one form, with its schema as an object. Raises InvalidJob."""
+    """Return a valid check. A schema that was given as text is parsed. Raises InvalidJob."""
     is_check = isinstance(value, dict) and len(value) == 1 and next(iter(value)) in KINDS
     if not is_check:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
@@ -230,7 +230,7 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, question: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a child's reply to a question about a check. A child whose reply is stale is closed.
+        """Return a child's reply to a question about a check. Closes the child if its reply is stale (see `_ask`).
 
         A child that has not compiled the check yet is first asked to do so, with a time limit of its own.
         """

@@ -32,10 +32,10 @@ class SentTokens(NamedTuple):
 class JobJournal:
     """The journal of a job, as one execution reads and writes it.
 
-    The journal's first line is its owner. Each further line is the record of a prompt, as JSON.
+    The first line names the journal's owner. Each further line is the record of a prompt, as JSON.
     owner: a text that names the job, its time of creation, its payload and its model.
     stored: the journal when the job was claimed; None if there was none.
-    execution_id: the execution that must hold the job while the journal is written; None if none must.
+    execution_id: the execution that must hold the job while the journal is written; None if this is not required.
     sent: the tokens that earlier executions have sent to a client that follows the job, in the order of sending.
     """
 
@@ -58,13 +58,14 @@ class JobJournal:
             return []
         try:
             return [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):  # a journal only saves time
+        except (ValueError, RecursionError):
+            # Without its journal, the job only computes its prompts again.
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
         """Return the tokens of a prompt's samples, from the journal and from what was sent to a client.
 
-        tokens: the journal's tokens, by sample. Where they differ from the sent tokens, the sent tokens count.
+        tokens: the journal's tokens, by sample. Where they differ from the sent tokens, the sent tokens are taken.
         """
         merged: dict[int, list[int]] = {}
         for sample, token_ids in tokens.items():
@@ -76,7 +77,7 @@ class JobJournal:
                 continue
             end = sent.num_before + len(sent.token_ids)
             if known_ids[sent.num_before : end] != sent.token_ids:
-                # The journal's later tokens follow other tokens than those that were sent, so they are dropped.
+                # The journal's later tokens continue tokens that were not sent, so the later tokens are dropped.
                 merged[sent.sample] = [*known_ids[: sent.num_before], *sent.token_ids]
         return merged
 

@@ -51,7 +51,8 @@ class PinnedModel:
     def identity(self) -> str:
         """Return a text that changes with everything that decides all answers: the fingerprint and the clock.
 
-        The length limit decides no answer. An adapter decides only the answers of its rows, whose keys name it.
+        The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
+        names the adapter that computed the answer.
         """
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
@@ -108,8 +109,9 @@ class ServedModel(PinnedModel):
 
 
 def is_served(pin: str, names: Collection[str]) -> bool:
-    """Whether a worker serves the model and all adapters that a PinnedModel.pin names, one a line.
+    """Whether a worker serves the model and all adapters of a pin.
 
+    pin: a `PinnedModel.pin`; each of its lines names the model or an adapter.
     names: the names of the models and adapters that the worker serves.
     """
     return all(line in names for line in pin.split("\n"))

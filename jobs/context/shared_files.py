@@ -1,4 +1,4 @@
-"""What the jobs of one process share: children, plans, open readers, and the bytes that shards may hold."""
+"""What the jobs of one process share: child processes, plans, open readers, and the bytes that shards may hold."""
 
 import threading
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from jobs.context.turns import Caller, Turns, nobody
+from jobs.context.turns import Turns, WatchedCall, nobody
 from sandbox import Pool
 
 CHILDREN = Pool()
@@ -49,7 +49,7 @@ class SharedFiles:
     current_call: see Turns. num_readers: the number of open readers.
     """
 
-    def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
+    def __init__(self, current_call: Callable[[], WatchedCall | None] = nobody) -> None:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
@@ -100,9 +100,9 @@ class SharedFiles:
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        Among the key's idle readers, the one that stands nearest before the shard is lent. Without such a reader, a new
-        one is opened. Only one reader of a key is lent at a time, and other shards that need one wait. The reader is
-        closed if the body of the `with` raises, or if the file's last shard was closed meanwhile.
+        An idle reader of the key is lent, if it has not read beyond the shard's start; otherwise a new one is opened.
+        Only one reader of a key is lent at a time, and other shards that need one wait. The reader is closed if the
+        body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
             reader = self._take_nearest(key, shard)
@@ -121,7 +121,7 @@ class SharedFiles:
                 self._close(reader)
 
     def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:
-        """Take the idle reader of a key that stands nearest before a shard; None if none stands before it."""
+        """Take the key's idle reader that has to skip the fewest rows to reach a shard; None if none can reach it."""
         with self._lock:
             candidates = []
             for idle in self._idle:
@@ -129,7 +129,7 @@ class SharedFiles:
                     candidates.append(idle)
             if not candidates:
                 return None
-            # All candidates stand before the shard, so the one that has read most is the nearest.
+            # No candidate has read beyond the shard's start, so the one that has read most is the nearest.
             nearest = max(candidates, key=lambda idle: idle.reader.next_row)
             self._idle.remove(nearest)
             return nearest.reader

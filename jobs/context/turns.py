@@ -1,4 +1,7 @@
-"""Locks by key: one thread at a time has the turn at a key. A waiting thread counts as alive while the holder does."""
+"""Locks by key. The thread that holds the lock of a key has the turn at that key.
+
+A thread that waits for a turn does nothing meanwhile. It still counts as alive if the thread with the turn does.
+"""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -10,12 +13,13 @@ from weakref import WeakValueDictionary
 CHECK_EVERY_S = 0.2
 
 
-class Caller(Protocol):
+class WatchedCall(Protocol):
     """A call that is watched. It is interrupted if it shows no sign of life for long."""
 
     def check_while_waiting_for(self, holder: Any) -> None:
-        """Raise the call's interrupt if it has one. Otherwise, count the holder's last sign of life as the call's own.
+        """Count the holder's last sign of life as this call's own.
 
+        If this call is interrupted, raise the error for that.
         holder: the call that has the turn; None if that is not known.
         """
 
@@ -27,10 +31,10 @@ def nobody() -> None:
 class Turns:
     """Locks by key, each with a holder that waiting threads watch. Thread-safe.
 
-    current_call: returns the caller whose call the current thread carries out; None if calls are not watched.
+    current_call: returns the call that the current thread carries out; None if calls are not watched.
     """
 
-    def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
+    def __init__(self, current_call: Callable[[], WatchedCall | None] = nobody) -> None:
         self._current_call = current_call
         self._lock = threading.Lock()
         # A turn is kept while a thread holds it or waits for it.
@@ -41,14 +45,17 @@ class Turns:
 
     @contextmanager
     def at(self, key: Hashable) -> Iterator[None]:
-        """Wait for the turn at a key, and hold it during the `with`. Raises the interrupt of the waiting call."""
-        caller = self._current_call()
+        """Wait for the turn at a key, and hold it during the `with`.
+
+        If the call is interrupted while it waits, this raises the error for that.
+        """
+        call = self._current_call()
         with self._lock:
             turn = self._turns.setdefault(key, _Turn())
         while not turn.lock.acquire(timeout=CHECK_EVERY_S):
-            if caller is not None:
-                caller.check_while_waiting_for(turn.holder)
-        turn.holder = caller
+            if call is not None:
+                call.check_while_waiting_for(turn.holder)
+        turn.holder = call
         try:
             yield
         finally:
@@ -57,8 +64,8 @@ class Turns:
 
 
 class _Turn:
-    """A lock, and its holder: the caller for which the thread with the lock works."""
+    """A lock, and its holder: the call that the thread with the lock carries out."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.holder: Caller | None = None
+        self.holder: WatchedCall | None = None

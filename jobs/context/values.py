@@ -31,7 +31,7 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """Return one of the known words."""
+    """Return a value that is one of the known words."""
     if value not in known:
         raise wrong_value_error(name, value, " or ".join(map(repr, known)))
     return str(value)
@@ -40,7 +40,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
 def checked_list(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
     """Return a list as it is, if it has `least` to `most` values.
 
-    kind_of_list: words for the error about a value that is no list.
+    kind_of_list: what is expected, such as "a list of texts"; for the error about a value that is no list.
     """
     if not isinstance(value, list | tuple):
         raise wrong_value_error(name, value, kind_of_list)

@@ -49,7 +49,7 @@ def call_webhook(
     """Make one HTTP request, and return the status of the response. Follows no redirect and uses no proxy.
 
     hosts: names and addresses that an operator allows. A loopback or private address is called only if it is in
-    `hosts`. The request goes to the very address that was checked.
+    `hosts`. The request goes to the address that was checked; the name is not looked up again.
     resolve: looks up the addresses of a name. Nothing interrupts it, so it may take longer than DEADLINE_S.
     Raises InvalidJob for an address that is not allowed. Raises OSError, HTTPException or ValueError if no response
     came within DEADLINE_S.
@@ -60,7 +60,7 @@ def call_webhook(
     addresses = _allowed_addresses(parts, hosts, resolve)
     sock = _connect(addresses)
     sock.settimeout(DEADLINE_S)  # limits a single read; the timer limits the whole call
-    # TLS takes over `sock`. So the timer shuts the connection down by a copy.
+    # TLS takes over `sock`, so the timer needs a copy to shut the connection down.
     copy = sock.dup()
     seconds_left = deadline - time.monotonic()
     timer = threading.Timer(seconds_left, _shut_down, [copy])

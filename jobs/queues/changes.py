@@ -17,13 +17,13 @@ CHUNK = 200
 
 
 def move_to_front(connection: Redis, queue: str, job_id: str) -> bool:
-    """Move a waiting job to the front of its queue. Returns whether it waited."""
-    waiting = rq_jobs.QueueKeys(queue).waiting
+    """Move a waiting job to the front of its queue. Returns whether the job waited."""
+    queue_key = rq_jobs.QueueKeys(queue).waiting
     with connection.pipeline() as pipe:
         # If a worker has taken the job meanwhile, the second command removes the entry that the first one has added.
-        pipe.lpush(waiting, job_id)
-        pipe.lrem(waiting, -1, job_id)
-        pipe.lpos(waiting, job_id)
+        pipe.lpush(queue_key, job_id)
+        pipe.lrem(queue_key, -1, job_id)
+        pipe.lpos(queue_key, job_id)
         _length, _num_removed, position = pipe.execute()
     return position is not None
 
@@ -36,21 +36,21 @@ def empty_queue(
     Jobs that run go on. Jobs that are enqueued meanwhile may be taken too. tell: called after each transaction with the
     number of jobs taken so far.
     """
-    waiting = rq_jobs.QueueKeys(queue).waiting
-    num_left: Any = connection.llen(waiting)
+    queue_key = rq_jobs.QueueKeys(queue).waiting
+    num_left: Any = connection.llen(queue_key)
     num_taken = 0
     while num_left > 0:
         last = min(num_left, CHUNK) - 1  # LRANGE counts from 0, and includes the last entry
-        entries: Any = connection.lrange(waiting, 0, last)
+        entries: Any = connection.lrange(queue_key, 0, last)
         if not entries:
             break
-        num_taken += _take(connection, waiting, list(map(stored.text, entries)))
+        num_taken += _take(connection, queue_key, list(map(stored.text, entries)))
         num_left -= len(entries)
         tell(num_taken)
     return num_taken
 
 
-def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
+def _take(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> int:
     """Take jobs out of the queue, then delete the jobs that nobody has enqueued again. Return how many were taken."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
@@ -58,7 +58,7 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
         enqueueing_times = pipe.execute(raise_on_error=False)
     with connection.pipeline() as pipe:
         for job_id in job_ids:
-            pipe.lrem(waiting, 1, job_id)
+            pipe.lrem(queue_key, 1, job_id)
         counts = pipe.execute()
 
     enqueued_at_of_taken: dict[str, Any] = {}
@@ -74,10 +74,10 @@ def _take(connection: Redis, waiting: str, job_ids: Sequence[str]) -> int:
 
 
 def _delete_taken(connection: Redis, enqueued_at_of_taken: dict[str, Any], pipe: Pipeline) -> None:
-    """Delete the taken jobs that nobody has enqueued again and that no worker holds.
+    """Delete jobs that were taken out of a queue, except jobs that were enqueued again or that a worker holds.
 
-    enqueued_at_of_taken: the `enqueued_at` that each job's hash had before the job was taken, by job id. pipe: watches
-    the jobs' hashes and executions.
+    enqueued_at_of_taken: the `enqueued_at` that each job's hash had before the job was taken out, by job id. pipe:
+    watches the jobs' hashes and executions.
     """
     with connection.pipeline(transaction=False) as reads:
         for job_id in enqueued_at_of_taken:

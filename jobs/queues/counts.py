@@ -16,7 +16,11 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES. `due`: scheduled jobs that are due, but not queued."""
+    """How many jobs a queue has.
+
+    counts: the number of jobs at each of PLACES, such as "waiting". due: the number of scheduled jobs that are due, but
+    not queued.
+    """
 
     name: str
     counts: dict[str, int]
@@ -34,7 +38,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
-            # In the order of PLACES, and the due jobs last.
+            # One reply for each of PLACES, in their order, and then one for the due jobs.
             pipe.llen(keys.waiting)
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
@@ -82,7 +86,7 @@ def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, 
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
-        # A producer may have put another kind of value there. Then only that queue is left out.
+        # Such a key may hold a value of another type, which a producer has written. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
         # One entry per queue: [id of the first job]; [] for an empty queue; None for a queue that cannot be read.
         heads = [reply if isinstance(reply, list) else None for reply in replies]

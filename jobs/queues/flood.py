@@ -96,18 +96,18 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
-        # A producer may have put another kind of value there. Then only that job has no name.
+        # Such a key may hold a value of another type, which a producer has written. Then only that job has no name.
         sizes: list[Any] = pipe.execute(raise_on_error=False)
-        can_be_read = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
-        for job_id, is_read in zip(job_ids, can_be_read, strict=True):
-            if is_read:
+        have_readable_meta = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        for job_id, is_readable in zip(job_ids, have_readable_meta, strict=True):
+            if is_readable:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")
         metas = iter(pipe.execute(raise_on_error=False))
 
     producers = []
-    for job_id, is_read in zip(job_ids, can_be_read, strict=True):
+    for job_id, is_readable in zip(job_ids, have_readable_meta, strict=True):
         producer = UNNAMED
-        if is_read:
+        if is_readable:
             meta = stored.json_object(next(metas))
             producer = named_producer(meta) or UNNAMED
         run_shard = run_and_shard(job_id)
@@ -128,7 +128,7 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
     """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
 
     Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
-    are deleted an hour later. This needs the workers' Redis user, as it runs a script.
+    are deleted an hour later. This needs the workers' Redis user, because it runs a script.
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
@@ -144,6 +144,7 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
             break
         job_ids = list(map(stored.text, entries))
         producer_of_each = _producers(connection, job_ids)
+        # The arguments of the script: six values, and then the ids of the jobs to cancel.
         args: list[Any] = [
             first,
             last,

@@ -37,21 +37,21 @@ class QueueNumbers:
 def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     """Return the numbers of these queues. Raises RedisError."""
     queue_counts = count_queues(connection, queues)
-    num_claimed = claimed_jobs(read_workers(connection))
+    claimed_by_queue = claimed_jobs(read_workers(connection))
     jobs: dict[str, dict[str, int]] = {}
     for queue in queue_counts:
-        by_status = {"claimed": num_claimed.get(queue.name, 0)}
+        by_status = {"claimed": claimed_by_queue.get(queue.name, 0)}
         for place, count in queue.counts.items():
             status = _STATUSES.get(place, place)
             by_status[status] = count
         jobs[queue.name] = by_status
 
-    num_at_risk = Counter(run.queue for run in read_at_risk(connection))
+    at_risk_by_queue = Counter(run.queue for run in read_at_risk(connection))
     return QueueNumbers(
         jobs=jobs,
         due={queue.name: queue.due for queue in queue_counts},
         head_ages=head_ages(connection, queues, time.time()),
-        at_risk={name: num_at_risk[name] for name in queues},
+        at_risk={name: at_risk_by_queue[name] for name in queues},
         redis=_read_health(connection),
     )
 

@@ -32,21 +32,22 @@ class Requeued:
 
     done: jobs that were put back.
     cancelled: jobs of runs that were cancelled or stopped. They stay failed, because they would only fail again.
-    wrong: jobs whose errors say that the client is at fault. `requeue_all` leaves them, because they would fail again.
+    client_at_fault: jobs whose errors say that the client is at fault. `requeue_all` leaves them, because they would
+    fail again.
     missing: jobs that are not among their queue's failed jobs, or whose payload is gone.
     """
 
     done: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    client_at_fault: list[str] = field(default_factory=list)
 
     def add(self, other: "Requeued") -> None:
         """Add the jobs of another result."""
         self.done += other.done
         self.cancelled += other.cancelled
         self.missing += other.missing
-        self.wrong += other.wrong
+        self.client_at_fault += other.client_at_fault
 
 
 #: Advice for a run whose jobs are not put back.
@@ -65,7 +66,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
     Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
-    limit. Missing jobs do.
+    limit. Jobs that are gone do.
     """
     result = Requeued()
     while True:
@@ -73,15 +74,15 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
         if num_left <= 0:
             break
         # Jobs that were not put back stay at the beginning of Redis' list. The next page begins after them.
-        first = len(result.cancelled) + len(result.missing) + len(result.wrong)
+        first = len(result.cancelled) + len(result.missing) + len(result.client_at_fault)
         last = first + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, first, last)
         if not page:
             break
         job_ids = list(map(stored.text, page))
-        wrong = _with_client_at_fault(connection, job_ids)
-        result.wrong += [job_id for job_id in job_ids if job_id in wrong]
-        to_requeue = [job_id for job_id in job_ids if job_id not in wrong]
+        at_fault = _with_client_at_fault(connection, job_ids)
+        result.client_at_fault += [job_id for job_id in job_ids if job_id in at_fault]
+        to_requeue = [job_id for job_id in job_ids if job_id not in at_fault]
         result.add(_requeue_chunk(connection, queue, to_requeue))
     return result
 
@@ -91,16 +92,16 @@ def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        # Anybody may have put another kind of value there. Then that job's error is unknown.
+        # Such a key may hold a value of another type, which anybody may have written. Then the job's error is unknown.
         replies: list[Any] = pipe.execute(raise_on_error=False)
-    wrong = set()
+    at_fault = set()
     for job_id, entries in zip(job_ids, replies, strict=True):
         if not isinstance(entries, list) or not entries:
             continue
         _entry_id, fields = entries[0]
         if fault_of(rq_jobs.error_text(fields)) == "client":
-            wrong.add(job_id)
-    return wrong
+            at_fault.add(job_id)
+    return at_fault
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
@@ -119,19 +120,19 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose run is cancelled or stopped."""
-    runs: dict[str, str] = {}
+    run_of_job: dict[str, str] = {}
     for job_id in job_ids:
         run_shard = run_and_shard(job_id)
         if run_shard is not None:
             run, _shard = run_shard
-            runs[job_id] = run
+            run_of_job[job_id] = run
     with connection.pipeline(transaction=False) as pipe:
-        for run in runs.values():
+        for run in run_of_job.values():
             pipe.hexists(run_key(run), "cancelled")
         replies = pipe.execute()
 
     cancelled = set()
-    for job_id, is_run_cancelled in zip(runs, replies, strict=True):
+    for job_id, is_run_cancelled in zip(run_of_job, replies, strict=True):
         if is_run_cancelled:
             cancelled.add(job_id)
     return cancelled
@@ -158,8 +159,8 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
     if not fields_of_failed:
         return []
     pipe.multi()
-    for job_id, (ttl_s, limit, concurrency) in fields_of_failed.items():
-        _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
+    for job_id, (ttl_s, rate_limit, concurrency) in fields_of_failed.items():
+        _queue_again(pipe, queue, job_id, ttl_s, stored.text(rate_limit or b""), concurrency)
     pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
     return list(fields_of_failed)
 
@@ -169,22 +170,22 @@ def _queue_again(
     queue: str,
     job_id: str,
     ttl_s: bytes | None,
-    limit: str,
+    rate_limit: str,
     concurrency: bytes | None,
 ) -> None:
-    """Write what RQ writes when it requeues a job. A job with a rate limit waits until a worker lets it in.
+    """Write what RQ writes when it requeues a job. A job with a rate limit waits until the limit allows it.
 
-    ttl_s: how long the job's hash is kept; None for ever. limit: the key of its rate limit; "" for none. concurrency:
-    how many jobs of this rate limit may run at once.
+    ttl_s: how long the job's hash is kept; None to keep it for ever. rate_limit: the key of the job's rate limit; ""
+    for none. concurrency: how many jobs of this rate limit may run at once.
     """
     key = rq_jobs.job_key(job_id)
     pipe.zrem(rq_jobs.QueueKeys(queue).failed, job_id)
     pipe.hset(key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
-    if limit and concurrency:
+    if rate_limit and concurrency:
         pipe.hset(key, "status", JobStatus.RATE_LIMITED.value)
-        pipe.sadd(rq_jobs.RATE_LIMITS_KEY, limit)
-        pipe.hset(rq_jobs.rate_limit_key(limit), "concurrency", concurrency)
-        pipe.zadd(rq_jobs.rate_limited_key(limit), {job_id: time.time()})
+        pipe.sadd(rq_jobs.RATE_LIMITS_KEY, rate_limit)
+        pipe.hset(rq_jobs.rate_limit_key(rate_limit), "concurrency", concurrency)
+        pipe.zadd(rq_jobs.rate_limited_key(rate_limit), {job_id: time.time()})
     else:
         pipe.hset(
             key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": rq_jobs.time_text()}

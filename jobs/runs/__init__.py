@@ -1,1 +1,1 @@
-"""The part of Parquet runs that reads no table: arguments, plan, state in Redis, jobs. Nothing here imports pyarrow."""
+"""Parquet runs, without their tables: arguments, plan, state in Redis, jobs. Nothing here imports pyarrow."""

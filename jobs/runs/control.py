@@ -64,9 +64,9 @@ def submit_run(
 ) -> str:
     """Enqueue the planning of a run, unless a worker holds the planning job already; return the run's id.
 
-    check_run: raises errors that planning would raise. arguments: those of jobs.score_parquet.
+    check_run: raises errors that planning would raise. arguments: the arguments of jobs.score_parquet.
     Raises InvalidJob or UnsupportedScheme for wrong arguments, and PlanningUnderWay if a worker already plans the run
-    for another model. Then nothing is enqueued.
+    for another model. After an error, nothing is enqueued.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)
@@ -74,7 +74,7 @@ def submit_run(
     run = spec.run
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
-    # The job gets the output's path as the caller wrote it, because its links may lead elsewhere on a worker's machine.
+    # The job gets the output's path as the caller wrote it. Links in the path may lead elsewhere on a worker's machine.
     planning_arguments = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
@@ -109,9 +109,9 @@ def submitter() -> str:
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
     """Submit a run again with another output, and return the new run's id.
 
-    The new run takes the answers of the old output, and asks the rows that have an error.
-    max_tokens: a larger limit. Then rows that ended with `length` are asked again too. Raises InvalidJob for a limit
-    that would cut the same rows again.
+    The new run takes the answers of the old output, and asks again only the rows that have an error.
+    max_tokens: a larger limit of tokens. Rows that ended with `length` are then asked again too. Raises InvalidJob for
+    a limit that would cut the same rows again.
     """
     if max_tokens is not None:
         _check_larger(plan.spec, max_tokens)
@@ -198,7 +198,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _cancel_jobs(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> Cancelled:
-    """Take the waiting jobs among these off their queue, and have workers stop the others. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they hold. Raises RunResubmitted."""
     removed = remove_waiting(state, submission, queue_name, job_ids)
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):
@@ -208,9 +208,9 @@ def _cancel_jobs(
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether the jobs are in the second half of the queue, so that LREM should search from its end.
+    """Whether the jobs are in the second half of the queue, so that LREM should search from the queue's end.
 
-    One job stands for all: the middle one, or the last one if the middle one is not on the queue.
+    Only one job's position is used: the middle job's, or the last job's if the middle job is not on the queue.
     """
     if not job_ids:
         return False
@@ -225,7 +225,7 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 def remove_waiting(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> int:
-    """Take the waiting jobs among these off their queue, and delete them; return how many. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and delete them; return how many waited. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
@@ -285,7 +285,7 @@ def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> b
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
-    """Take jobs off the queue; return the ids of those that were on it. No worker can claim these jobs any more."""
+    """Take jobs off the queue; return the ids of the jobs that were on it. No worker can claim these jobs any more."""
     pipe.multi()
     # LREM removes one entry. The sign of the count says from which end LREM searches.
     count = -1 if from_end else 1
@@ -303,7 +303,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they hold; return how many of the jobs are held."""
+    """Ask workers to stop the jobs that they hold; return how many of `job_ids` are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

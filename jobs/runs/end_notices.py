@@ -46,7 +46,7 @@ RETRIES = 3
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
     """Enqueue the notices of the run to which a failing job belongs, if the job's failure makes the run fail.
 
-    Does nothing for a job of no run. Call this before the job's end is written.
+    Does nothing for a job that belongs to no run. Call this before the job's end is written.
     lease: the lease of the execution that fails for good. error: one line.
     """
     run_shard = run_and_shard(lease.job_id)
@@ -67,7 +67,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
 def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     """Record that a shard has failed for good, and enqueue the run's notices if nothing of the run is left to do."""
     count = state.record_failed(shard)
-    if not count.is_whole:
+    if not count.is_whole:  # some shards have no part
         notify_if_rest_failed(state, count, f", the last one: {error}")
     elif "finished" not in state.facts():
         reason = f"all {count.total} parts are written, but the run did not finish: {error}"
@@ -91,12 +91,14 @@ def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> 
         enqueue_notices(state, state.submission(), "failed", reason)
 
 
-def enqueue_notices(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
+def enqueue_notices(
+    state: RunState, submission: int, outcome: str, reason: str | None = None
+) -> None:
     """Enqueue a submission's notices in one transaction, unless they were enqueued before.
 
-    word: how the run ended, such as "failed". reason: why, for people.
+    outcome: how the run ended, such as "failed". reason: why, for people.
     """
-    enqueue = partial(_enqueue_once, state, submission, word, reason)
+    enqueue = partial(_enqueue_once, state, submission, outcome, reason)
     transact(state.connection, enqueue, run_key(state.run))
 
 
@@ -118,14 +120,16 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
         return None
     reason, submission = verdict
     _enqueue_once(state, submission, "stopped", reason, pipe)
-    if not pipe.explicit_transaction:  # no notice was enqueued
+    # `_enqueue_once` begins the transaction only if it has notices to enqueue.
+    has_begun_transaction = pipe.explicit_transaction
+    if not has_begun_transaction:
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission
 
 
 def _enqueue_once(
-    state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline
+    state: RunState, submission: int, outcome: str, reason: str | None, pipe: Pipeline
 ) -> None:
     """Have `pipe` enqueue a submission's notices, unless they were enqueued before or a later submission came.
 
@@ -134,11 +138,11 @@ def _enqueue_once(
     fields: Any = pipe.hgetall(run_key(state.run))
     facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
     # A failed run has not ended, because it goes on if a person enqueues its jobs again.
-    is_end = word != "failed"
+    is_end = outcome != "failed"
     if not _is_due(facts, submission, is_end=is_end):
         return
 
-    content = _notice(state.run, facts, word, reason)
+    content = _notice(state.run, facts, outcome, reason)
     notices: list[tuple[str, str, list[Any]]] = []  # kind, function and the function's arguments
     if WEBHOOK in facts:
         notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
@@ -164,7 +168,10 @@ def _enqueue_once(
 
 
 def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
-    """Whether a submission's notices must be enqueued. facts: the run's hash. is_end: False for a failure's notices."""
+    """Whether a submission's notices must be enqueued.
+
+    facts: the run's hash. is_end: True for notices of the run's end; False for notices of its failure.
+    """
     is_last = str(submission) == facts.get("submission") and "queue" in facts
     if not is_last or not _wants_notices(facts):
         return False
@@ -172,11 +179,12 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
         return False
     if is_end:
         return True
+    # Notices of a failure are sent once, and not for a cancelled run.
     return facts.get(FAILURE_NOTIFIED) != str(submission) and "cancelled" not in facts
 
 
-def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -> dict[str, Any]:
-    """Return the content of a notice. facts: the run's hash.
+def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None) -> dict[str, Any]:
+    """Return the content of a notice. facts: the run's hash. outcome, reason: see `enqueue_notices`.
 
     A finished run in which every row has an error may count as failed. A finished run with expired rows is expired.
     """
@@ -184,17 +192,17 @@ def _notice(run: str, facts: Mapping[str, str], word: str, reason: str | None) -
     errors = stored.count(facts.get("total_errors")) or 0
     expired = stored.count(facts.get("total_expired")) or 0
     has_only_errors = rows_done > 0 and errors == rows_done
-    if word == "finished" and has_only_errors:
+    if outcome == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
         reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
         if reason is not None:
-            word = "failed"
-    if word == "finished" and expired:
+            outcome = "failed"
+    if outcome == "finished" and expired:
         reason = f"{expired} rows were not begun before the deadline"
-        word = "expired"
+        outcome = "expired"
     return {
         "run": run,
-        "state": word,
+        "state": outcome,
         "output": facts.get("output"),
         "rows": stored.count(facts.get("rows")),
         "rows_done": rows_done,

@@ -81,7 +81,7 @@ def _read_output(name: str) -> RunOutput | None:
         return None
     try:
         plan = Plan.from_text(Path(path).read_text("utf-8"))
-        # This is the folder's path on this machine. The path in the plan may be another machine's.
+        # `folder` is a path on this machine. The path in the plan may be another machine's.
         parts_folder = os.path.join(folder, PARTS) if plan.spec.single_file else folder
         names = os.listdir(parts_folder) if os.path.isdir(parts_folder) else []
     except ValueError as error:
@@ -90,7 +90,7 @@ def _read_output(name: str) -> RunOutput | None:
         return None
 
     num_parts = len(part_shards(names))
-    state = "forgotten"
+    state = "forgotten"  # nothing in the folder says that the run has finished
     if os.path.isfile(os.path.join(folder, SUCCESS)):
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None

@@ -111,7 +111,7 @@ class RunOptions(TypedDict, total=False):
     allow_whitespace: bool
     """Whether JSON completions may have blanks and line breaks between their parts. By default they have none."""
     logprobs: int
-    """Adds a column with each token's log probability, and those of this many likeliest tokens beside it: 0 to 20."""
+    """Adds a column with the log probability of each token, and of this many likeliest tokens beside it: 0 to 20."""
     prompt_logprobs: int
     """Adds the same column as `logprobs` for the tokens of the prompt."""
     top_logprobs: int
@@ -205,7 +205,7 @@ class RunOptions(TypedDict, total=False):
     output_format: Literal["parquet", "csv", "jsonl", "arrow"]
     """The format of the file that `single_file` asks for; by default Parquet."""
     order: Literal["prefix"]
-    """With "prefix", rows that share a beginning are computed together. The parts hold the rows in that order."""
+    """With "prefix", rows are sorted, so that a common beginning is computed once. The parts have this order."""
     reuse: Path | Sequence[Path]
     """Outputs of earlier runs whose answers are taken."""
     reuse_from_any_model: bool

@@ -372,11 +372,11 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
             "in.csv",
             "prompt\na\n".encode("utf-16"),
             OtherEncoding,
-            "looks like utf-16: say so with encoding",
+            "looks like utf-16: set encoding",
         ),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
-        ("in.jsonl", b"", MissingColumn, "'prompt' in .* it holds no columns"),
+        ("in.jsonl", b"", MissingColumn, "'prompt' in .* the file holds no columns"),
         ("in.jsonl", b'[{"prompt": "a"},\n{"prompt": "b"}]\n', TooManyBadLines, "2 of its 2 rows"),
         (
             "in.jsonl",
@@ -670,7 +670,7 @@ def test_a_file_of_which_more_than_a_tenth_of_the_lines_cannot_be_read_is_refuse
         first = rows - bad + 1 + (kind == "csv")
         with pytest.raises(
             TooManyBadLines,
-            match=f"{bad} of its {rows} rows cannot be read.* the first, line {first},",
+            match=f"{bad} of its {rows} rows cannot be read.* The first is line {first},",
         ):
             score(make_context(), path, tmp_path)
     else:

@@ -66,9 +66,9 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        # This limit is the setting itself. The limit of a reader is a multiple of it.
-        factor = ""
-        return ShardTooLarge(self._path, problem, self._shard_bytes.limit, factor, self._remedy)
+        # A reader's limit is a multiple of this setting. This one is the setting itself.
+        setting = "TOKENMILL_MAX_SHARD_BYTES"
+        return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:
         """Return the rows, once all are added. They then belong to the caller, and this object holds none."""

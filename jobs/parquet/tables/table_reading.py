@@ -276,6 +276,6 @@ class RowReader(TableReading):
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
                 problem = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
-                factor = f"{SHARD_TIMES} times "
-                raise ShardTooLarge(self._path, problem, self._limit, factor, remedy)
+                setting = f"{SHARD_TIMES} times TOKENMILL_MAX_SHARD_BYTES"
+                raise ShardTooLarge(self._path, problem, self._limit, setting, remedy)
             yield batch

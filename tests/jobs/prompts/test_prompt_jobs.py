@@ -173,7 +173,7 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(
         ("jobs.complete", [[]], {}, "empty list"),
         ("jobs.complete", ["\ud800"], {}, "not valid Unicode"),
         ("jobs.complete", ["x" * (MAX_PROMPT_BYTES + 1)], {}, "1048577 bytes, more than the limit"),
-        ("jobs.complete", {"prompt": "a"}, {}, "no list of arguments"),
+        ("jobs.complete", {"prompt": "a"}, {}, "must hold a list of arguments"),
         ("jobs.chat", [[]], {}, "non-empty list"),
         (
             "jobs.chat",

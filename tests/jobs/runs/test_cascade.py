@@ -286,7 +286,7 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     (listed,) = list_runs(site.redis)
     assert site.manifest()["rows_escalated"] == read_snapshot(site.redis, run).rows_escalated == 4
     assert (listed.state, listed.rows_escalated) == ("finished", 4)
-    assert "again    4 rows, of the second model" in status_text(listed)
+    assert "again    4 rows, by the second model" in status_text(listed)
 
 
 def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site, invoke: Invoke) -> None:

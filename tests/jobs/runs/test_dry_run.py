@@ -199,7 +199,7 @@ def test_labels_are_shown_and_timed(context: MakeContext, tmp_path: Path) -> Non
     told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], **low)
     assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 0)
     assert told["seconds"] > 0
-    assert dry_run_lines(told, None)[-1].startswith("again    2 rows, of the second model")
+    assert dry_run_lines(told, None)[-1].startswith("again    2 rows, by the second model")
 
 
 def test_several_prompts_of_a_row_are_counted_with_the_later_ones(
@@ -287,7 +287,7 @@ def test_a_dry_run_without_an_answer_tells_no_time_or_cost(
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
     found = survey(context, tmp_path / "in.parquet", lambda request: refuse("no"))
     lines = dry_run_lines(found, 2.0)
-    assert lines[-1].startswith("but      all 2 rows that were tried failed, so nothing tells")
+    assert lines[-1].startswith("but      all 2 rows that were tried failed, so the run's time")
     assert lines[-1].endswith("and cost: no"), "the commonest reason"
     assert not any(line.startswith(("time", "cost", "answers")) for line in lines)
 

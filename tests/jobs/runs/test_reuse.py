@@ -520,7 +520,7 @@ def test_a_run_that_takes_few_answers_says_what_it_asks_differently(
         differs,
     )
     shown = invoke("status", planned["run"]).output
-    assert f"but      few answers were taken of {old}: " in shown
+    assert f"but      few answers were taken from {old}: " in shown
     assert differs[0] in shown
     runs.work()
     manifest = json.loads((runs.output.parent / "new" / "_manifest.json").read_text())
