@@ -52,6 +52,19 @@ def test_bits_do_not_depend_on_the_batch_nor_on_being_recorded(backend: TritonBa
     assert torch.equal(attend_by(backend, whole, recorded), together)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_two_heads_of_a_group_that_share_a_program_keep_their_sinks_and_slopes(
+    backend: TritonBackend, group: int, dtype: torch.dtype
+) -> None:
+    """A whole prompt, chunks behind cached contexts and decodes; three heads of a group share no program."""
+    batch = make_batch(
+        [90, 130, 97, 300], [90, 50, 2, 1], head_dim=32, group=group, dtype=dtype,
+        window=21, chunk=64, soft_cap=1.5, has_sinks=True, has_slopes=True,
+    )  # fmt: skip
+    assert batch.error(attend_by(backend, batch)) < TOLERANCE[dtype]
+
+
 def test_auto_does_not_take_it_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """Also where the interpreter could run the kernels: it is for tests."""
     assert not isinstance(load_backend("auto", torch.device("cpu")), TritonBackend)

@@ -27,6 +27,7 @@ from engine.kernels.attention.kv_tile import (
 from engine.kernels.gpu_kind import GpuKind, kind_of
 
 QUERY_TILE = 64  # the rows of one warp group's matrix instruction on Hopper
+TWO_HEADS_WARPS = 8  # two warp groups, one for each head
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,13 @@ def prefill_kernel(
     log2_scale, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
-    TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+    TILE: tl.constexpr, QUERY_TILE: tl.constexpr, HEADS_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, tile of queries)."""
-    head = tl.program_id(0)
+    """Program (HEADS_TILE heads of one KV head, tile of queries).
+
+    Its rows are the tile's queries of the first head, then those of the second one.
+    """
+    first_head = tl.program_id(0) * HEADS_TILE
     query_tile = tl.program_id(1)
     seq = tl.load(tile_seqs_ptr + query_tile).to(tl.int64)
     tile_start = tl.load(tile_starts_ptr + query_tile)
@@ -63,11 +67,13 @@ def prefill_kernel(
     num_queries = tl.load(query_ranges_ptr + 2 * seq + 1) - first_row
     context_len = tl.load(context_lens_ptr + seq)
 
-    query = tile_start + tl.arange(0, QUERY_TILE)
+    row_of_tile = tl.arange(0, HEADS_TILE * QUERY_TILE)
+    head = first_head + row_of_tile // QUERY_TILE
+    query = tile_start + row_of_tile % QUERY_TILE
     dims = tl.arange(0, DIM_PAD)
     inside = (query < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
     rows = (first_row + query).to(tl.int64)
-    places = query_ptr + rows[:, None] * query_stride + head * HEAD_DIM + dims[None, :]
+    places = query_ptr + rows[:, None] * query_stride + head[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(places, mask=inside, other=0.0)
 
     # query i is token context_len - num_queries + i and sees the tokens up to itself
@@ -85,7 +91,7 @@ def prefill_kernel(
         begin = first_seen(first_token, WINDOW, CHUNK)
         begin_of_unmasked = begin + tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE) * TILE
     end_of_unmasked = begin + (first_token + 1 - begin) // TILE * TILE
-    kv_head = head // GROUP
+    kv_head = first_head // GROUP
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM
     if key_scales_ptr is not None:
@@ -94,15 +100,15 @@ def prefill_kernel(
             queries, log2_scale = narrow_queries(queries, log2_scale)
     tables_ptr += seq * table_stride
 
-    acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    row_max = tl.full([QUERY_TILE], LOWEST, tl.float32)
-    row_sum = tl.zeros([QUERY_TILE], tl.float32)
+    acc = tl.zeros([HEADS_TILE * QUERY_TILE, DIM_PAD], tl.float32)
+    row_max = tl.full([HEADS_TILE * QUERY_TILE], LOWEST, tl.float32)
+    row_sum = tl.zeros([HEADS_TILE * QUERY_TILE], tl.float32)
     if sinks_ptr is not None:  # a score without a value
-        row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        row_max = tl.load(sinks_ptr + head) * LOG2_E
         row_sum += 1.0
     slopes = None
     if slopes_ptr is not None:
-        slopes = tl.zeros([QUERY_TILE], tl.float32) + tl.load(slopes_ptr + head) * LOG2_E
+        slopes = tl.load(slopes_ptr + head) * LOG2_E
     if first_seens is not None:
         acc, row_max, row_sum = fold_tiles(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
@@ -120,7 +126,7 @@ def prefill_kernel(
         end_of_unmasked, end, end, None, last_seen, log2_scale, slopes, block_stride, token_stride,
         HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
     )  # fmt: skip
-    places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
+    places = out_ptr + (rows[:, None] * HEADS + head[:, None]) * HEAD_DIM + dims[None, :]
     result = acc / row_sum[:, None]
     if value_scales_ptr is not None:
         result *= tl.load(value_scales_ptr + kv_head)
@@ -157,6 +163,18 @@ def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
     return PrefillShape(tile, num_warps, NUM_STAGES, max_registers)
 
 
+def heads_of_program(group: int, dim_pad: int, itemsize: int) -> int:
+    """Return how many query heads share the keys and values that a program reads: 1 or 2.
+
+    With one head, a byte of keys and values serves 64 operations. A Hopper's L2 cache delivers about 5.5 TB/s, enough
+    for 45 % of what its products could compute. With two heads, a byte serves 128 operations.
+
+    group: query heads of a KV head. dim_pad: a head's padded size. itemsize: bytes of a query's number.
+    """
+    has_registers = dim_pad <= 128 and itemsize < 4
+    return 2 if has_registers and group % 2 == 0 else 1
+
+
 def prefill_attention(
     query: Tensor,
     cache: Cache,
@@ -182,14 +200,17 @@ def prefill_attention(
     block_size, kv_heads = key_cache.shape[1:3]
     dim_pad = pad_head_dim(head_dim)
     shape = prefill_shape(dim_pad, query.element_size(), kind_of(query.device))
+    group = heads // kv_heads
+    heads_tile = heads_of_program(group, dim_pad, query.element_size())
+    num_warps = shape.num_warps if heads_tile == 1 else TWO_HEADS_WARPS
     # heads in the first place of the grid: those of one group read the same keys at the same time
-    prefill_kernel[(heads, len(batch.seqs))](
+    prefill_kernel[(heads // heads_tile, len(batch.seqs))](
         out, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
         batch.seqs, batch.starts, batch.query_ranges, batch.context_lens, batch.block_tables,
         scale * LOG2_E.value, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
-        HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        HEADS=heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
-        TILE=shape.tile, QUERY_TILE=QUERY_TILE,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
+        TILE=shape.tile, QUERY_TILE=QUERY_TILE, HEADS_TILE=heads_tile,
+        num_warps=num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
     )  # fmt: skip
