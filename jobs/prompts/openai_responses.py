@@ -212,45 +212,45 @@ def _without_type(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_object(
-    answer: Mapping[str, Any], body: Mapping[str, Any], name: str, created_at: int
+    answer: Mapping[str, Any], body: Mapping[str, Any], job_id: str, created_at: int
 ) -> dict[str, Any]:
     """Return OpenAI's response object for a chat's answer.
 
-    answer: the chat.completion. body: the request's body. name: the text that all ids contain, such as a job's id.
-    created_at: Unix seconds.
+    answer: the chat.completion. body: the request's body. created_at: Unix seconds.
+    job_id: the id of the job, or of the line of a batch file. All ids in the object contain it.
     """
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = message.get("tool_calls") or ()
     output: list[dict[str, Any]] = []
     if message.get("reasoning"):
-        output.append(text_item("reasoning", name, len(output), message["reasoning"]))
+        output.append(text_item("reasoning", job_id, len(output), message["reasoning"]))
     if message.get("content") or not calls:
-        output.append(text_item("message", name, len(output), message.get("content") or ""))
+        output.append(text_item("message", job_id, len(output), message.get("content") or ""))
     for call in calls:
-        output.append(call_item(name, len(output), call))
-    return response_with(answer, body, output, name, created_at)
+        output.append(call_item(job_id, len(output), call))
+    return response_with(answer, body, output, job_id, created_at)
 
 
-def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
+def text_item(kind: str, job_id: str, index: int, text: str) -> dict[str, Any]:
     """Return an item of the output that holds a text.
 
-    kind: "reasoning" or "message". name: see response_object. index: the item's index in the output.
+    kind: "reasoning" or "message". job_id: see response_object. index: the item's index in the output.
     """
     if kind == "reasoning":
         part: dict[str, Any] = {"type": "reasoning_text", "text": text}
-        fields: dict[str, Any] = {"id": f"rs_{name}_{index}", "summary": []}
+        fields: dict[str, Any] = {"id": f"rs_{job_id}_{index}", "summary": []}
     else:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        fields = {"id": f"msg_{name}_{index}", "role": "assistant"}
+        fields = {"id": f"msg_{job_id}_{index}", "role": "assistant"}
     return {**fields, "type": kind, "status": "completed", "content": [part]}
 
 
-def call_item(name: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+def call_item(job_id: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item of the output with a function call. call: one of the `tool_calls` of the chat's answer."""
     return {
         "type": "function_call",
-        "id": f"fc_{name}_{index}",
+        "id": f"fc_{job_id}_{index}",
         "call_id": call["id"],
         "name": call["function"]["name"],
         "arguments": call["function"]["arguments"],
@@ -262,7 +262,7 @@ def response_with(
     answer: Mapping[str, Any] | None,
     body: Mapping[str, Any],
     output: Sequence[dict[str, Any]],
-    name: str,
+    job_id: str,
     created_at: int,
 ) -> dict[str, Any]:
     """Return a response object with these items of output.
@@ -281,7 +281,7 @@ def response_with(
             status = "incomplete"
             incomplete_details = {"reason": "max_output_tokens"}
     return {
-        "id": f"resp_{name}",
+        "id": f"resp_{job_id}",
         "object": "response",
         "created_at": created_at,
         "status": status,

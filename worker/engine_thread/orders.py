@@ -68,14 +68,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Report: the token ids of all requests in the engine so far, by request id and sample index."""
+    """Report: the token ids that each request in the engine has so far, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Report: the texts of followed requests so far, by request id and sample index."""
+    """Report: the text that each followed request has so far, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, PartialText]]
 

@@ -356,7 +356,8 @@ class IoLoop:
         elif self._phase is Phase.DRAINING:
             unstarted = self._runner.withdraw_unstarted()
             self._runner.releases.give_back(unstarted, "given_back")
-        elif not self._runner.journals.is_awaited(moment):  # the last journals are written first
+        elif not self._runner.journals.are_awaited(moment):
+            # The worker leaves, and no longer waits for the last entries of the jobs' journals.
             withdrawn = self._runner.withdraw_everything(parts_too=self._is_overdue(moment))
             self._runner.releases.give_back(withdrawn, self._release_mode)
 
@@ -445,7 +446,7 @@ class IoLoop:
 
     def _is_overdue(self, moment: float) -> bool:
         """Whether leaving has taken too long. If so, the worker no longer waits for ends and parts to be written."""
-        return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
+        return moment >= self._leave_by and not self._runner.journals.are_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
         """Leave if there is a reason to, and no job is held. A worker that is overdue leaves in any case."""

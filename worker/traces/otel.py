@@ -96,7 +96,7 @@ class OtelTraces(Traces):
             self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most FLUSH_S seconds, and end the thread."""
+        """Send the remaining spans, for at most FLUSH_S seconds, and end the thread that calls the exporter."""
         sending = threading.Thread(
             target=self._processor.shutdown, name="tokenmill-traces", daemon=True
         )

@@ -192,9 +192,10 @@ class LocalFiles:
             self._check_in_place(folder, path)
 
     def publish(self, temporary: str, target: str) -> None:
-        """Give a temporary file its name once its contents are on the disk. Raises FileExistsError.
+        """Give a temporary file the name `target` once its contents are on the disk.
 
-        If the folder was moved meanwhile, the file is removed again, under both names, and PathSwapped is raised.
+        Raises FileExistsError if the name is taken, or NotExclusive. If the folder was moved meanwhile, removes both
+        `temporary` and `target`, and raises PathSwapped.
         """
         with self._parent(target) as (folder, name):
             temporary_name = os.path.basename(temporary)

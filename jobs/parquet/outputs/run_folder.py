@@ -60,9 +60,10 @@ MAX_PLAN_BYTES = 256 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, or None. Raises the errors of load_plan."""
+    """Return the plan in a folder, or None. Raises OutputNotWritable, or the errors of load_plan."""
     path = os.path.join(folder, PLAN)
-    with writing(path):  # its errors fit here: a folder that cannot be reached cannot be written
+    # `stat` only reads, but a folder that it cannot reach cannot be written either. So the error is OutputNotWritable.
+    with writing(path):
         if storage.stat(path) is None:
             return None
     return load_plan(storage, path)

@@ -295,7 +295,7 @@ class ShardWork(RowsTask):
         have_same_name = first.name == second.name
         names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
-            # A model's text also has its dtype and fingerprint, which tell two models of one name apart.
+            # `str(model)` also shows the dtype and the fingerprint, which tell two models of one name apart.
             name = str(model) if have_same_name else model.name
             names_by_mark[model_mark(model).tobytes()] = name
         named_answers = []

@@ -74,7 +74,7 @@ class Journals:
             self._num_unanswered += 1
             self._orders.put(ReportTokens(stops=True))
 
-    def is_awaited(self, moment: float) -> bool:
+    def are_awaited(self, moment: float) -> bool:
         """Whether a leaving worker must wait for entries before its jobs are given back."""
         if self._leave_by is None or moment >= self._leave_by:
             return False
