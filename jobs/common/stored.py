@@ -8,6 +8,8 @@ from typing import Any
 
 #: A larger JSON object is not read. Ours are far smaller.
 MAX_OBJECT_BYTES = 1 << 20
+#: Numbers from here on cannot be right. Ours have at most 63 bits.
+_TOO_LARGE = 1 << 63
 
 
 def text(raw: bytes) -> str:
@@ -48,18 +50,18 @@ def count(value: object) -> int | None:
         has_digits_only = value.isascii() and value.isdigit()
         is_short = len(value) <= 18
         return int(value) if has_digits_only and is_short else None
-    if type(value) is int and 0 <= value < 1 << 63:
+    if type(value) is int and 0 <= value < _TOO_LARGE:
         return value
     return None
 
 
 def seconds(text: str | None) -> float | None:
-    """Read a text that is a number of seconds. Return None for anything else."""
+    """Read a text that is a number of seconds. Return None for anything else, such as a negative number or inf."""
     try:
         value = float(text or "")
     except ValueError:
         return None
-    return value if 0 <= value < 1 << 63 else None
+    return value if 0 <= value < _TOO_LARGE else None
 
 
 def moment(raw: object) -> float | None:

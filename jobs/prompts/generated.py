@@ -125,8 +125,10 @@ def _asked_until_accepted(
 ) -> Item[PromptAnswer]:
     """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
-    original = replace(request, sampling=_later_sampling(request))  # repaired prompts begin with it
-    # `prompt` asks for the present answer. `sent` is what the engine gets: `prompt`, or a continuation of its answer.
+    # The first request, without the values that later requests do not have.
+    original = replace(request, sampling=_later_sampling(request))
+    # `prompt` is the first request, or a repaired one. `sent` is what the engine gets: `prompt` itself, or `prompt`
+    # with a cut answer that the engine continues.
     prompt = request
     sent = request
     problem: str | None = None

@@ -99,7 +99,7 @@ def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> No
         may_retry=True,
     )
     with pytest.raises(ValueError, match="invalid literal"):
-        failed.as_left_by(None)
+        failed.with_policy_of(None)
 
 
 @pytest.mark.parametrize(

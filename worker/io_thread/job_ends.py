@@ -252,7 +252,7 @@ class JobEnds:
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
         """Have the end written, with the changes that the user's code made to its copy of the job."""
         try:
-            outcome = outcome.as_left_by(job.user_job)
+            outcome = outcome.with_policy_of(job.user_job)
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(

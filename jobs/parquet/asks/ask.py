@@ -156,7 +156,7 @@ class RowAsk(Ask[Answer]):
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return a row's prompt: its text, or the messages, parts or pair that its text holds as JSON.
+    """Return a row's prompt: its text, or the chat messages, content parts or pair of texts that it holds as JSON.
 
     is_json: whether the text is JSON. The text of a row with pictures always is JSON, because it is a list of parts.
     """

@@ -44,7 +44,7 @@ class Chain(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of each prompt, then the columns of the row."""
+        """Return the columns of each prompt, then the columns about the row as a whole."""
         fields_of_labels = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:

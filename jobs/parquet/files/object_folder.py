@@ -34,7 +34,7 @@ class ObjectFolder:
         bucket, _, self._prefix = bucket_and_prefix.partition("/")
         self._store = opened_store(scheme, bucket, TIMEOUT_S)
         # We do not keep written bytes, so only obstore itself can repeat an upload's requests.
-        self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, TIMEOUT_S)
+        self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, tries_s=TIMEOUT_S)
 
     def path(self, name: str) -> str:
         """Return the path by which workers know a file."""

@@ -117,13 +117,14 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _json_record(line: Record, encoding: str) -> Record:
-    """Return the row in a line of JSON. encoding: the name of the file's encoding, for messages."""
+    """Return the row in a line of JSON. The line is UTF-8. encoding: the name of the file's encoding, for messages."""
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
             # Half of a pair raises UnicodeEncodeError.
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
+        # A file in another encoding was turned into UTF-8, so the position in the line is not the position in the file.
         where = f": {error.reason} at byte {error.start}" if encoding == "UTF-8" else ""
         problem = f"is not {encoding}{where}"
     except UnicodeEncodeError:

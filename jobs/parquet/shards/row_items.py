@@ -30,9 +30,10 @@ def row_runner(
 
     Rows are asked in the order of their prompts. If equal rows must get the same answer, only one of them is asked.
     rows: the rows, with an Answer in place of each row that has an answer already. number_of: takes the index of a row
-    in `rows`, and returns the row's number in the run. memo: holds the answers of other shards, by whole keys.
-    memo_keys: the whole keys of the rows. let_go: called with each row whose texts are no longer needed. is_over:
-    returns whether the run's deadline has passed; from then on, no further row is begun.
+    in `rows`, and returns the row's number in the run. memo: holds the answers of other shards, by whole keys. A whole
+    key names what a row asks and the model that answers; see row_keys.py. memo_keys: the whole keys of the rows.
+    let_go: called with each row whose texts are no longer needed. is_over: returns whether the run's deadline has
+    passed; from then on, no further row is begun.
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:

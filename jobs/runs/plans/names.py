@@ -36,7 +36,7 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def parse_single_file(name: str, value: Any) -> str | None:
-    """Return the format of an output that is one file; None if the output is parts. Raises InvalidValue."""
+    """Return the format of the one file that `single_file` asks for; None if it asks for parts. Raises InvalidValue."""
     if value is False:
         return None
     if value is True:

@@ -348,7 +348,7 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        The parts recorded since the submission are judged. Rows that the deadline kept from being asked do not count.
+        The parts recorded since the submission are judged. Rows that were not asked before the deadline do not count.
         is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
         not matter.
         client: used for reading, such as a pipeline that watches the run; by default the connection.

@@ -316,6 +316,7 @@ def _read_parts(connection: Redis, readers: Sequence[RunReader]) -> None:
         for shard, record in zip(shards, records, strict=True):
             if record is not None:
                 shards_with_part.add(shard)
+        # The hash has a field for each part and, if the number of shards is known, the field "total".
         num_parts = num_fields if total is None else num_fields - 1
         reader.add_parts(_texts(_COUNTS, counts), num_parts, shards_with_part)
 

@@ -26,7 +26,7 @@ class Admission:
         if len(claimed.job_id) > MAX_ID_CHARS:
             raise TooLarge(
                 f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
-                "enqueue it with a shorter id, or without an id, for which RQ makes one"
+                "enqueue it with a shorter id, or without an id: then RQ makes one"
             )
         call = parse_call(payload, claimed.record.max_job_bytes)
         if call.name not in self._allowed:

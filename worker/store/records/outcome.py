@@ -89,7 +89,7 @@ class Outcome:
             default_result_ttl_s=default_result_ttl_s,
         )
 
-    def as_left_by(self, job: Job | None) -> Outcome:
+    def with_policy_of(self, job: Job | None) -> Outcome:
         """Return the outcome with the policy that user code has left in its copy of the job.
 
         job: the copy; None if there is none. Raises an error of any class if the copy holds a value with which no end
@@ -105,7 +105,7 @@ class Outcome:
     def unwritable(self, error: Exception) -> Outcome:
         """Return the outcome of a job whose outcome could not be written: a failure with this error, as in RQ.
 
-        error: what `as_left_by` raised.
+        error: what `with_policy_of` raised.
         """
         text = traceback_text(error)
         return replace(
