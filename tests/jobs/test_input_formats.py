@@ -382,13 +382,13 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
             "in.jsonl",
             b'{\n "prompt": "a"\n}\n',
             TooManyBadLines,
-            "line 1, is not JSON: Expecting property name",
+            "line 1, which is not JSON: Expecting property name",
         ),
         (
             "in.jsonl",
             b'{"prompt": "a"}\r{"prompt": "b"}\r',
             TooManyBadLines,
-            "line 1, is not JSON: Extra data",
+            "line 1, which is not JSON: Extra data",
         ),
         (
             "in.jsonl",
