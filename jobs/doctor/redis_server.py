@@ -317,7 +317,7 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
     key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
-    A refusal of the key then gives no rule, because the keys are tested by means of other commands.
+    If the command itself is tested, a refusal of its key gives no rule, because other commands test the keys.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"

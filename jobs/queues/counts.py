@@ -86,7 +86,7 @@ def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, 
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
-        # Such a key may hold a value of another type, which a producer has written. Then only that queue is left out.
+        # A producer may have written a value of another type to a queue's key. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
         # One entry per queue: [id of the first job]; [] for an empty queue; None for a queue that cannot be read.
         heads = [reply if isinstance(reply, list) else None for reply in replies]

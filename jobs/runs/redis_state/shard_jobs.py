@@ -360,7 +360,8 @@ class _ShardQueue:
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
         """Whether a job runs, or will still run, for its shard."""
-        if job.was_cancelled(last_cancelled):  # a worker that holds the job ends it without a part
+        if job.was_cancelled(last_cancelled):
+            # The job still runs for its shard if it waits. A worker that holds the job ends it without a part.
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True

@@ -235,7 +235,7 @@ class RunState:
         is_new: bool = True,
         by: str = "",
     ) -> None:
-        """Submit the run with a planning job. This takes back a cancellation, but not the mark of the run's end.
+        """Submit the run with a planning job. A cancelled run is no longer cancelled then. A finished run stays finished.
 
         pipe: watches the run's key or its turn key. This method begins a transaction, which the caller must execute.
         is_new: False if a planning is under way. Then the submission keeps the number of the last one.
@@ -245,7 +245,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
-            # Redis may have lost the numbers of earlier submissions. The present time is at least as high as these.
+            # Redis may have lost the numbers of earlier submissions. The present time is never below a lost number.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts = {
@@ -536,7 +536,7 @@ class RunState:
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change by `transact`. Raises RunBusy if there is a lease and its job is not held any more."""
+        """Make a change by `transact`. Raises RunBusy if there is a lease and it is lost."""
         lease = self._lease
         if lease is None:
             return transact(self.connection, change, *watched)

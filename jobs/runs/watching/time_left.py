@@ -190,13 +190,13 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
             high = middle
 
     rows_per_text = low  # rows / n
-    next_rows = exp(-rows_per_text)
+    next_share = exp(-rows_per_text)
     remaining_per_text = rows_per_text * (all_rows - rows) / rows
     if remaining_per_text <= 0:
-        return _NewTextShares(next_rows, 1.0)
+        return _NewTextShares(next_share, 1.0)
     # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
-    remaining_rows = next_rows * -expm1(-remaining_per_text) / remaining_per_text
-    return _NewTextShares(next_rows, remaining_rows)
+    remaining_share = next_share * -expm1(-remaining_per_text) / remaining_per_text
+    return _NewTextShares(next_share, remaining_share)
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
