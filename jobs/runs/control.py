@@ -121,7 +121,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
         facts = RunState(connection, plan.run).facts()
     reuse = [plan.spec.output]
     if plan.reused is not None and plan.spec.only_new:
-        # The old output has only the rows that were new. The other answers are in the outputs that it reused.
+        # The old output has only the rows that were new. The other answers are in the outputs that the old run reused.
         reuse += [run["output"] for run in plan.reused.runs]
 
     arguments = {

@@ -70,8 +70,9 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: names the files that hold the answers; see `Plan.reused_path`. any_model: whether answers of other models were
-    taken. runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
+    name: a part of the names of the files with the answers; see `Plan.reused_path`.
+    any_model: whether answers of other models were taken. runs: see ReusedRun.
+    seed: the seed that the first earlier run was given, if this run was given none.
     """
 
     name: str

@@ -143,8 +143,8 @@ class RunSpec:
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             source = OPENAI_BATCH
-            # The parser of single_file refuses the value OPENAI_BATCH, because producers may not give it. So that value is
-            # set after the parser has run.
+            # The parser of single_file refuses the value OPENAI_BATCH, because producers may not give it. So that value
+            # is set after the parser has run.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}
@@ -233,7 +233,7 @@ class RunSpec:
 
     @property
     def is_chat(self) -> bool:
-        """Whether each row asks a chat."""
+        """Whether each row's prompt is a chat."""
         return self.messages_column is not None or isinstance(self.template, list)
 
     @property

@@ -235,8 +235,9 @@ class RunState:
         is_new: bool = True,
         by: str = "",
     ) -> None:
-        """Submit the run with a planning job. A cancelled run is no longer cancelled then. A finished run stays finished.
+        """Submit the run with a planning job.
 
+        A run that was cancelled is no longer cancelled then. A finished run stays finished.
         pipe: watches the run's key or its turn key. This method begins a transaction, which the caller must execute.
         is_new: False if a planning is under way. Then the submission keeps the number of the last one.
         by: who submits the run; "" if that is not known.
@@ -406,15 +407,15 @@ class RunState:
             self._put(pipe, facts)
             pipe.execute()
 
-    def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove from Redis the mark of a finished run, if the mark in the run's folder was deleted. Raises RunBusy.
+    def unmark_finished(self, has_success: Callable[[], bool]) -> None:
+        """Remove the field "finished" from Redis if _SUCCESS was deleted from the run's folder. Raises RunBusy.
 
-        has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both marks.
+        has_success: returns whether the folder has _SUCCESS. A worker that ends the run later writes both again.
         """
 
         def unmark(pipe: Pipeline) -> None:
-            """Remove the mark if the folder has none."""
-            if pipe.hexists(self._key, "finished") and not has_ended():
+            """Remove the field if the folder has no _SUCCESS."""
+            if pipe.hexists(self._key, "finished") and not has_success():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
 
@@ -431,7 +432,8 @@ class RunState:
                 "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
-            # An older version does not write this total. Without it, all totals count as lost.
+            # The script checks that Redis has this total. An older version does not write it, and then all totals count
+            # as lost.
             "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,

@@ -147,7 +147,7 @@ def _note_on_figures(idle_s: float) -> str:
     """Return the text below the numbers at the top. idle_s: the seconds in which no worker had a shard."""
     note = (
         "Answer tokens are the tokens of the output's rows. Tokens a second and tokens of workers are generated tokens:"
-        " an answer to equal prompts counts once, and each attempt at an answer counts."
+        " they count the answer to equal prompts once, and they count each attempt at an answer."
     )
     if idle_s < 1:
         return note

@@ -371,8 +371,8 @@ class RunReader:
         """
         if self.lacks_workers:
             return None
-        # A worker that still loads its model computes no shards. But it may have the name of a killed worker, and shards
-        # of the killed worker are still recorded under that name.
+        # A worker that still loads its model computes no shards. But it may have the name of a killed worker. Shards of
+        # the killed worker are still recorded under this name.
         computing = _alive(worker for worker in workers if not _is_loading(worker))
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
@@ -489,7 +489,7 @@ def _is_loading(worker: Worker) -> bool:
 
 
 def _alive(workers: Iterable[Worker]) -> set[str]:
-    """Return the names of the workers that live."""
+    """Return the names of the workers that are alive."""
     return {worker.name for worker in workers if not worker.is_silent}
 
 
