@@ -241,7 +241,7 @@ def _follow(
 
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
-    """Whether a run has ended, by Redis. False if Redis does not know the run, or does not answer."""
+    """Whether a run has ended according to Redis. False if Redis does not know the run, or does not answer."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return read_planned(connection, run).state in ENDED_STATES
     return False

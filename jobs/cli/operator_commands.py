@@ -272,7 +272,8 @@ def requeue_command(
     failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
     could not be requeued.
     """
-    if bool(job_ids) == is_all:  # both or neither
+    names_jobs = len(job_ids) > 0
+    if names_jobs == is_all:  # both are given, or neither
         raise click.UsageError("name the jobs, or give --all")
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)

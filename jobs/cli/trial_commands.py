@@ -184,7 +184,8 @@ def try_job(
         status = _await_end(connection, queue, job_id)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        return dict[str, Any](json.loads(last_result(connection, job_id)))
+        result: dict[str, Any] = json.loads(last_result(connection, job_id))
+        return result
     finally:
         with connection.pipeline() as pipe:
             for job in read_earlier(connection, [job_id]):

@@ -208,11 +208,11 @@ def _durability(server: Server) -> Iterator[Finding]:
     """Yield findings about what a crash or restart of the server would lose."""
     save = server.config.get("save")
     fsync = server.config.get("appendfsync")
-    has_file = bool(server.info.get("aof_enabled"))
-    if not has_file and save == "":
+    has_append_only_file = bool(server.info.get("aof_enabled"))
+    if not has_append_only_file and save == "":
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
         yield fault("durability", problem, _setting_advice("appendonly", "yes"))
-    elif not has_file:
+    elif not has_append_only_file:
         problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
         yield warning("durability", problem, _setting_advice("appendonly", "yes"))
     elif fsync == "no":
@@ -224,7 +224,7 @@ def _durability(server: Server) -> Iterator[Finding]:
             f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
         )
 
-    if has_file and not _can_be_replayed(server.client):
+    if has_append_only_file and not _can_be_replayed(server.client):
         problem = "the default user has no rights: a restart drops every transaction of the file"
         mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
         yield fault("durability", problem, mend)

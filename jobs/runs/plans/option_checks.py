@@ -179,12 +179,12 @@ def refuse_generation_values(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    allowed: the names of values that only change the prompt.
+    allowed: the names of values that only say how a prompt is read.
     request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. Both
     are words for the error.
     """
     for name in values:
-        # A forced tool call has to be generated. Any other tool_choice only changes the prompt.
+        # A forced tool call has to be generated. Any other tool_choice only says how the prompt is read.
         is_forced_call = name == "tool_choice" and forces_call(values)
         if name not in allowed or is_forced_call:
             raise InvalidValue(

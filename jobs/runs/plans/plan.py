@@ -226,9 +226,9 @@ class Plan:
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the seed and of the numbers by which rows are found.
+        """Return a digest of the seed, of the files' numbers of rows, and of the shards.
 
-        If somebody changes these numbers in a plan's file, their digest is no longer the one in the file.
+        If somebody changes one of these in a plan's file, the digest in the file no longer matches.
         """
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)

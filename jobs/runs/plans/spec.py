@@ -137,7 +137,7 @@ class RunSpec:
         """
         cls._check_names(options)
         options = {name: value for name, value in options.items() if value is not None}
-        # The options of a way, such as `agree`, are kept apart from the options of the run.
+        # Options such as `agree` ask for a way: several requests that lead to one answer.
         options, way_options = split_way(options)
         source = _source(options)
         if options.get("input_format") == OPENAI_BATCH:

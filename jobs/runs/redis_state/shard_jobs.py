@@ -56,7 +56,7 @@ class EarlierJob:
         return last_cancelled > 0 and self.submission <= last_cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
-        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: whether to take it off its queue too."""
+        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: whether to take the job off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)

@@ -484,7 +484,8 @@ class RunState:
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
-            return PartCount(length - 1, total)
+            num_parts = length - 1  # one field of the hash is the total
+            return PartCount(num_parts, total)
 
         return self._change(amend, self._parts_key)
 

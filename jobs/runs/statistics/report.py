@@ -225,7 +225,10 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return tables that count answers by finish reason, by label and by check, and lines by left-out argument."""
+    """Return tables that count answers by finish reason, by label and by check.
+
+    A further table counts a batch file's lines by the argument that was left out.
+    """
     # Manifests of older versions lack some of these counts.
     finish_reasons = statistics.get("finish_reasons") or {}
     labels = statistics.get("labels") or {}

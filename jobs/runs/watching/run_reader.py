@@ -129,7 +129,7 @@ class RunReader:
                 self.running[shard] = job_id
 
         # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
-        # a part and the run has not finished, the job has failed while it ended the run.
+        # a part, and the run has not finished and no job runs, the job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)

@@ -82,7 +82,9 @@ def time_left(
         shares = [1] * shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
-    new_text_shares = _new_text_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    new_text_shares = _new_text_shares(
+        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=rows
+    )
     spans = _finished_work(parts.latest, shares)
     remaining = []  # the remaining work of each shard that has some
     for shard in range(shards):
