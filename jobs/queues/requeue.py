@@ -195,4 +195,4 @@ def _queue_again(
     if ttl_s:
         pipe.expire(key, int(ttl_s))
     else:
-        pipe.persist(key)  # a failed job has a time to live
+        pipe.persist(key)  # removes the time to live that the job had while it was failed

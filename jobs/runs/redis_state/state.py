@@ -303,7 +303,7 @@ class RunState:
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
         # `submit` makes the numbers of submissions from the clock. If Redis lost the run, `submission` may be too low.
-        # The present time covers all numbers that were given so far.
+        # No number that was given so far is higher than the present time.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})

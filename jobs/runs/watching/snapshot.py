@@ -381,5 +381,5 @@ def _runs_of(job_ids: Sequence[str]) -> list[str]:
 
 
 def _is_own(snapshot: RunSnapshot, job_id: str) -> bool:
-    """Whether a job is one of the run's shards, or plans the run."""
+    """Whether a job computes a shard of the run, or plans the run."""
     return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None

@@ -52,7 +52,7 @@ class Span:
     """Work that a worker did on a shard between two moments.
 
     began_at, ended_at: Unix seconds. For a shard that is under way, ended_at is the time of its last report.
-    work: how much work was done, in the unit of the shards' shares.
+    work: how much work was done, in the same unit as the shards' shares of the run's work.
     """
 
     worker: str
