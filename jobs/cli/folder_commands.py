@@ -241,7 +241,7 @@ def _follow(
 
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
-    """Whether a run has ended, by Redis. False if Redis does not know the run, or does not answer."""
+    """Whether a run has ended according to Redis. False if Redis does not know the run, or does not answer."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return read_planned(connection, run).state in ENDED_STATES
     return False
@@ -443,7 +443,7 @@ def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
         plan = output.plan
         return _FinishedRun(run_id, DEFAULT_QUEUE, plan.spec.output, plan.model.fingerprint)
     _check_finished(snapshot.run, snapshot.state)
-    # A queue without workers raises neither of these errors, because `verify` first waits for a worker.
+    # On a queue without workers, `verify` waits for a worker. So these errors are raised only if the queue has workers.
     if snapshot.workers and snapshot.awaited_model is not None:
         raise InvalidJob(
             f"run {snapshot.run} cannot be verified: no worker on queue {snapshot.queue!r} serves its model "

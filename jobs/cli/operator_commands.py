@@ -68,7 +68,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # Workers have recorded these two values, which are old if Redis is full. A producer's user may read nothing newer.
+    # These two values are what workers last recorded. They are old if Redis is full. A producer's user may not read the
+    # present values, which replace them below.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -201,7 +202,7 @@ def _stop_command(queue: str, producer: str) -> str:
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     """Say whether workers have stopped claiming jobs because Redis came back with older data.
 
-    --confirm lets the workers go on. In the older data, prompts that were answered after it was saved are still queued.
+    --confirm lets the workers go on. The older data still queues prompts that were answered after the data was saved.
     Workers would answer these prompts twice. This command needs the workers' Redis user. Exits with 1 while workers
     claim nothing.
     """
@@ -271,7 +272,8 @@ def requeue_command(
     failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
     could not be requeued.
     """
-    if bool(job_ids) == is_all:  # both or neither
+    names_jobs = len(job_ids) > 0
+    if names_jobs == is_all:  # both are given, or neither
         raise click.UsageError("name the jobs, or give --all")
     requeued = (
         requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)

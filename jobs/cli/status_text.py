@@ -212,7 +212,7 @@ PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a run's id once planning has accepted the run, or takes long.
+    """Print a run's id when planning has accepted the run, or has not ended after PLAN_WAIT_S.
 
     Exits with 1 if planning refuses the run, and with 130 on Ctrl-C.
     """

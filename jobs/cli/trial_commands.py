@@ -68,12 +68,12 @@ def preview(
 
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return, in lines, what a dry run has found. price_per_hour: the price of a worker's machine, in any currency."""
+    """Return lines about what a dry run has found. price_per_hour: the price of a worker's machine, in any currency."""
     return [*_lines_of_all_rows(result), *_lines_of_tried_rows(result, price_per_hour)]
 
 
 def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
-    """Return, in lines, what a dry run knows without any answer: rows that would fail, and tokens of prompts."""
+    """Return lines about what a dry run knows without any answer: rows that would fail, and tokens of prompts."""
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -94,7 +94,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
 
 
 def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return, in lines, what the answered rows of a dry run suggest: tokens of answers, the run's time and its cost."""
+    """Return lines about what the answered rows of a dry run suggest: answer tokens, the run's time and its cost."""
     num_tried = result["num_tried"]
     num_failed = result["num_failed"]
     commonest = result.get("commonest_failure")  # missing if the worker's version is older
@@ -184,7 +184,8 @@ def try_job(
         status = _await_end(connection, queue, job_id)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        return dict[str, Any](json.loads(last_result(connection, job_id)))
+        result: dict[str, Any] = json.loads(last_result(connection, job_id))
+        return result
     finally:
         with connection.pipeline() as pipe:
             for job in read_earlier(connection, [job_id]):
@@ -240,9 +241,9 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a terminal shows it: without control characters, its further lines indented, cut if long.
+    """Return a value as a terminal shows it, without control characters.
 
-    A text is shown as it is, and any other value as JSON.
+    A text is shown as it is, and any other value as JSON. A long text is cut. Lines after the first are indented.
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     shown_text = text[:MAX_SHOWN_CHARS]

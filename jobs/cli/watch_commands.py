@@ -160,7 +160,7 @@ def output_json(output: RunOutput) -> str:
 
 
 def _output_text(output: RunOutput) -> str:
-    """Return, in lines, what a run's output folder says about the run. Redis is not asked."""
+    """Return lines with what a run's output folder says about the run. Redis is not asked."""
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
         f"run {output.plan.run}: {output.state}",

@@ -208,11 +208,11 @@ def _durability(server: Server) -> Iterator[Finding]:
     """Yield findings about what a crash or restart of the server would lose."""
     save = server.config.get("save")
     fsync = server.config.get("appendfsync")
-    has_file = bool(server.info.get("aof_enabled"))
-    if not has_file and save == "":
+    has_append_only_file = bool(server.info.get("aof_enabled"))
+    if not has_append_only_file and save == "":
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
         yield fault("durability", problem, _setting_advice("appendonly", "yes"))
-    elif not has_file:
+    elif not has_append_only_file:
         problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
         yield warning("durability", problem, _setting_advice("appendonly", "yes"))
     elif fsync == "no":
@@ -224,7 +224,7 @@ def _durability(server: Server) -> Iterator[Finding]:
             f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
         )
 
-    if has_file and not _can_be_replayed(server.client):
+    if has_append_only_file and not _can_be_replayed(server.client):
         problem = "the default user has no rights: a restart drops every transaction of the file"
         mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
         yield fault("durability", problem, mend)
@@ -317,7 +317,7 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
     key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
-    A refusal of the key then gives no rule, because the keys are tested by means of other commands.
+    If the command itself is tested, a refusal of its key gives no rule, because other commands test the keys.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
         return None if key_pattern is None else f"~{key_pattern}"

@@ -43,7 +43,7 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
             pipe.zcard(keys.deferred)
-            # Expired results stay until a worker cleans up.
+            # Only results that have not expired are counted. Expired results stay until a worker cleans up.
             pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
@@ -62,7 +62,8 @@ def count_claimed(connection: Redis, names: Sequence[str]) -> dict[str, int]:
 
     When Redis is full, workers cannot record that a job has begun. Then all jobs that workers hold are counted.
     """
-    # Once a job has begun, its score among the started jobs is a time plus FAR_S. All other scores lie near now.
+    # In the registry of started jobs, the score of a job that has begun is a time plus FAR_S. The scores of other jobs
+    # lie near the present time.
     lowest_score_of_begun = time.time() + FAR_S / 2
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
@@ -86,7 +87,7 @@ def head_ages(connection: Redis, names: Sequence[str], now: float) -> dict[str, 
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(rq_jobs.QueueKeys(name).waiting, 0, 0)
-        # Such a key may hold a value of another type, which a producer has written. Then only that queue is left out.
+        # A producer may have written a value of another type to a queue's key. Then only that queue is left out.
         replies = pipe.execute(raise_on_error=False)
         # One entry per queue: [id of the first job]; [] for an empty queue; None for a queue that cannot be read.
         heads = [reply if isinstance(reply, list) else None for reply in replies]

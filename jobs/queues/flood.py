@@ -96,16 +96,16 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
-        # Such a key may hold a value of another type, which a producer has written. Then only that job has no name.
+        # A producer may have written a value of another type to a job's key. Then only that job counts as unnamed.
         sizes: list[Any] = pipe.execute(raise_on_error=False)
-        have_readable_meta = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
-        for job_id, is_readable in zip(job_ids, have_readable_meta, strict=True):
+        readable_flags = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        for job_id, is_readable in zip(job_ids, readable_flags, strict=True):
             if is_readable:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")
         metas = iter(pipe.execute(raise_on_error=False))
 
     producers = []
-    for job_id, is_readable in zip(job_ids, have_readable_meta, strict=True):
+    for job_id, is_readable in zip(job_ids, readable_flags, strict=True):
         producer = UNNAMED
         if is_readable:
             meta = stored.json_object(next(metas))

@@ -42,7 +42,7 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     for queue in queue_counts:
         by_status = {"claimed": claimed_by_queue.get(queue.name, 0)}
         for place, count in queue.counts.items():
-            status = _STATUSES.get(place, place)
+            status = _STATUSES.get(place, place)  # most places have the name of a status of RQ
             by_status[status] = count
         jobs[queue.name] = by_status
 

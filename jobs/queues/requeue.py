@@ -66,7 +66,7 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
     Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
-    limit. Jobs that are gone do.
+    limit. Jobs that Redis has lost count against it.
     """
     result = Requeued()
     while True:
@@ -92,7 +92,7 @@ def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        # Such a key may hold a value of another type, which anybody may have written. Then the job's error is unknown.
+        # Anybody may have written a value of another type to a job's results key. Then the job's error is unknown.
         replies: list[Any] = pipe.execute(raise_on_error=False)
     at_fault = set()
     for job_id, entries in zip(job_ids, replies, strict=True):
@@ -195,4 +195,4 @@ def _queue_again(
     if ttl_s:
         pipe.expire(key, int(ttl_s))
     else:
-        pipe.persist(key)  # a failed job has a time to live
+        pipe.persist(key)  # removes the time to live that the job had while it was failed

@@ -121,7 +121,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
         facts = RunState(connection, plan.run).facts()
     reuse = [plan.spec.output]
     if plan.reused is not None and plan.spec.only_new:
-        # The old output has only the rows that were new. The other answers are in the outputs that it reused.
+        # The old output has only the rows that were new. The other answers are in the outputs that the old run reused.
         reuse += [run["output"] for run in plan.reused.runs]
 
     arguments = {
@@ -189,8 +189,9 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             cancelled.removed + second.removed, cancelled.stopped + second.stopped
         )
 
-    # If the run had finished and no job was left to cancel, its notices were sent at its end.
-    if cancelled.removed or cancelled.stopped or "finished" not in facts:
+    has_cancelled_jobs = cancelled.removed > 0 or cancelled.stopped > 0
+    had_ended = "finished" in facts and not has_cancelled_jobs
+    if not had_ended:  # a run that had ended has sent its notices at its end
         enqueue_notices(state, submission, "cancelled")
     return cancelled
 
@@ -229,7 +230,7 @@ def remove_waiting(
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
     if from_end:
-        job_ids = job_ids[::-1]  # so that LREM meets each of them early
+        job_ids = job_ids[::-1]  # LREM then searches from the end, and finds each job early
 
     removed = 0
     for start in range(0, len(job_ids), CHUNK):

@@ -68,7 +68,7 @@ def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     """Record that a shard has failed for good, and enqueue the run's notices if nothing of the run is left to do."""
     count = state.record_failed(shard)
     if not count.is_whole:  # some shards have no part
-        notify_if_rest_failed(state, count, f", the last one: {error}")
+        notify_if_rest_failed(state, count, last_error=error)
     elif "finished" not in state.facts():
         reason = f"all {count.total} parts are written, but the run did not finish: {error}"
         enqueue_notices(state, state.submission(), "failed", reason)
@@ -79,15 +79,17 @@ def _wants_notices(facts: Mapping[str, str]) -> bool:
     return any(name in facts for name in NOTICES)
 
 
-def notify_if_rest_failed(state: RunState, count: PartCount, more: str = "") -> None:
+def notify_if_rest_failed(state: RunState, count: PartCount, last_error: str | None = None) -> None:
     """Enqueue a run's notices if shards have failed and every other shard is done.
 
-    more: text at the end of the notices' reason.
+    last_error: the error of the shard that failed last, if it is known.
     """
     if count.total is None or count.failed == 0:
         return
     if count.done + count.failed >= count.total:
-        reason = f"{count.failed} of {count.total} shards failed{more}"
+        reason = f"{count.failed} of {count.total} shards failed"
+        if last_error is not None:
+            reason += f", the last one: {last_error}"
         enqueue_notices(state, state.submission(), "failed", reason)
 
 

@@ -60,7 +60,7 @@ def named_format(name: str) -> str | None:
 
 
 def shows_format(name: str, wanted: str | None) -> bool:
-    """Whether a file's name shows the wanted format. With None: whether the name shows any format."""
+    """Whether a file's name shows the wanted format, or any format if `wanted` is None."""
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None

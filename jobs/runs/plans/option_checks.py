@@ -179,12 +179,12 @@ def refuse_generation_values(
 ) -> None:
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
-    allowed: the names of values that say how a prompt is read.
+    allowed: the names of values that only say how a prompt is read.
     request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. Both
     are words for the error.
     """
     for name in values:
-        # A call that is forced has to be generated. Any other tool_choice only changes how the prompt is read.
+        # A forced tool call has to be generated. Any other tool_choice only says how the prompt is read.
         is_forced_call = name == "tool_choice" and forces_call(values)
         if name not in allowed or is_forced_call:
             raise InvalidValue(
@@ -218,13 +218,15 @@ def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None
 def _check_labels(options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for options that cannot be combined with labels."""
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
-    if not options["prompts"]:  # with several prompts, answers to all but the last are generated
+    if options["prompts"]:
+        # Values for generation are allowed here, because the answers to all prompts but the last are generated.
+        if options["calibrate"]:
+            raise InvalidJob(
+                "calibrate and prompts do not go together: calibrate asks a prompt without content, and answers to "
+                "earlier prompts are content"
+            )
+    else:
         refuse_generation_values(options["sampling"], request="labels", allowed=PROMPT_VALUES)
-    elif options["calibrate"]:
-        raise InvalidJob(
-            "calibrate and prompts do not go together: calibrate asks a prompt without content, and answers to "
-            "earlier prompts are content"
-        )
     _refuse(("sampling_columns",), options, "labels")
 
 

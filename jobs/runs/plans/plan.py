@@ -70,8 +70,9 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: names the files that hold the answers; see `Plan.reused_path`. any_model: whether answers of other models were
-    taken. runs: see ReusedRun. seed: the seed that the first earlier run was given, if this run was given none.
+    name: a part of the names of the files with the answers; see `Plan.reused_path`.
+    any_model: whether answers of other models were taken. runs: see ReusedRun.
+    seed: the seed that the first earlier run was given, if this run was given none.
     """
 
     name: str
@@ -225,9 +226,9 @@ class Plan:
 
     @property
     def _digest(self) -> str:
-        """Return a digest of the seed and of the numbers by which rows are found.
+        """Return a digest of the seed, of the files' numbers of rows, and of the shards.
 
-        If somebody changes these numbers in a plan's file, their digest is no longer the one in the file.
+        If somebody changes one of these in a plan's file, the digest in the file no longer matches.
         """
         rows_of_files = [file.num_asked for file in self.files]
         digest = blake2b(digest_size=8)

@@ -309,7 +309,7 @@ def _values_for_scoring(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's sampling values without those that shape generated answers, which a scored prompt cannot have."""
     names = set(PROMPT_VALUES)
     if forces_call(sampling):
-        names.discard("tool_choice")  # a call that is forced has to be generated
+        names.discard("tool_choice")  # a forced tool call has to be generated
     return {name: value for name, value in sampling.items() if name in names}
 
 

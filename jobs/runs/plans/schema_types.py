@@ -47,7 +47,7 @@ class ValueType:
 
 def type_of_schema(schema: Any) -> ValueType:
     """Return the type of a schema's values. Raises InvalidJob for a schema whose values fit into no column."""
-    return _Reader(schema).type_of(schema, "$", ())
+    return _Reader(schema).type_of(schema, path="$", references=())
 
 
 class _Reader:

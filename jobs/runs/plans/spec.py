@@ -137,13 +137,14 @@ class RunSpec:
         """
         cls._check_names(options)
         options = {name: value for name, value in options.items() if value is not None}
+        # Options such as `agree` ask for a way: several requests that lead to one answer.
         options, way_options = split_way(options)
         source = _source(options)
         if options.get("input_format") == OPENAI_BATCH:
             checks.check_batch(options)
             source = OPENAI_BATCH
-            # The value becomes OPENAI_BATCH below. The parser of single_file refuses that value, because producers may
-            # not give it.
+            # The parser of single_file refuses the value OPENAI_BATCH, because producers may not give it. So that value
+            # is set after the parser has run.
             options["single_file"] = True
 
         arguments = {"input": input, "output": output, **options}
@@ -232,7 +233,7 @@ class RunSpec:
 
     @property
     def is_chat(self) -> bool:
-        """Whether each row asks a chat."""
+        """Whether each row's prompt is a chat."""
         return self.messages_column is not None or isinstance(self.template, list)
 
     @property
@@ -359,7 +360,7 @@ class RunSpec:
         for sampling in sampling_of_requests:
             check_sampling(sampling)
         for name in self.sampling_columns:
-            # Only an unknown name is an error here. InvalidValue means that the name is known, and cannot be None.
+            # Only an unknown name is an error here. InvalidValue means that a known name refuses the value None.
             with suppress(InvalidValue):
                 check_sampling({name: None})
 
@@ -481,13 +482,14 @@ def _check_task_options(spec: RunSpec) -> None:
     _check_used(
         spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"
     )
-    if spec.probabilities == checks.STRUCT:
-        _check_used(
-            True,
-            spec.labels,
-            "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
-            "labels too, or leave probabilities out",
-        )
+    has_struct = spec.probabilities == checks.STRUCT
+    _check_used(
+        has_struct,
+        spec.labels,
+        "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
+        "labels too, or leave probabilities out",
+    )
+    if has_struct:
         check_limit(
             len(spec.labels or ()),
             checks.MAX_STRUCT_LABELS,

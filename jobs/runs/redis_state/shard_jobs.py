@@ -34,7 +34,7 @@ from jobs.runs.redis_state.state import RunState
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job that Redis has.
+    """A job that is already in Redis.
 
     status: None if it is unknown. executions: the ids of the executions that hold the job.
     submission: the number of the run's submission that enqueued the job. in_queue: whether the job was found on the
@@ -56,7 +56,7 @@ class EarlierJob:
         return last_cancelled > 0 and self.submission <= last_cancelled
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
-        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: whether to take it off its queue too."""
+        """Have `pipe` delete the job as RQ's `Job.delete` does. from_queue: whether to take the job off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
@@ -312,9 +312,10 @@ class _ShardJobs:
 
     def _fields(self, shard: int, submission: int) -> dict[Any, Any]:
         """Return Tokenmill's own fields of a shard's job."""
-        num_sequences = self._rows_for_second  # a cascade scores labels: one sequence for each row
-        if num_sequences is None:
+        if self._rows_for_second is None:
             num_sequences = self._plan.shards[shard].rows * self._plan.spec.n
+        else:
+            num_sequences = self._rows_for_second  # a cascade scores labels, one sequence a row
         return {
             MODEL_FIELD: self._plan.model_of(self._is_second).pin,
             KIND_FIELD: FILE,
@@ -345,14 +346,14 @@ class _ShardQueue:
         """
         job_ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, job_ids)
-        waiting_ids = set()  # of the jobs that should be on the queue
+        expected_ids = set()  # the jobs that should be on the queue
         for job in jobs:
             if job.status == JobStatus.QUEUED and not job.executions:
-                waiting_ids.add(job.id)
+                expected_ids.add(job.id)
         # The first use of `_ids_on_queue` reads the queue. If no job should be on the queue, it is not read.
-        all_are_found = not waiting_ids or waiting_ids <= self._ids_on_queue
+        all_are_found = not expected_ids or expected_ids <= self._ids_on_queue
         if all_are_found:
-            jobs = [replace(job, in_queue=job.id in waiting_ids) for job in jobs]
+            jobs = [replace(job, in_queue=job.id in expected_ids) for job in jobs]
         else:
             # The missing jobs came onto the queue after it was read, or are lost. So the queue is read again.
             jobs = read_earlier(self._connection, job_ids, self.keys)
@@ -360,7 +361,8 @@ class _ShardQueue:
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
         """Whether a job runs, or will still run, for its shard."""
-        if job.was_cancelled(last_cancelled):  # a worker that holds the job ends it without a part
+        if job.was_cancelled(last_cancelled):
+            # The job still runs for its shard if it waits. A worker that holds the job ends it without a part.
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True

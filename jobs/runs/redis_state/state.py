@@ -235,8 +235,9 @@ class RunState:
         is_new: bool = True,
         by: str = "",
     ) -> None:
-        """Submit the run with a planning job. This takes back a cancellation, but not the mark of the run's end.
+        """Submit the run with a planning job.
 
+        A run that was cancelled is no longer cancelled then. A finished run stays finished.
         pipe: watches the run's key or its turn key. This method begins a transaction, which the caller must execute.
         is_new: False if a planning is under way. Then the submission keeps the number of the last one.
         by: who submits the run; "" if that is not known.
@@ -245,7 +246,7 @@ class RunState:
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
-            # Redis may have lost the numbers of earlier submissions. The present time is at least as high as these.
+            # Redis may have lost the numbers of earlier submissions. The present time is never below a lost number.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts = {
@@ -302,7 +303,7 @@ class RunState:
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
         # `submit` makes the numbers of submissions from the clock. If Redis lost the run, `submission` may be too low.
-        # The present time covers all numbers that were given so far.
+        # No number that was given so far is higher than the present time.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
@@ -406,15 +407,15 @@ class RunState:
             self._put(pipe, facts)
             pipe.execute()
 
-    def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove from Redis the mark of a finished run, if the mark in the run's folder was deleted. Raises RunBusy.
+    def unmark_finished(self, has_success: Callable[[], bool]) -> None:
+        """Remove the field "finished" from Redis if _SUCCESS was deleted from the run's folder. Raises RunBusy.
 
-        has_ended: returns whether the folder has its mark. A worker that ends the run after this call sets both marks.
+        has_success: returns whether the folder has _SUCCESS. A worker that ends the run later writes both again.
         """
 
         def unmark(pipe: Pipeline) -> None:
-            """Remove the mark if the folder has none."""
-            if pipe.hexists(self._key, "finished") and not has_ended():
+            """Remove the field if the folder has no _SUCCESS."""
+            if pipe.hexists(self._key, "finished") and not has_success():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
 
@@ -431,7 +432,8 @@ class RunState:
                 "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
-            # An older version does not write this total. Without it, all totals count as lost.
+            # The script checks that Redis has this total. An older version does not write it, and then all totals count
+            # as lost.
             "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
@@ -482,7 +484,8 @@ class RunState:
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
-            return PartCount(length - 1, total)
+            num_parts = length - 1  # one field of the hash is the total
+            return PartCount(num_parts, total)
 
         return self._change(amend, self._parts_key)
 
@@ -536,7 +539,7 @@ class RunState:
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change by `transact`. Raises RunBusy if there is a lease and its job is not held any more."""
+        """Make a change by `transact`. Raises RunBusy if there is a lease and it is lost."""
         lease = self._lease
         if lease is None:
             return transact(self.connection, change, *watched)

@@ -147,7 +147,7 @@ def _note_on_figures(idle_s: float) -> str:
     """Return the text below the numbers at the top. idle_s: the seconds in which no worker had a shard."""
     note = (
         "Answer tokens are the tokens of the output's rows. Tokens a second and tokens of workers are generated tokens:"
-        " an answer to equal prompts counts once, and each attempt at an answer counts."
+        " they count the answer to equal prompts once, and they count each attempt at an answer."
     )
     if idle_s < 1:
         return note
@@ -225,7 +225,10 @@ def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return tables that count answers by finish reason, by label and by check, and lines by left-out argument."""
+    """Return tables that count answers by finish reason, by label and by check.
+
+    A further table counts a batch file's lines by the argument that was left out.
+    """
     # Manifests of older versions lack some of these counts.
     finish_reasons = statistics.get("finish_reasons") or {}
     labels = statistics.get("labels") or {}

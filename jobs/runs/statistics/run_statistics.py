@@ -162,7 +162,7 @@ class Reasons:
         return sum(reason.rows for reason in self._by_kind.values())
 
     def rows_with(self, text: str) -> int:
-        """Return the number of rows with a reason. text: a reason without numbers."""
+        """Return the number of rows with a reason. text: the reason, with each number replaced by 0."""
         reason = self._by_kind.get(text)
         return 0 if reason is None else reason.rows
 

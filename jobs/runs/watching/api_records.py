@@ -1,4 +1,4 @@
-"""Records of the API servers in Redis: their batches, and which projects were refused at a limit.
+"""Records of the API servers in Redis: their batches, and the limits because of which requests were refused.
 
 The dashboard and /metrics show these records. The servers do not need the records, because their batches lie in a
 folder.
@@ -63,7 +63,7 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class Limited:
-    """A limit at which a project was refused.
+    """A limit because of which a project's requests were refused.
 
     limit: the code of the error that its client got. last_at: the time of the last refusal, in Unix seconds.
     """
@@ -101,7 +101,7 @@ def batch_runs(connection: Redis, batches: Sequence[BatchRecord]) -> dict[str, R
 
 
 def record_limited(connection: Redis, project: str, limit: str, now: float) -> None:
-    """Record that a project was refused at a limit. now: Unix seconds."""
+    """Record that a project's request was refused because of a limit. now: Unix seconds."""
     with connection.pipeline(transaction=False) as pipe:
         pipe.hset(API_LIMITED_KEY, f"{project} {limit}", str(int(now)))
         pipe.expire(API_LIMITED_KEY, RUN_TTL_S)
@@ -109,7 +109,7 @@ def record_limited(connection: Redis, project: str, limit: str, now: float) -> N
 
 
 def recorded_limits(connection: Redis) -> list[Limited]:
-    """Return the limits at which projects were refused, the latest refusal first. Raises RedisError."""
+    """Return the limits because of which requests were refused, the latest refusal first. Raises RedisError."""
     fields: Any = connection.hgetall(API_LIMITED_KEY)
     limits = []
     for name, value in fields.items():

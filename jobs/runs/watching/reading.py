@@ -247,7 +247,8 @@ def _read_queues(
         for name in reader.queues:
             if not reader.is_finished:
                 entries_of[name] = max_entries
-            entries_of.setdefault(name, 1)  # a finished run needs no entries, but 0 cannot be read
+            # A finished run needs no entries, but `read_queue` always reads at least one.
+            entries_of.setdefault(name, 1)
     queues = {}
     for name, most in entries_of.items():
         queues[name] = read_queue(connection, name, most)

@@ -76,7 +76,7 @@ class RunReader:
     done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
-    is_worked_on: whether a worker of the run's queues lives, and a shard of the run runs or has just ended.
+    is_worked_on: whether a worker of the run's queues is alive, and a shard of the run runs or has just ended.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
 
@@ -129,7 +129,7 @@ class RunReader:
                 self.running[shard] = job_id
 
         # A failed job does not count if its shard runs again or has a part. There is one exception: if every shard has
-        # a part and the run has not finished, the job has failed while it ended the run.
+        # a part, and the run has not finished and no job runs, the job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
         superseded = set(self.running)
@@ -172,7 +172,7 @@ class RunReader:
 
     @property
     def quiet_s(self) -> float | None:
-        """Return the seconds since a shard began, reported progress or ended; None if nobody works on the run."""
+        """Return the seconds since any shard last began, reported or ended; None if nobody works on the run."""
         if not self.is_worked_on:
             return None
         moments = [stored.seconds(self.facts.get("ended_at"))]
@@ -204,7 +204,7 @@ class RunReader:
         shards_with_part = RunState(connection, self.run).recorded_shards()
         all_shards = range(self.shards or 0)
         unfinished = [shard for shard in all_shards if shard not in shards_with_part]
-        # While jobs wait, the run goes on whether or not a worker holds one of its jobs.
+        # Claimed jobs are counted only if no job waits. While jobs wait, the run goes on in any case.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
             shards = unfinished or all_shards
@@ -256,8 +256,9 @@ class RunReader:
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
+        queue_of_second = self.queues[-1]
         awaited_second = self._awaited_model(
-            workers, self.queues[-1], "second_model", "second_text"
+            workers, queue_of_second, identity_fact="second_model", text_fact="second_text"
         )
         return RunSnapshot(
             run=self.run,
@@ -370,7 +371,8 @@ class RunReader:
         """
         if self.lacks_workers:
             return None
-        # A worker that loads its model may have the name of a killed worker, whose shards it does not compute.
+        # A worker that still loads its model computes no shards. But it may have the name of a killed worker. Shards of
+        # the killed worker are still recorded under this name.
         computing = _alive(worker for worker in workers if not _is_loading(worker))
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
@@ -413,19 +415,24 @@ class RunReader:
         return None
 
     def _awaited_first_model(self, workers: Collection[Worker]) -> str | None:
-        """Return the model that the planning job needs, or else the run's first model. See `_awaited_model`."""
+        """Return the text of the model that the run needs now, as `_awaited_model` does.
+
+        A waiting planning job needs the model with which it was submitted. After that, the run needs its first model.
+        """
         queue = self.facts["queue"]
         if self.plan_status in WAITING:
-            return self._awaited_model(workers, queue, "plan_model", "plan_model")
-        return self._awaited_model(workers, queue, "model", "model_text")
+            return self._awaited_model(
+                workers, queue, identity_fact="plan_model", text_fact="plan_model"
+            )
+        return self._awaited_model(workers, queue, identity_fact="model", text_fact="model_text")
 
     def _awaited_model(
         self, workers: Collection[Worker], queue: str, identity_fact: str, text_fact: str
     ) -> str | None:
-        """Return the text of a model that the run needs; None if a worker of the queue serves the model.
+        """Return a text that names a model that the run needs; None if a worker of the queue serves the model.
 
         Also returns None if no model is named, or if a worker does not say what it serves.
-        identity_fact: the name of the fact with the model's identity. text_fact: the name of the fact with its text.
+        identity_fact, text_fact: the fields of the run's hash that hold the model's identity and its name for people.
         """
         models = models_on(workers, queue)
         identity = self.facts.get(identity_fact)
@@ -482,7 +489,7 @@ def _is_loading(worker: Worker) -> bool:
 
 
 def _alive(workers: Iterable[Worker]) -> set[str]:
-    """Return the names of the workers that live."""
+    """Return the names of the workers that are alive."""
     return {worker.name for worker in workers if not worker.is_silent}
 
 

@@ -46,14 +46,14 @@ class RunSnapshot:
     rows_done, tokens: counted over finished and running shards. All other counts are of finished shards.
     gone: shards without a part whose job is no longer in Redis.
     claimed: shards that a worker holds. One of them may be about to write the run's end.
-    queue_length: the waiting jobs of any run.
+    queue_length: the number of jobs that wait on the run's queues, also of other runs.
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
     planned_by: "newer" or "older" if only workers of a newer or older version can take the run; else None.
     listened: the queues that have workers.
-    stopped: why the run was cancelled, if no person did it.
+    stopped: why the run was stopped, if its errors stopped it.
     submitted_by: the user and machine that submitted the run last, which nobody has checked; None if a worker enqueued
     it.
     deadline: the time after which no row is begun. expired: the number of rows that were not begun before the deadline.
@@ -381,5 +381,5 @@ def _runs_of(job_ids: Sequence[str]) -> list[str]:
 
 
 def _is_own(snapshot: RunSnapshot, job_id: str) -> bool:
-    """Whether a job is one of the run's shards, or plans the run."""
+    """Whether a job computes a shard of the run, or plans the run."""
     return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None

@@ -52,7 +52,7 @@ class Span:
     """Work that a worker did on a shard between two moments.
 
     began_at, ended_at: Unix seconds. For a shard that is under way, ended_at is the time of its last report.
-    work: how much work was done, in the unit of the shards' shares.
+    work: how much work was done, in the same unit as the shards' shares of the run's work.
     """
 
     worker: str
@@ -82,7 +82,9 @@ def time_left(
         shares = [1] * shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
-    new_text_shares = _new_text_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
+    new_text_shares = _new_text_shares(
+        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=rows
+    )
     spans = _finished_work(parts.latest, shares)
     remaining = []  # the remaining work of each shard that has some
     for shard in range(shards):
@@ -190,13 +192,13 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
             high = middle
 
     rows_per_text = low  # rows / n
-    next_rows = exp(-rows_per_text)
+    next_share = exp(-rows_per_text)
     remaining_per_text = rows_per_text * (all_rows - rows) / rows
     if remaining_per_text <= 0:
-        return _NewTextShares(next_rows, 1.0)
+        return _NewTextShares(next_share, 1.0)
     # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
-    remaining_rows = next_rows * -expm1(-remaining_per_text) / remaining_per_text
-    return _NewTextShares(next_rows, remaining_rows)
+    remaining_share = next_share * -expm1(-remaining_per_text) / remaining_per_text
+    return _NewTextShares(next_share, remaining_share)
 
 
 def _tokens_of_row(counts: Mapping[str, int], running: Collection[Progress]) -> float:
