@@ -398,7 +398,7 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
-    # single_file=True does not count, because output_format may be given beside it and replaces it.
+    # output_format is also called single_file. single_file=True may be given beside a format, which replaces it.
     is_given = name in arguments and arguments[name] is not True
     if is_given:
         raise InvalidJob(f"{name} is given twice, by two of its names: give it once")

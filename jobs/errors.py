@@ -270,7 +270,7 @@ class InputChanged(InputError):
 
 
 class ConvertedInputGone(InputError):
-    """{path}, which planning has made of {input}, is gone: submit the run again, which makes the file again"""
+    """{path}, which was made from {input} for this run, is gone: submit the run again, and the file is made again"""
 
 
 class NewRowsGone(InputError):
@@ -357,7 +357,7 @@ class RunCancelled(RunError, fault="cancelled"):
 
 
 class RunResubmitted(RunError):
-    """run {run} was submitted again while being cancelled, and goes on: cancel again if that is meant"""
+    """run {run} was submitted again while being cancelled, and goes on: cancel it again to stop it"""
 
 
 class UnknownRun(RunError):
@@ -370,7 +370,10 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker takes a job whose result a command waits for, or the job fails. Its one argument is why."""
+    """Raised when a command waits for a job's result, and no worker takes the job, or the job fails.
+
+    The error's one argument is the reason.
+    """
 
 
 class RunFailed(RunError):

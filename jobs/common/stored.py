@@ -20,7 +20,7 @@ def text(raw: bytes) -> str:
 def unpack_at_most(packed: bytes, most: int) -> bytes | None:
     """Unpack bytes that zlib has compressed. Return None if the unpacked bytes are more than `most`.
 
-    At most `most` + 1 bytes are unpacked. Like RQ, this function returns bytes that zlib cannot unpack as they are.
+    At most `most` + 1 bytes are unpacked. Bytes that zlib cannot unpack are returned unchanged, as RQ does.
     """
     inflater = zlib.decompressobj()
     content = packed

@@ -362,7 +362,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
-    """Whether the workers claim nothing because Redis came back with older data."""
+    """Whether workers take no jobs at present, because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 
 

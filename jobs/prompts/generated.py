@@ -125,7 +125,7 @@ def _asked_until_accepted(
 ) -> Item[PromptAnswer]:
     """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
-    # The first request, without the values that later requests do not have.
+    # The first request, without the sampling values that only a first request may have.
     original = replace(request, sampling=_later_sampling(request))
     # `prompt` is the first request, or a repaired one. `sent` is what the engine gets: `prompt` itself, or `prompt`
     # with a cut answer that the engine continues.
@@ -238,7 +238,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
 def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
     """Return the sampling values of a later attempt. Its seed follows from the seed of the first attempt.
 
-    original: the first attempt's request, without the values that only this request has.
+    original: the first attempt's request, without the sampling values that only a first request may have.
     """
     return reseeded(original.sampling, f"attempt {attempt}")
 
@@ -304,7 +304,7 @@ def _repaired_prompt(request: Request, text_behind: str) -> Request:
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:
-    """Return the sampling values for a prompt's requests after the first."""
+    """Return a request's sampling values, without those that only a prompt's first request may have."""
     return {name: value for name, value in request.sampling.items() if name not in _FIRST_ONLY}
 
 

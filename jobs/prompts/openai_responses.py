@@ -247,7 +247,7 @@ def text_item(kind: str, job_id: str, index: int, text: str) -> dict[str, Any]:
 
 
 def call_item(job_id: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item of the output with a function call. call: one of the `tool_calls` of the chat's answer."""
+    """Return a function call as an item of the response's output. call: one of the chat answer's `tool_calls`."""
     return {
         "type": "function_call",
         "id": f"fc_{job_id}_{index}",

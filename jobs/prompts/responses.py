@@ -176,7 +176,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _offset_after(characters: str, text: str, offset: int) -> int:
-    """Return the offset behind characters that stand in a text at `offset`; `offset` if the text leaves them out."""
+    """Return the offset after `characters`, which begin at `offset` in a text. If the text lacks them, return `offset`."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
@@ -214,12 +214,12 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _token_entry(row: TokenLogprobs) -> Logprob:
-    """Return the entry of the token itself, which comes before the likeliest tokens."""
+    """Return the entry of the text's own token. A row holds it first, and then the likeliest tokens."""
     return next(iter(row.values()))
 
 
 def _json_logprob(entry: Logprob) -> float:
-    """Return a log probability that JSON can write."""
+    """Return a token's log probability; LOWEST in place of minus infinity, which JSON does not have."""
     return max(entry.logprob, LOWEST)
 
 

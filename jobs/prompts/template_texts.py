@@ -137,7 +137,7 @@ class TemplateProblem(Exception):
 
 
 class JinjaTexts:
-    """The Jinja template of a prompt, or those of a chat's messages. Raises InvalidValue if one cannot be compiled.
+    """A prompt's Jinja template, or the templates of a chat's messages. Raises InvalidValue if one cannot be compiled.
 
     names: the variables that the templates use and do not set themselves.
     """

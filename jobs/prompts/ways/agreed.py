@@ -54,7 +54,7 @@ class Agreement(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the question for the part of a text that is compared; () if whole texts are compared."""
+        """Return what a child is asked: to find the part of a text that is compared; () if whole texts are compared."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)
@@ -69,7 +69,7 @@ class Agreement(Way):
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item that draws rounds of samples, until enough samples agree, or enough cannot agree any more."""
+        """Return the item of a prompt: it draws rounds of samples, until enough agree or no further sample can help."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:

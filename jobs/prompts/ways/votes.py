@@ -30,7 +30,7 @@ class Votes:
 
     @property
     def are_open(self) -> bool:
-        """Whether too few samples agree, and enough can still agree if more are drawn."""
+        """Whether the vote is open: too few samples agree so far, but further samples may make it enough."""
         if not self.samples:
             return True
         if self.num_left == 0 or self.share >= self.agree:
