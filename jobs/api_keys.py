@@ -81,7 +81,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key: whether any key was ever made, even if all keys were revoked."""
+    """Whether requests need a key. They do once a key was made, even if all keys are revoked later."""
     return bool(connection.exists(API_KEYS_KEY))
 
 

@@ -190,7 +190,7 @@ class Run:
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
-            """Sleep. Raises InterruptedError, which ends the thread, if the task that awaits it was cancelled."""
+            """Sleep. If the task that awaits this thread was cancelled, raise InterruptedError, which ends the thread."""
             if is_cancelled.wait(seconds):
                 raise InterruptedError
 

@@ -183,7 +183,7 @@ class RunError(JobsError):
 
 
 class InputError(RunError):
-    """Base of what can be wrong with a run's input."""
+    """Base of the errors about a run's input."""
 
 
 class PathOutsideRoots(InputError):
@@ -278,7 +278,7 @@ class NewRowsGone(InputError):
 
 
 class OutputError(RunError):
-    """Base of what can be wrong with a run's output folder."""
+    """Base of the errors about a run's output folder."""
 
 
 class OutputHoldsAnotherRun(OutputError):
@@ -338,12 +338,12 @@ class PlanningUnderWay(RunError):
 
 
 class NoSecondModel(RunError, fault="server"):
-    """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside {first}, which plans the
-    run: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
+    """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside the first model
+    {first}: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
 
 
 class AnswersDamaged(RunError):
-    """{path}, which keeps answers until they are in a part, cannot be read ({reason}): remove it, and they are computed
+    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and they are computed
     again"""
 
 

@@ -53,9 +53,9 @@ class Request:
 
 
 def _for_json(value: Any) -> Any:
-    """Return a value that `json` can write, in place of one that it cannot.
+    """Return a value that `json` can write, in place of a value that it cannot write.
 
-    This is the hash of a picture's bytes, a mapping as a dict, or a range of ids as a list.
+    The bytes of a picture become their hash. Another mapping than a dict becomes a dict, and a range of ids a list.
     """
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()

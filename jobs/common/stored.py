@@ -13,7 +13,7 @@ _TOO_LARGE = 1 << 63
 
 
 def text(raw: bytes) -> str:
-    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes. No name of ours has such escapes."""
+    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes, which occur in no name of ours."""
     return raw.decode(errors="backslashreplace")
 
 

@@ -49,7 +49,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return a text that changes with everything that decides all answers: the fingerprint and the clock.
+        """Return a text of what decides every answer: the fingerprint and the clock.
 
         The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
         names the adapter that computed the answer.

@@ -126,7 +126,7 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a tool call of a message in one form. Raises InvalidJob."""
+    """Return a message's tool call in its normal form. Raises InvalidJob."""
     is_call = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_call else None
     if not isinstance(function, dict) or "name" not in function:

@@ -120,7 +120,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. A call becomes part of the assistant's message before it, if any.
+    """Add an item of the input to the messages. If a call follows a message of the assistant, the call is added to it.
 
     number: the item's index in the input, for errors.
     """

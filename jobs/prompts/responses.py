@@ -78,7 +78,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     num_top = values.get("top_logprobs") or 0
     if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
         raise wrong_value_error(
-            "logprobs", wants_logprobs, "true or false: a number is top_logprobs"
+            "logprobs", wants_logprobs, "true or false: give a number as top_logprobs"
         )
     if num_top and not wants_logprobs:
         raise InvalidJob("top_logprobs needs logprobs=true")
@@ -357,7 +357,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return a response's numbers of tokens. As with OpenAI, the tokens of a prompt with several samples count once."""
+    """Return a response's numbers of tokens. As with OpenAI, a prompt counts once, even if it has several samples."""
     prompt_tokens = 0
     cached_tokens = 0
     completion_tokens = 0

@@ -42,7 +42,7 @@ class Agreement(Way):
         ),
         "max_samples": WayOption(
             partial(whole_number, most=128),
-            f"Samples at most; {DEFAULT_MAX_SAMPLES} by default.",
+            f"The most samples of a prompt; {DEFAULT_MAX_SAMPLES} by default.",
             int,
         ),
         "agree_on": WayOption(

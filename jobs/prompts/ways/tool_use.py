@@ -37,7 +37,7 @@ class ToolUse(Way):
         ),
         "max_turns": WayOption(
             partial(whole_number, most=100),
-            f"Answers of a chat at most; {DEFAULT_MAX_TURNS} by default.",
+            f"The most answers of a chat; {DEFAULT_MAX_TURNS} by default.",
             int,
         ),
     }
