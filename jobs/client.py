@@ -144,7 +144,7 @@ class Run:
 
         timeout: the most seconds to wait; None for no limit. progress: whether a bar shows rows, speed and the time
         left, on stderr or in a notebook.
-        Raises TimeoutError after the timeout, and RunFailed if the run ended otherwise.
+        Raises TimeoutError after the timeout, and RunFailed if the run ended without having finished.
         """
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
@@ -190,7 +190,7 @@ class Run:
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
-            """Sleep. If the task that awaits this thread was cancelled, raise InterruptedError, which ends the thread."""
+            """Sleep. If the task that awaits this thread was cancelled, end the thread by an InterruptedError."""
             if is_cancelled.wait(seconds):
                 raise InterruptedError
 
@@ -322,7 +322,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         columns = arguments.get(columns_name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
             raise wrong_value_error(
-                columns_name, columns, "a mapping without adapter, which adapter_column gives"
+                columns_name, columns, "a mapping without adapter, because adapter_column names it"
             )
         arguments[columns_name] = {**columns, ADAPTER: adapter_column}
 

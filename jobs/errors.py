@@ -138,7 +138,7 @@ def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> Non
 
 
 class ModelNotServed(InvalidJob):
-    """the job asks for model {model!r}, and this worker serves {served}: name that one, leave `model` out, or use a
+    """the job asks for model {model!r}, and this worker serves {served}: name one of these, leave `model` out, or use a
     queue whose workers serve {model!r}"""
 
 
@@ -274,7 +274,7 @@ class ConvertedInputGone(InputError):
 
 
 class NewRowsGone(InputError):
-    """{path}, which holds this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
+    """{path}, which held this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
 
 
 class OutputError(RunError):
@@ -315,6 +315,7 @@ class PartDamaged(OutputError):
 
     def __str__(self) -> str:
         path, reason = self.args
+        # A part lies in the output folder, or in its folder _parts.
         folder, _, _ = path.rpartition("/")
         return self.message.format(path, reason, folder.removesuffix("/_parts"))
 

@@ -55,7 +55,7 @@ class Request:
 def _for_json(value: Any) -> Any:
     """Return a value that `json` can write, in place of a value that it cannot write.
 
-    The bytes of a picture become their hash. Another mapping than a dict becomes a dict, and a range of ids a list.
+    The bytes of a picture become their hash. A mapping that is no dict becomes a dict. A range of ids becomes a list.
     """
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
@@ -215,7 +215,10 @@ class OpenTask(abc.ABC):
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests` has more to yield if it is called again. Read after each delivery, once it has ended."""
+        """Whether another call of `requests` would yield something.
+
+        The worker reads this after each delivery, once `requests` has ended.
+        """
         return False
 
     @property

@@ -5,7 +5,7 @@ tokenmill:samples:<name>       list: JSON points of that worker's last hour, the
 tokenmill:run:<run>            hash: what the CLI shows of a run; also the run's last submission and last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:turn       string: watched and written by submit, planning and cancel, so that each notices the others
+tokenmill:run:<run>:turn       string: submit, planning and cancel watch and write it, so that each notices the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission

@@ -233,9 +233,10 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that change something, each under one name. NEUTRAL and FOR_OPERATORS values are left out.
+    """Return the arguments that change an answer. Those of NEUTRAL and FOR_OPERATORS are left out.
 
-    Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
+    An argument that has two names gets one name. Raises InvalidJob if an argument of NEUTRAL has a value that would
+    change an answer.
     """
     used: dict[str, Any] = {}
     for name, value in values.items():
@@ -254,7 +255,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     if used.get("parallel_tool_calls") is True:
         # The default is left out, so that equal requests have equal values.
         del used["parallel_tool_calls"]
-    return with_structured_outputs(_with_max_tokens(used))
+    used = _with_max_tokens(used)
+    return with_structured_outputs(used)
 
 
 def _with_max_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,9 +280,9 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     for neutral in NEUTRAL[name]:
-        # In Python, 1 equals True. Here they mean different things.
-        both_or_neither_bool = isinstance(value, bool) == isinstance(neutral, bool)
-        if both_or_neither_bool and value == neutral:
+        # In Python, 1 equals True. Here they mean different things, so a truth value equals only a truth value.
+        is_of_same_kind = isinstance(value, bool) == isinstance(neutral, bool)
+        if is_of_same_kind and value == neutral:
             return True
     return False
 

@@ -82,7 +82,7 @@ def merged(
 
     answer: the completion that is the answer. prefills: one completion of each request, to count the prompt tokens.
     samples: all completions, to count the generated tokens. extras: see PromptAnswer.
-    error: why the answer is not valid; None if it is.
+    error: why the answer is not valid; None if it is valid.
     """
     num_prompt_tokens = 0
     num_cached_tokens = 0
@@ -364,4 +364,5 @@ def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def hashed_seed(text: str) -> int:
     """Return a seed that follows from a text, from 0 to 2**63 - 1."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    digest = blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # 63 of the 64 bits

@@ -90,7 +90,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(body: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that is not supported, not known, or not the list or object that it must be."""
+    """Raise InvalidJob for an argument that is not supported, is not known, or has a wrong type."""
     for name, value in body.items():
         if name in _REFUSED and value not in _REFUSED[name]:
             raise NotBuilt(f"{name} is not built: leave it out")

@@ -176,7 +176,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _offset_after(characters: str, text: str, offset: int) -> int:
-    """Return the offset after `characters`, which begin at `offset` in a text. If the text lacks them, return `offset`."""
+    """Return the offset after `characters`, which begin at `offset` in a text; `offset` if the text lacks them."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):

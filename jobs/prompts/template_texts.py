@@ -69,8 +69,9 @@ def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
 
 
 class _TokenBreaker:
-    """Puts BREAK into control tokens: into whole tokens, and into the beginning of a token at the end of a text.
+    """Puts BREAK into the control tokens of a text.
 
+    The beginning of a token at the text's end is broken too, because a following text could complete the token.
     texts: the texts of the control tokens.
     """
 

@@ -104,4 +104,4 @@ def truncation(value: object) -> dict[str, int]:
         return {}
     if type(value) is int and (value >= 1 or value == -1):
         return {TRUNCATION: value}
-    raise wrong_value_error(TRUNCATION, value, "a number of tokens, or -1 for what fits")
+    raise wrong_value_error(TRUNCATION, value, "a number of tokens, or -1 for as many as fit")

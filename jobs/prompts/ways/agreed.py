@@ -54,7 +54,7 @@ class Agreement(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return what a child is asked: to find the part of a text that is compared; () if whole texts are compared."""
+        """Return the question by which a child finds the part of a text to compare; () for whole texts."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)

@@ -40,7 +40,7 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def way_of(options: Mapping[str, Any]) -> Way | None:
     """Return the way that parsed options ask for; None without options.
 
-    Raises InvalidJob for options of two ways, or if the main option of a way is missing beside its other options.
+    Raises InvalidJob for options of two ways, and for options of a way whose main option is missing.
     """
     if not options:
         return None

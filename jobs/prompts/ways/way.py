@@ -55,7 +55,7 @@ class Way(abc.ABC):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return what the way's items ask child processes: each check or tool call, as RepairOptions describes it."""
+        """Return the questions that the way's items ask child processes. Each names a check or a tool."""
         return ()
 
     @property
