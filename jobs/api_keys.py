@@ -96,7 +96,7 @@ def _records(connection: Redis) -> dict[bytes, bytes]:
 class ProjectLimits:
     """The limits of a project; None for no limit.
 
-    open_batches: the most batches that have not ended. stored_bytes: the most bytes of all uploads.
+    open_batches: the most batches that have not ended. stored_bytes: the most bytes of all uploads together.
     tokens_queued: the most tokens of prompts and answers, over all open batches and all calls that clients await.
     """
 

@@ -121,7 +121,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _replacement(value: Any) -> Any:
-    """Return a value that JSON can write in place of one that it cannot."""
+    """Return a value that JSON can write, in place of a value that it cannot write."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):

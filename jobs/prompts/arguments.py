@@ -87,7 +87,7 @@ class Unusable:
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument names; None for None. Raises InvalidJob if the value is no name."""
+    """Return the model that an argument names; None if the argument is None. Raises InvalidJob if it is no name."""
     if model is None:
         return None
     return some_text("model", model, MAX_MODEL_CHARS)

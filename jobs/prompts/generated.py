@@ -207,7 +207,7 @@ class _Tally:
         self.answer = completion
 
     def sample(self) -> Completion:
-        """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
+        """Return the answer, with the counts of all attempts. The values about the prompt are the first attempt's."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
         logprobs = None if answer.logprobs is None else self._logprobs
@@ -267,10 +267,9 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the request of a later attempt without the earlier answers, for which there is no room.
+    """Return a later attempt's request. It leaves out the earlier answers, for which there is no room.
 
-    The original prompt is followed only by the reason. original: see `_sampling_of`. reason: why the last answer is not
-    valid.
+    Only the reason follows the original prompt. original: see `_sampling_of`. reason: why the last answer is not valid.
     """
     request = replace(original, sampling=_sampling_of(original, attempt))
     if request.messages is None:

@@ -75,7 +75,7 @@ class PromptTask(Task):
         adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
-            # The name may be that of an adapter.
+            # An adapter may have this name.
             if model not in context.adapters.names:
                 raise ModelNotServed(model, _served_text(context))
             if adapter not in (None, model):
@@ -195,7 +195,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job, all of which are held in memory."""
+    """Asks the prompts of one job. All prompts are held in memory."""
 
     runner: ItemRunner[PromptAnswer]
 

@@ -45,7 +45,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
-    if num_top is None or num_top is False:  # with either, no log probabilities are shown
+    if num_top is None or num_top is False:  # no log probabilities are asked for
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
@@ -243,7 +243,8 @@ def text_token(entry: Logprob) -> str:
     """Return a token in the form of `text_completion`. A token that is only part of a character becomes its bytes."""
     if entry.partial_bytes is None:
         return entry.decoded_token
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
+    escapes = [f"\\x{byte:02x}" for byte in entry.partial_bytes]
+    return "bytes:" + "".join(escapes)
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def _prompt_values(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    """Return a choice's fields that say how it ended."""
+    """Return the fields that say how a choice ended."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     if sample.error is not None:
         ending["error"] = sample.error

@@ -18,7 +18,7 @@ class Votes:
     _samples_by_answer: dict[str, list[Completion]] = field(default_factory=dict)
 
     def add(self, sample: Completion, answer: str | None) -> None:
-        """Count a sample. answer: the text by which it is grouped; None if it agrees with no other sample."""
+        """Count a sample. answer: the text that groups samples; None if the sample agrees with no other sample."""
         self.samples.append(sample)
         if answer is not None:
             self._samples_by_answer.setdefault(answer, []).append(sample)
