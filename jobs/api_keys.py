@@ -73,7 +73,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # `_HAD_KEYS` is set before the key is removed. If the hash were empty, a local server would accept any
+            # `_HAD_KEYS` is set before the key is removed. If Redis held neither, a local server would accept any
             # request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
@@ -88,7 +88,7 @@ def has_keys(connection: Redis) -> bool:
 def _records(connection: Redis) -> dict[bytes, bytes]:
     """Return the records of all keys by their hashes."""
     records: Any = connection.hgetall(API_KEYS_KEY)
-    records.pop(_HAD_KEYS.encode(), None)
+    records.pop(_HAD_KEYS.encode(), None)  # this field is no key
     return dict(records)
 
 

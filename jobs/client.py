@@ -341,7 +341,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_format(model: type) -> dict[str, Any]:
-    """Return OpenAI's response_format for a pydantic model's class, in the form that jobs take:
+    """Return OpenAI's response_format for a pydantic model's class. A job takes it as an option:
 
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """

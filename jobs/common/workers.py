@@ -372,7 +372,7 @@ def are_suspended(workers: Iterable[Worker]) -> bool:
 
 
 def _is_any_in_state(state: str, workers: Iterable[Worker]) -> bool:
-    """Whether any worker that is not silent is in a state."""
+    """Whether any worker is in this state. Silent workers do not count."""
     for worker in workers:
         sample = worker.sample
         if sample is not None and sample.state == state and not worker.is_silent:

@@ -181,7 +181,7 @@ class Checks:
         """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
         This may take as long as importing a function.
-        question: further fields of the question to the child, which may ask for the function's version.
+        question: further fields of the question to the child, such as the one that asks for the function's version.
         """
         self.admit(options)
         try:

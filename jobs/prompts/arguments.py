@@ -233,7 +233,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that change an answer. Those of NEUTRAL and FOR_OPERATORS are left out.
+    """Return the arguments that change an answer. Arguments in NEUTRAL and FOR_OPERATORS are left out.
 
     An argument that has two names gets one name. Raises InvalidJob if an argument of NEUTRAL has a value that would
     change an answer.
@@ -260,7 +260,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_max_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which `max_tokens` has the value of max_completion_tokens, OpenAI's newer name for it.
+    """Return values in which `max_tokens` takes the place of `max_completion_tokens`, OpenAI's newer name.
 
     Raises InvalidJob if both names have values that differ.
     """

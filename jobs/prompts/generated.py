@@ -192,8 +192,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. If this attempt did not continue it, a check had refused it. So the failure of
-            # this attempt is reported as the answer's error.
+            # The previous answer stays. An attempt that continues no answer follows an answer that a check refused. So
+            # its failure is reported as that answer's error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"

@@ -29,7 +29,8 @@ ReadFile = Callable[[str], bytes]
 
 def is_url(text: str) -> bool:
     """Whether a text is a data: URL or a URL of the web, and not a path."""
-    return text[:6].lower().startswith(("data:", "http:", "https:"))
+    beginning = text[: len("https:")].lower()
+    return beginning.startswith(("data:", "http:", "https:"))
 
 
 def picture_of(url: str, name: str) -> Picture:

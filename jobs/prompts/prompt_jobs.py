@@ -170,9 +170,9 @@ def chat_task(
         respond = partial(chat_completion, options=response)
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
-    def parsed(_: str, messages: object) -> Task:
+    def parsed(_: str, value: object) -> Task:
         """Return the task for messages that stand in the job, or that were made from a template."""
-        return pictured_task(normal_messages(messages), task)
+        return pictured_task(normal_messages(value), task)
 
     return asked_task(
         parsed, values_are_text=True, messages=messages, messages_template=messages_template

@@ -27,7 +27,7 @@ class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
-    agree: the share that must give one answer, above 0 and at most 1.
+    agree: the share of samples that must give one answer, above 0 and at most 1.
     agree_on: the part of a text that is compared. None compares whole texts. "json" compares the texts as JSON. A JSON
     pointer (RFC 6901) compares a part of the JSON. A pattern compares the text of the pattern's first group.
     """

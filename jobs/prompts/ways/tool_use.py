@@ -65,7 +65,11 @@ class ToolUse(Way):
     @property
     def _function_of(self) -> dict[str, str]:
         """Return the dotted name of each tool's function, by the tool's name."""
-        return {function.rsplit(".", 1)[1]: function for function in self.tool}
+        function_of = {}
+        for function in self.tool:
+            _, _, tool_name = function.rpartition(".")
+            function_of[tool_name] = function
+        return function_of
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Return the item that asks a chat and runs the tools that an answer calls, until an answer calls no tool."""
