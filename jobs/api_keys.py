@@ -73,7 +73,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # `_HAD_KEYS` is set before the key is removed. If the hash were empty, a local server would accept any
+            # `_HAD_KEYS` is set before the key is removed. If Redis held neither, a local server would accept any
             # request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
@@ -81,14 +81,14 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key: whether any key was ever made, even if all keys were revoked."""
+    """Whether requests need a key. They do once a key was made, even if all keys are revoked later."""
     return bool(connection.exists(API_KEYS_KEY))
 
 
 def _records(connection: Redis) -> dict[bytes, bytes]:
     """Return the records of all keys by their hashes."""
     records: Any = connection.hgetall(API_KEYS_KEY)
-    records.pop(_HAD_KEYS.encode(), None)
+    records.pop(_HAD_KEYS.encode(), None)  # this field is no key
     return dict(records)
 
 
@@ -96,7 +96,7 @@ def _records(connection: Redis) -> dict[bytes, bytes]:
 class ProjectLimits:
     """The limits of a project; None for no limit.
 
-    open_batches: the most batches that have not ended. stored_bytes: the most bytes of all uploads.
+    open_batches: the most batches that have not ended. stored_bytes: the most bytes of all uploads together.
     tokens_queued: the most tokens of prompts and answers, over all open batches and all calls that clients await.
     """
 

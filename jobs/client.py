@@ -144,7 +144,7 @@ class Run:
 
         timeout: the most seconds to wait; None for no limit. progress: whether a bar shows rows, speed and the time
         left, on stderr or in a notebook.
-        Raises TimeoutError after the timeout, and RunFailed if the run ended otherwise.
+        Raises TimeoutError after the timeout, and RunFailed if the run ended without having finished.
         """
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
@@ -190,7 +190,7 @@ class Run:
         is_cancelled = threading.Event()
 
         def sleep(seconds: float) -> None:
-            """Sleep. Raises InterruptedError, which ends the thread, if the task that awaits it was cancelled."""
+            """Sleep. If the task that awaits this thread was cancelled, end the thread by an InterruptedError."""
             if is_cancelled.wait(seconds):
                 raise InterruptedError
 
@@ -322,7 +322,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         columns = arguments.get(columns_name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
             raise wrong_value_error(
-                columns_name, columns, "a mapping without adapter, which adapter_column gives"
+                columns_name, columns, "a mapping without adapter, because adapter_column names it"
             )
         arguments[columns_name] = {**columns, ADAPTER: adapter_column}
 
@@ -341,7 +341,7 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_format(model: type) -> dict[str, Any]:
-    """Return OpenAI's response_format for a pydantic model's class, in the form that jobs take:
+    """Return OpenAI's response_format for a pydantic model's class. A job takes it as an option:
 
     queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
     """
@@ -398,7 +398,7 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
-    # single_file=True does not count, because output_format may be given beside it and replaces it.
+    # output_format is also called single_file. single_file=True may be given beside a format, which replaces it.
     is_given = name in arguments and arguments[name] is not True
     if is_given:
         raise InvalidJob(f"{name} is given twice, by two of its names: give it once")

@@ -138,7 +138,7 @@ def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> Non
 
 
 class ModelNotServed(InvalidJob):
-    """the job asks for model {model!r}, and this worker serves {served}: name that one, leave `model` out, or use a
+    """the job asks for model {model!r}, and this worker serves {served}: name one of these, leave `model` out, or use a
     queue whose workers serve {model!r}"""
 
 
@@ -183,7 +183,7 @@ class RunError(JobsError):
 
 
 class InputError(RunError):
-    """Base of what can be wrong with a run's input."""
+    """Base of the errors about a run's input."""
 
 
 class PathOutsideRoots(InputError):
@@ -270,15 +270,15 @@ class InputChanged(InputError):
 
 
 class ConvertedInputGone(InputError):
-    """{path}, which planning has made of {input}, is gone: submit the run again, which makes the file again"""
+    """{path}, which was made from {input} for this run, is gone: submit the run again, and the file is made again"""
 
 
 class NewRowsGone(InputError):
-    """{path}, which holds this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
+    """{path}, which held this run's rows of {input}, is gone: submit into another output with --reuse {output}"""
 
 
 class OutputError(RunError):
-    """Base of what can be wrong with a run's output folder."""
+    """Base of the errors about a run's output folder."""
 
 
 class OutputHoldsAnotherRun(OutputError):
@@ -315,6 +315,7 @@ class PartDamaged(OutputError):
 
     def __str__(self) -> str:
         path, reason = self.args
+        # A part lies in the output folder, or in its folder _parts.
         folder, _, _ = path.rpartition("/")
         return self.message.format(path, reason, folder.removesuffix("/_parts"))
 
@@ -338,12 +339,12 @@ class PlanningUnderWay(RunError):
 
 
 class NoSecondModel(RunError, fault="server"):
-    """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside {first}, which plans the
-    run: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
+    """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside the first model
+    {first}: start a worker with a second model there, or name one of several with escalate_model, then submit again"""
 
 
 class AnswersDamaged(RunError):
-    """{path}, which keeps answers until they are in a part, cannot be read ({reason}): remove it, and they are computed
+    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and they are computed
     again"""
 
 
@@ -357,7 +358,7 @@ class RunCancelled(RunError, fault="cancelled"):
 
 
 class RunResubmitted(RunError):
-    """run {run} was submitted again while being cancelled, and goes on: cancel again if that is meant"""
+    """run {run} was submitted again while being cancelled, and goes on: cancel it again to stop it"""
 
 
 class UnknownRun(RunError):
@@ -370,7 +371,10 @@ class RunBusy(RunError, fault="server"):
 
 
 class TrialFailed(RunError):
-    """Raised when no worker takes a job whose result a command waits for, or the job fails. Its one argument is why."""
+    """Raised when a command waits for a job's result, and no worker takes the job, or the job fails.
+
+    The error's one argument is the reason.
+    """
 
 
 class RunFailed(RunError):

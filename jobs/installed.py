@@ -39,7 +39,10 @@ def model_table() -> str:
 
 
 def describe_model(model: str) -> str:
-    """Say in lines how a model's folder or hub id is served here, and how much memory it needs. Raises JobsError."""
+    """Return a text on how a model is served here, and how much memory it needs. Raises JobsError.
+
+    model: the model's folder or hub id.
+    """
     engine = _load("engine")
     try:
         return engine.describe_model(model)  # type: ignore[no-any-return]

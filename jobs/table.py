@@ -107,7 +107,7 @@ def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
 def _check_binding(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Raise InvalidJob if a call with these arguments would raise TypeError for them."""
+    """Raise InvalidJob if a function does not take these arguments. name: the job's function, for the error."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **(kwargs or {}))

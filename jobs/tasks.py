@@ -53,9 +53,9 @@ class Request:
 
 
 def _for_json(value: Any) -> Any:
-    """Return a value that `json` can write, in place of one that it cannot.
+    """Return a value that `json` can write, in place of a value that it cannot write.
 
-    This is the hash of a picture's bytes, a mapping as a dict, or a range of ids as a list.
+    The bytes of a picture become their hash. A mapping that is no dict becomes a dict. A range of ids becomes a list.
     """
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
@@ -160,7 +160,7 @@ class LateTask(Task):
         self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task, and return the task that is to be opened."""
+        """Make the task, and return what its own `made` returns."""
         return self._make(context).made(context)
 
     def open(self, context: JobContext) -> OpenTask:
@@ -215,7 +215,10 @@ class OpenTask(abc.ABC):
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests` would yield something now. Read after each delivery, once `requests` has ended."""
+        """Whether another call of `requests` would yield something.
+
+        The worker reads this after each delivery, once `requests` has ended.
+        """
         return False
 
     @property
@@ -250,8 +253,8 @@ class OpenTask(abc.ABC):
 
         The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
         everything that is not written yet.
-        tokens: the tokens so far of the requests that are not delivered yet, by request index and sample index. They
-        include the tokens that a request continues.
+        tokens: the tokens so far, by the index of the request and the index of the sample. Only requests without
+        delivered completions have tokens here. If a request continues an answer, that answer's tokens are included.
         """
         return None
 

@@ -108,7 +108,8 @@ def utc_text(moment: float) -> str:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a list or dict as JSON.
 
-    A time becomes a text in ISO 8601. An exact decimal becomes a number. An infinite number becomes null.
+    A time becomes a text in ISO 8601. A decimal becomes a number if it loses no digit by this. An infinite number
+    becomes null.
     """
     dumps = partial(
         json.dumps, ensure_ascii=False, allow_nan=False, default=_replacement, indent=indent
@@ -120,7 +121,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _replacement(value: Any) -> Any:
-    """Return a value that JSON can write in place of one that it cannot."""
+    """Return a value that JSON can write, in place of a value that it cannot write."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Decimal):

@@ -5,9 +5,9 @@ tokenmill:samples:<name>       list: JSON points of that worker's last hour, the
 tokenmill:run:<run>            hash: what the CLI shows of a run; also the run's last submission and last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:turn       string: watched and written by submit, planning and cancel, so that one notices another
+tokenmill:run:<run>:turn       string: submit, planning and cancel watch and write it, so that each notices the others
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
-tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if somebody is told of the run's end
+tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if a webhook is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its creation (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
@@ -25,7 +25,7 @@ tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its proj
 
 The keys below belong to worker/store/. They say which worker has a job, or which worker does a shared task:
 
-tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what the claim knew (holding.lua)
+tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> facts about the claim (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
 tokenmill:fleet:<queue>        sorted set: name of a worker of the queue -> Unix time of its last sign of life
@@ -36,7 +36,7 @@ tokenmill:claim:<token>        list: job ids that one claim has taken, until the
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims. A worker's mark is missing if Redis lost data (claim.lua)
 tokenmill:epoch-made           string: a mark for `epochs` was made within this second
-tokenmill:restored             string: when a worker found no mark, until `tokenmill restore-check --confirm`
+tokenmill:restored             string: when a worker missed its mark, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:fair:<queue>         string, JSON: what is remembered from one ordering to the next (store/order_memory.py)
 tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period

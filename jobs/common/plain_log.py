@@ -54,7 +54,8 @@ def _index_of_job(message: object) -> int | None:
     match = _JOB.search(message)
     if match is None:
         return None
-    return len(_VALUE.findall(message, 0, match.start()))
+    values_before_id = _VALUE.findall(message, 0, match.start())
+    return len(values_before_id)
 
 
 def _cut(value: Any) -> Any:

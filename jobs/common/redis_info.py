@@ -37,8 +37,9 @@ def redis_health(info: Mapping[str, Any]) -> RedisHealth:
     limit_bytes = info.get("maxmemory", 0)
     if not limit_bytes:  # no limit is set
         limit_bytes = info.get("total_system_memory", 0)
+    failed_writes = [name for name in WRITES if info.get(name, "ok") != "ok"]
     return RedisHealth(
         used_bytes=info.get("used_memory", 0),
         limit_bytes=limit_bytes,
-        failed_writes=tuple(name for name in WRITES if info.get(name, "ok") != "ok"),
+        failed_writes=tuple(failed_writes),
     )

@@ -13,14 +13,14 @@ _TOO_LARGE = 1 << 63
 
 
 def text(raw: bytes) -> str:
-    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes. No name of ours has such escapes."""
+    """Return stored bytes as a text. Bytes that are not UTF-8 become escapes, which occur in no name of ours."""
     return raw.decode(errors="backslashreplace")
 
 
 def unpack_at_most(packed: bytes, most: int) -> bytes | None:
     """Unpack bytes that zlib has compressed. Return None if the unpacked bytes are more than `most`.
 
-    At most `most` + 1 bytes are unpacked. Like RQ, this function returns bytes that zlib cannot unpack as they are.
+    At most `most` + 1 bytes are unpacked. Bytes that zlib cannot unpack are returned unchanged, as RQ does.
     """
     inflater = zlib.decompressobj()
     content = packed

@@ -69,4 +69,5 @@ def _death(fields: dict[str, Any]) -> WorkerDeath | None:
     if not isinstance(worker, str) or at is None or not isinstance(jobs, list):
         return None
     job_ids = tuple(job for job in jobs[:MAX_JOBS] if isinstance(job, str))
-    return WorkerDeath(safe_name(worker), at, count(fields.get("num_jobs")) or 0, job_ids)
+    num_jobs = count(fields.get("num_jobs")) or 0
+    return WorkerDeath(safe_name(worker), at, num_jobs, job_ids)

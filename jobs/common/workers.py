@@ -102,9 +102,9 @@ class Point:
     at: Unix seconds by the worker's clock. prompt_tokens: tokens of prompts, computed or cached.
     num_requests_running: sequences in the batch. kv_cache_usage: a share from 0 to 1.
     jobs_held: jobs that the worker has claimed and not ended. rows: answered rows of files.
-    depth: the waiting jobs of each of the worker's queues, the most urgent queue first.
-    ended: the jobs that ended here, by queue. ended_badly: how many of them did not finish successfully.
-    waited_ms, ran_ms: how long the ended jobs of a queue have waited and run, all together.
+    depth: how many jobs wait in each of the worker's queues, the most urgent queue first.
+    ended: how many jobs ended here, by queue. ended_badly: how many of these jobs did not finish successfully.
+    waited_ms, ran_ms: how long all ended jobs of a queue together have waited and run.
     """
 
     at: float = 0.0
@@ -362,7 +362,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
-    """Whether the workers claim nothing because Redis came back with older data."""
+    """Whether workers take no jobs at present, because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 
 
@@ -372,7 +372,7 @@ def are_suspended(workers: Iterable[Worker]) -> bool:
 
 
 def _is_any_in_state(state: str, workers: Iterable[Worker]) -> bool:
-    """Whether any worker that is not silent is in a state."""
+    """Whether any worker is in this state. Silent workers do not count."""
     for worker in workers:
         sample = worker.sample
         if sample is not None and sample.state == state and not worker.is_silent:
@@ -397,8 +397,9 @@ _SERVED = ("queues", "model", "models", "dtype", "max_model_len", "clock_formats
 def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
     """Return what a queue's living workers serve, from keys that only workers may write. Raises RedisError.
 
-    The samples have only the fields of `served_text`.
+    The samples have only the fields that `served_text` writes.
     """
+    # The workers with the latest signs of life come last.
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
         return []

@@ -127,5 +127,5 @@ class PlannedAdapters(Adapters):
         try:
             return super().pin(name)
         except UnknownAdapter:
-            # No adapter has this digest, so the engine refuses it.
+            # No adapter has the digest _NO_FILES, so the engine refuses the row.
             return f"{name}@{_NO_FILES}"

@@ -97,8 +97,8 @@ PAIR_BYTES = 96
 class AnswerMemo:
     """Remembers the answers of one process, and which answers are being computed. Thread-safe.
 
-    This is the log of answers (jobs/parquet/reuse/answer_log.py) in memory. Both have the same keys, which name what a
-    row asks and the model that answers.
+    It does in memory what the log of answers (jobs/parquet/reuse/answer_log.py) does in a file. Both have the same
+    keys. A key names what a row asks, and the model that answers.
     max_bytes: if the answers take more, the least recently used ones are dropped.
     num_bytes: the estimated bytes of all answers.
     """

@@ -158,7 +158,8 @@ def _function(dotted: str) -> Check:
             f"function of check: {dotted} is a {type(function).__name__}, expected a function"
         )
     check: Check = function
-    _version(check)  # cached: the hash of the files as they were when they were imported
+    # This call fills the cache of `_version` with a hash of the files as they were imported.
+    _version(check)
     return check
 
 

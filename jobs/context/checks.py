@@ -159,7 +159,7 @@ _TASK = "jobs.context.check_child:check"
 class Checks:
     """Checks answers in child processes. Each thread that checks has a child of its own. Thread-safe.
 
-    allowed: the dotted names of functions that this worker may call. limit_s: the most seconds of a check.
+    allowed: the dotted names of functions that this worker may call. limit_s: how many seconds a check may take.
     """
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
@@ -181,7 +181,7 @@ class Checks:
         """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
         This may take as long as importing a function.
-        question: further fields of the question to the child, which may ask for the function's version.
+        question: further fields of the question to the child, such as the one that asks for the function's version.
         """
         self.admit(options)
         try:
@@ -234,20 +234,21 @@ class Checks:
 
         A child that has not compiled the check yet is first asked to do so, with a time limit of its own.
         """
-        check_question = {"check": options.check_text}
+        compile_question = {"check": options.check_text}
         reply: dict[str, Any] = {}
         has_compiled = child.notes.get(options.check_text)
         if not has_compiled:
             limit_s = IMPORT_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply, _ = child.ask(_TASK, check_question, Limits(limit_s))
+                reply, _ = child.ask(_TASK, compile_question, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless_check_error(error) from None
         if "problem" not in reply:
             # The child keeps its last checks in the same order as these notes. So both forget the same checks.
             child.notes.put(options.check_text, True)
             if question:
-                reply, _ = child.ask(_TASK, {**check_question, **question}, Limits(self._limit_s))
+                full_question = {**compile_question, **question}
+                reply, _ = child.ask(_TASK, full_question, Limits(self._limit_s))
         if "is_stale" in reply:
             child.close()
         return reply

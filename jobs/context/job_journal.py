@@ -90,7 +90,8 @@ class JobJournal:
                 contents += "\n" + line
         executions = executions_key(self.job_id)
         with self.connection.pipeline() as pipe:
-            # The worker that ends the job deletes the journal. If this happens from here on, the write below fails.
+            # The worker that ends the job deletes the journal, and removes the execution from the watched set. If this
+            # happens after the next line, the write below fails.
             pipe.watch(executions)  # type: ignore[no-untyped-call]
             if self.execution_id is not None and pipe.zscore(executions, self.execution_id) is None:
                 return

@@ -49,7 +49,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return a text that changes with everything that decides all answers: the fingerprint and the clock.
+        """Return a text of what decides every answer: the fingerprint and the clock.
 
         The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
         names the adapter that computed the answer.
@@ -83,7 +83,8 @@ class ServedModel(PinnedModel):
     @property
     def names(self) -> tuple[str, ...]:
         """Return all names by which a job may ask for the model."""
-        return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases, self.pin)))
+        names = [self.fingerprint, self.name, *self.aliases, self.pin]
+        return tuple(dict.fromkeys(names))  # each name once, in this order
 
     def pinned(self, now: float) -> PinnedModel:
         """Return the model as a run pins it. now: when the run is planned, in Unix seconds."""

@@ -114,10 +114,10 @@ class SharedFiles:
                 self._close(reader)
                 raise
             with self._lock:
-                is_used = _path_of(key) in self._open_shards
-                if is_used:
+                has_open_shards = _path_of(key) in self._open_shards
+                if has_open_shards:
                     self._idle.append(_IdleReader(key, reader))
-            if not is_used:
+            if not has_open_shards:
                 self._close(reader)
 
     def _take_nearest(self, key: ReaderKey, shard: Any) -> Any:

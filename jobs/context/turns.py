@@ -19,8 +19,8 @@ class WatchedCall(Protocol):
     def check_while_waiting_for(self, holder: Any) -> None:
         """Count the holder's last sign of life as this call's own.
 
-        If this call is interrupted, raise the error for that.
-        holder: the call that has the turn; None if that is not known.
+        Raises the error that interrupts this call, if it is interrupted.
+        holder: the call that has the turn; None if the holder is not known.
         """
 
 
@@ -45,9 +45,9 @@ class Turns:
 
     @contextmanager
     def at(self, key: Hashable) -> Iterator[None]:
-        """Wait for the turn at a key, and hold it during the `with`.
+        """Wait for the lock of a key, and hold the lock during the `with`.
 
-        If the call is interrupted while it waits, this raises the error for that.
+        If the current call is interrupted meanwhile, this raises the error that interrupts it.
         """
         call = self._current_call()
         with self._lock:

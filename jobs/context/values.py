@@ -45,7 +45,7 @@ def checked_list(name: str, value: Any, kind_of_list: str, least: int, most: int
     if not isinstance(value, list | tuple):
         raise wrong_value_error(name, value, kind_of_list)
     if not least <= len(value) <= most:
-        raise InvalidJob(f"{name} holds {len(value)}, expected {least} to {most} of them")
+        raise InvalidJob(f"{name} holds {len(value)} values, expected {least} to {most}")
     return value
 
 

@@ -87,7 +87,7 @@ class Unusable:
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument names; None for None. Raises InvalidJob if the value is no name."""
+    """Return the model that an argument names; None if the argument is None. Raises InvalidJob if it is no name."""
     if model is None:
         return None
     return some_text("model", model, MAX_MODEL_CHARS)
@@ -233,9 +233,10 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that change something, each under one name. NEUTRAL and FOR_OPERATORS values are left out.
+    """Return the arguments that change an answer. Arguments in NEUTRAL and FOR_OPERATORS are left out.
 
-    Raises InvalidJob if an argument of NEUTRAL has a value that would change something.
+    An argument that has two names gets one name. Raises InvalidJob if an argument of NEUTRAL has a value that would
+    change an answer.
     """
     used: dict[str, Any] = {}
     for name, value in values.items():
@@ -254,11 +255,12 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     if used.get("parallel_tool_calls") is True:
         # The default is left out, so that equal requests have equal values.
         del used["parallel_tool_calls"]
-    return with_structured_outputs(_with_max_tokens(used))
+    used = _with_max_tokens(used)
+    return with_structured_outputs(used)
 
 
 def _with_max_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which `max_tokens` has the value of max_completion_tokens, OpenAI's newer name for it.
+    """Return values in which `max_tokens` takes the place of `max_completion_tokens`, OpenAI's newer name.
 
     Raises InvalidJob if both names have values that differ.
     """
@@ -278,9 +280,9 @@ def is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     for neutral in NEUTRAL[name]:
-        # In Python, 1 equals True. Here they mean different things.
-        both_or_neither_bool = isinstance(value, bool) == isinstance(neutral, bool)
-        if both_or_neither_bool and value == neutral:
+        # In Python, 1 equals True. Here they mean different things, so a truth value equals only a truth value.
+        is_of_same_kind = isinstance(value, bool) == isinstance(neutral, bool)
+        if is_of_same_kind and value == neutral:
             return True
     return False
 

@@ -82,7 +82,7 @@ def merged(
 
     answer: the completion that is the answer. prefills: one completion of each request, to count the prompt tokens.
     samples: all completions, to count the generated tokens. extras: see PromptAnswer.
-    error: why the answer is not valid; None if it is.
+    error: why the answer is not valid; None if it is valid.
     """
     num_prompt_tokens = 0
     num_cached_tokens = 0
@@ -125,7 +125,7 @@ def _asked_until_accepted(
 ) -> Item[PromptAnswer]:
     """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
-    # The first request, without the values that later requests do not have.
+    # The first request, without the sampling values that only a first request may have.
     original = replace(request, sampling=_later_sampling(request))
     # `prompt` is the first request, or a repaired one. `sent` is what the engine gets: `prompt` itself, or `prompt`
     # with a cut answer that the engine continues.
@@ -192,8 +192,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. If this attempt did not continue it, a check had refused it. So the failure of
-            # this attempt is reported as the answer's error.
+            # The previous answer stays. An attempt that continues no answer follows an answer that a check refused. So
+            # its failure is reported as that answer's error.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -207,7 +207,7 @@ class _Tally:
         self.answer = completion
 
     def sample(self) -> Completion:
-        """Return the answer with the counts of all attempts, and with the prompt's values of the first attempt."""
+        """Return the answer, with the counts of all attempts. The values about the prompt are the first attempt's."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer
         logprobs = None if answer.logprobs is None else self._logprobs
@@ -238,7 +238,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
 def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
     """Return the sampling values of a later attempt. Its seed follows from the seed of the first attempt.
 
-    original: the first attempt's request, without the values that only this request has.
+    original: the first attempt's request, without the sampling values that only a first request may have.
     """
     return reseeded(original.sampling, f"attempt {attempt}")
 
@@ -267,10 +267,9 @@ def _without_answers(
     attempt: int,
     control_tokens: Collection[str],
 ) -> Request:
-    """Return the request of a later attempt without the earlier answers, for which there is no room.
+    """Return a later attempt's request. It leaves out the earlier answers, for which there is no room.
 
-    The original prompt is followed only by the reason. original: see `_sampling_of`. reason: why the last answer is not
-    valid.
+    Only the reason follows the original prompt. original: see `_sampling_of`. reason: why the last answer is not valid.
     """
     request = replace(original, sampling=_sampling_of(original, attempt))
     if request.messages is None:
@@ -304,7 +303,7 @@ def _repaired_prompt(request: Request, text_behind: str) -> Request:
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:
-    """Return the sampling values for a prompt's requests after the first."""
+    """Return a request's sampling values, without those that only a prompt's first request may have."""
     return {name: value for name, value in request.sampling.items() if name not in _FIRST_ONLY}
 
 
@@ -364,4 +363,5 @@ def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def hashed_seed(text: str) -> int:
     """Return a seed that follows from a text, from 0 to 2**63 - 1."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    digest = blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # 63 of the 64 bits

@@ -26,7 +26,7 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", *TEXTS)
 def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[str, Any]]:
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
-    A content is a text, or a list of texts and pictures. In a message with tool calls, null becomes "".
+    A content is a text, or a list of texts and pictures. In a message with tool calls, a content of null becomes "".
     drops_keys: whether keys that are not read are left out. Otherwise they are refused. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
@@ -126,7 +126,7 @@ def _picture(part: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a tool call of a message in one form. Raises InvalidJob."""
+    """Return a message's tool call in its normal form. Raises InvalidJob."""
     is_call = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_call else None
     if not isinstance(function, dict) or "name" not in function:

@@ -90,7 +90,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(body: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that is not supported, not known, or not the list or object that it must be."""
+    """Raise InvalidJob for an argument that is not supported, is not known, or has a wrong type."""
     for name, value in body.items():
         if name in _REFUSED and value not in _REFUSED[name]:
             raise NotBuilt(f"{name} is not built: leave it out")
@@ -120,7 +120,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. A call becomes part of the assistant's message before it, if any.
+    """Add an item of the input to the messages. If a call follows a message of the assistant, the call is added to it.
 
     number: the item's index in the input, for errors.
     """
@@ -247,7 +247,7 @@ def text_item(kind: str, job_id: str, index: int, text: str) -> dict[str, Any]:
 
 
 def call_item(job_id: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item of the output with a function call. call: one of the `tool_calls` of the chat's answer."""
+    """Return a function call as an item of the response's output. call: one of the chat answer's `tool_calls`."""
     return {
         "type": "function_call",
         "id": f"fc_{job_id}_{index}",

@@ -35,7 +35,7 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
 
 
 def _decoded(file: bytearray, max_pixels: int) -> Image.Image | str:
-    """Return a picture as RGB, or a text that says why it cannot be decoded."""
+    """Return a picture as RGB, or why it cannot be decoded: a text that begins with a verb, such as "has"."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:

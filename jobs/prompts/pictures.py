@@ -29,7 +29,8 @@ ReadFile = Callable[[str], bytes]
 
 def is_url(text: str) -> bool:
     """Whether a text is a data: URL or a URL of the web, and not a path."""
-    return text[:6].lower().startswith(("data:", "http:", "https:"))
+    beginning = text[: len("https:")].lower()
+    return beginning.startswith(("data:", "http:", "https:"))
 
 
 def picture_of(url: str, name: str) -> Picture:
@@ -43,7 +44,7 @@ def picture_of(url: str, name: str) -> Picture:
             return b64decode(url[data.end() :], validate=True)
         except ValueError as error:
             raise InvalidJob(f"{name} is no base64: {error}") from None
-    is_other_data = url[:5].lower() == "data:"
+    is_other_data = url[:5].lower() == "data:"  # a data: URL that is no picture in base64
     if is_url(url) and not is_other_data:  # the URL is not shown, because it may hold keys
         raise InvalidJob(
             f"{name} has a URL of the web, which is not fetched: give a data: URL, or a path"

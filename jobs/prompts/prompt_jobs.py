@@ -81,10 +81,10 @@ def _checked_way(
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task for the argument that says what to ask. Raises InvalidJob unless there is exactly one.
+    """Return the task for the argument that says what to ask. Raises InvalidJob unless exactly one argument says it.
 
-    make: called with "prompt" or "messages" and its value; returns the task. For a template, the value is what the
-    filled template gives.
+    make: called with "prompt" or "messages" and its value; returns the task. If a template is given instead, the value
+    is made from the template.
     values_are_text: whether control tokens in the answers that fill in a template are read as plain text.
     sources: the possible arguments by name; None for an argument that is not given.
     """
@@ -106,11 +106,11 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sou
 
 
 def complete_task(
-    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
+    prompt: object = None, *, prompt_template: object = None, model: object = None, **options: Any
 ) -> Task:
     """Return the task of `jobs.complete`. Raises InvalidJob."""
     model_name = parse_model(model)
-    arguments, repairs, way_options = _split_options(sampling)
+    arguments, repairs, way_options = _split_options(options)
     refuse_chat_options(arguments)
     values_are_text = splits_control_tokens(arguments)
     arguments.pop(SPLIT_TOKENS, None)
@@ -170,9 +170,9 @@ def chat_task(
         respond = partial(chat_completion, options=response)
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
-    def parsed(_: str, messages: object) -> Task:
+    def parsed(_: str, value: object) -> Task:
         """Return the task for messages that stand in the job, or that were made from a template."""
-        return pictured_task(normal_messages(messages), task)
+        return pictured_task(normal_messages(value), task)
 
     return asked_task(
         parsed, values_are_text=True, messages=messages, messages_template=messages_template

@@ -75,7 +75,7 @@ class PromptTask(Task):
         adapter = self.sampling.get(ADAPTER)
         model = self.model
         if model is not None and model not in context.model.names:
-            # The name may be that of an adapter.
+            # An adapter may have this name.
             if model not in context.adapters.names:
                 raise ModelNotServed(model, _served_text(context))
             if adapter not in (None, model):
@@ -154,7 +154,7 @@ class PromptTask(Task):
         head: dict[str, Any] = {}
         kind = content["object"]
         id_prefix = ID_PREFIXES.get(kind, kind)
-        if id_prefix is not None:
+        if id_prefix is not None:  # a list has no id
             head = {"id": f"{id_prefix}-{context.job_id}", "created": int(self.clock())}
         head["model"] = context.model.name
         fingerprint = context.model.fingerprint
@@ -167,9 +167,9 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return an answer in which all samples have failed if one sample has failed; otherwise the answer as it is.
+        """Return the answer to a prompt. If one sample has failed, all samples of the returned answer have failed.
 
-        With repairs, an answer has one sample, and is returned as it is.
+        With repairs, an answer has only one sample, and is returned unchanged.
         """
         failed_sample = answer.failed_sample
         if failed_sample is None or self.repairs.may_ask_again:
@@ -195,7 +195,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Asks the prompts of one job, all of which are held in memory."""
+    """Asks the prompts of one job. All prompts are held in memory."""
 
     runner: ItemRunner[PromptAnswer]
 

@@ -45,7 +45,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
-    if num_top is None or num_top is False:  # with either, no log probabilities are shown
+    if num_top is None or num_top is False:  # no log probabilities are asked for
         sampling.pop("logprobs", None)
         num_top = None
     elif type(num_top) is not int:
@@ -78,7 +78,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     num_top = values.get("top_logprobs") or 0
     if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
         raise wrong_value_error(
-            "logprobs", wants_logprobs, "true or false: a number is top_logprobs"
+            "logprobs", wants_logprobs, "true or false: give a number as top_logprobs"
         )
     if num_top and not wants_logprobs:
         raise InvalidJob("top_logprobs needs logprobs=true")
@@ -176,7 +176,7 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _offset_after(characters: str, text: str, offset: int) -> int:
-    """Return the offset behind characters that stand in a text at `offset`; `offset` if the text leaves them out."""
+    """Return the offset after `characters`, which begin at `offset` in a text; `offset` if the text lacks them."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
@@ -214,12 +214,12 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _token_entry(row: TokenLogprobs) -> Logprob:
-    """Return the entry of the token itself, which comes before the likeliest tokens."""
+    """Return the entry of the text's own token. A row holds it first, and then the likeliest tokens."""
     return next(iter(row.values()))
 
 
 def _json_logprob(entry: Logprob) -> float:
-    """Return a log probability that JSON can write."""
+    """Return a token's log probability; LOWEST in place of minus infinity, which JSON does not have."""
     return max(entry.logprob, LOWEST)
 
 
@@ -243,7 +243,8 @@ def text_token(entry: Logprob) -> str:
     """Return a token in the form of `text_completion`. A token that is only part of a character becomes its bytes."""
     if entry.partial_bytes is None:
         return entry.decoded_token
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
+    escapes = [f"\\x{byte:02x}" for byte in entry.partial_bytes]
+    return "bytes:" + "".join(escapes)
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def _prompt_values(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    """Return a choice's fields that say how it ended."""
+    """Return the fields that say how a choice ended."""
     ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     if sample.error is not None:
         ending["error"] = sample.error
@@ -357,7 +358,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return a response's numbers of tokens. As with OpenAI, the tokens of a prompt with several samples count once."""
+    """Return a response's numbers of tokens. As with OpenAI, a prompt counts once, even if it has several samples."""
     prompt_tokens = 0
     cached_tokens = 0
     completion_tokens = 0

@@ -69,8 +69,9 @@ def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
 
 
 class _TokenBreaker:
-    """Puts BREAK into control tokens: into whole tokens, and into the beginning of a token at the end of a text.
+    """Puts BREAK into the control tokens of a text.
 
+    The beginning of a token at the text's end is broken too, because a following text could complete the token.
     texts: the texts of the control tokens.
     """
 
@@ -137,7 +138,7 @@ class TemplateProblem(Exception):
 
 
 class JinjaTexts:
-    """The Jinja template of a prompt, or those of a chat's messages. Raises InvalidValue if one cannot be compiled.
+    """A prompt's Jinja template, or the templates of a chat's messages. Raises InvalidValue if one cannot be compiled.
 
     names: the variables that the templates use and do not set themselves.
     """

@@ -286,7 +286,7 @@ CHAT = [{"role": "user", "content": "a"}]
     ("name", "arguments", "message"),
     [
         ("classify", {"prompt": "a"}, "labels is None, expected a list"),
-        ("classify", {"prompt": "a", "labels": []}, "labels holds 0, expected 2 to 1000"),
+        ("classify", {"prompt": "a", "labels": []}, "labels holds 0 values, expected 2 to 1000"),
         ("classify", {"prompt": "a", "labels": ["a", ""]}, "label 1 is empty"),
         ("classify", {"prompt": "a", "labels": ["a", "\ud800"]}, "surrogate"),
         (

@@ -89,7 +89,7 @@ def embed_task(
     remaining = {
         name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)
     }
-    unknown = list(without_neutral(remaining))
+    unknown = list(without_neutral(remaining))  # arguments that change nothing are accepted
     if unknown:
         raise InvalidValue("{} is no argument of jobs.embed", brief(unknown[0]))
     encoding = ENCODINGS[0]

@@ -56,7 +56,7 @@ class Scoring(abc.ABC):
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
         """Return the scoring of a run. options: the run's options; see RunSpec."""
 
-    @classmethod  # noqa: B027 - any model that generates gives labels
+    @classmethod  # noqa: B027 - labels need no check here, so an empty method is right for them
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
         """Raise InvalidJob if the model cannot score in this way, or a shard of the run would hold too many values.
 
@@ -86,7 +86,10 @@ class Scoring(abc.ABC):
         """Return the result of a prompt, from its completion."""
 
     def calibrated(self, completion: Completion) -> Self:
-        """Return a scoring that corrects its results by the completion of a prompt without content."""
+        """Return a scoring that corrects its results by the completion of a prompt without content.
+
+        By default, results are not corrected.
+        """
         return self
 
 
@@ -101,4 +104,4 @@ def truncation(value: object) -> dict[str, int]:
         return {}
     if type(value) is int and (value >= 1 or value == -1):
         return {TRUNCATION: value}
-    raise wrong_value_error(TRUNCATION, value, "a number of tokens, or -1 for what fits")
+    raise wrong_value_error(TRUNCATION, value, "a number of tokens, or -1 for as many as fit")

@@ -13,7 +13,7 @@ from jobs.tasks import Task
 
 
 class ScoringJob(NamedTuple):
-    """A job that scores, and the same scoring for the rows of runs.
+    """A job that scores. Runs may score their rows in the same way.
 
     name: the function that producers enqueue. make_task: makes the job's task from its arguments.
     scoring: None if runs cannot score in this way. run_task: the value of a run's option `task` that asks for the

@@ -27,7 +27,7 @@ class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
-    agree: the share that must give one answer, above 0 and at most 1.
+    agree: the share of samples that must give one answer, above 0 and at most 1.
     agree_on: the part of a text that is compared. None compares whole texts. "json" compares the texts as JSON. A JSON
     pointer (RFC 6901) compares a part of the JSON. A pattern compares the text of the pattern's first group.
     """
@@ -42,7 +42,7 @@ class Agreement(Way):
         ),
         "max_samples": WayOption(
             partial(whole_number, most=128),
-            f"Samples at most; {DEFAULT_MAX_SAMPLES} by default.",
+            f"The most samples of a prompt; {DEFAULT_MAX_SAMPLES} by default.",
             int,
         ),
         "agree_on": WayOption(
@@ -54,7 +54,7 @@ class Agreement(Way):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the question for the part of a text that is compared; () if whole texts are compared."""
+        """Return the question by which a child finds the part of a text to compare; () for whole texts."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)
@@ -69,7 +69,7 @@ class Agreement(Way):
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item that draws rounds of samples, until enough samples agree, or enough cannot agree any more."""
+        """Return the item of a prompt: it draws rounds of samples, until enough agree or no further sample can help."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:

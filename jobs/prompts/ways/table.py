@@ -25,10 +25,7 @@ WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into the parsed options of ways and all other arguments. The other arguments come first.
-
-    Raises InvalidJob.
-    """
+    """Return the keyword arguments that belong to no way, and the parsed options of ways. Raises InvalidJob."""
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
@@ -43,7 +40,7 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def way_of(options: Mapping[str, Any]) -> Way | None:
     """Return the way that parsed options ask for; None without options.
 
-    Raises InvalidJob for options of two ways, or if the main option of a way is missing beside its other options.
+    Raises InvalidJob for options of two ways, and for options of a way whose main option is missing.
     """
     if not options:
         return None

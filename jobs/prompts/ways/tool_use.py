@@ -37,7 +37,7 @@ class ToolUse(Way):
         ),
         "max_turns": WayOption(
             partial(whole_number, most=100),
-            f"Answers of a chat at most; {DEFAULT_MAX_TURNS} by default.",
+            f"The most answers of a chat; {DEFAULT_MAX_TURNS} by default.",
             int,
         ),
     }
@@ -57,7 +57,7 @@ class ToolUse(Way):
         for name in self._function_of:
             if name not in offered:
                 raise InvalidValue(
-                    "tool has a function {}, and tools offers no tool of that name", brief(name)
+                    "tool gives a function for {}, which tools does not offer", brief(name)
                 )
         if len(self._function_of) < len(self.tool):
             raise InvalidJob("tool has two functions of one name: give each tool one function")
@@ -65,7 +65,11 @@ class ToolUse(Way):
     @property
     def _function_of(self) -> dict[str, str]:
         """Return the dotted name of each tool's function, by the tool's name."""
-        return {function.rsplit(".", 1)[1]: function for function in self.tool}
+        function_of = {}
+        for function in self.tool:
+            _, _, tool_name = function.rpartition(".")
+            function_of[tool_name] = function
+        return function_of
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Return the item that asks a chat and runs the tools that an answer calls, until an answer calls no tool."""

@@ -18,7 +18,7 @@ class Votes:
     _samples_by_answer: dict[str, list[Completion]] = field(default_factory=dict)
 
     def add(self, sample: Completion, answer: str | None) -> None:
-        """Count a sample. answer: the text by which it is grouped; None if it agrees with no other sample."""
+        """Count a sample. answer: the text that groups samples; None if the sample agrees with no other sample."""
         self.samples.append(sample)
         if answer is not None:
             self._samples_by_answer.setdefault(answer, []).append(sample)
@@ -30,7 +30,7 @@ class Votes:
 
     @property
     def are_open(self) -> bool:
-        """Whether too few samples agree, and enough can still agree if more are drawn."""
+        """Whether the vote is open: too few samples agree so far, but enough may agree once more are drawn."""
         if not self.samples:
             return True
         if self.num_left == 0 or self.share >= self.agree:

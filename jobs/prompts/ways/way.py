@@ -55,12 +55,12 @@ class Way(abc.ABC):
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
-        """Return the questions that the way's items ask child processes."""
+        """Return the questions that the way's items ask child processes. Each names a check or a tool."""
         return ()
 
     @property
     def has_checks(self) -> bool:
-        """Whether the way's items ask child processes."""
+        """Whether the way's items ask child processes for checks or tool calls."""
         return bool(self.questions)
 
     def admit(self, checks: Checks) -> None:

@@ -335,7 +335,7 @@ def test_another_model_has_to_be_there(site: Site) -> None:
     for wrong in ({"escalate_to": "bulk"}, {"escalate_model": "huge"}):
         with pytest.raises(
             NoSecondModel,
-            match=r"on queue '(bulk|large)' serve none as a second model, expected exactly one beside m \(",
+            match=r"on queue '(bulk|large)' serve none as a second model, expected exactly one beside .* model m \(",
         ):
             site.runs.plan(**{**CASCADE, **wrong})
     assert set(site.score(escalate_model="large").column("model").to_pylist()) == {
