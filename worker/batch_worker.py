@@ -267,8 +267,8 @@ class BatchWorker(BaseWorker):
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
-                f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} names its keys "
-                "otherwise than RQ: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
+                f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} does not name its keys "
+                "as RQ's own class does: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
             )
         redis_version = self.get_redis_server_version()
         if tuple(redis_version) < MIN_REDIS_VERSION:
@@ -363,7 +363,10 @@ class BatchWorker(BaseWorker):
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed an earlier one."""
+        """Raise SystemExit if a signal came while the model loaded.
+
+        The signal's handler has raised SystemExit already, but an import may have swallowed it.
+        """
         if self._is_stopped_early:
             raise SystemExit
 
@@ -388,7 +391,7 @@ class BatchWorker(BaseWorker):
     def unsubscribe(self) -> None:
         """End the thread that listens for commands.
 
-        RQ unsubscribes before it stops the thread. The thread would then listen on for a minute.
+        RQ's own method unsubscribes before it stops the thread, which then goes on listening for a minute.
         """
         thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:

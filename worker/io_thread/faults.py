@@ -42,15 +42,15 @@ class WorkerFaults:
     """
 
     def __init__(self) -> None:
-        # By function: the ids of the jobs that met a fault since a job of the function last ended well. The key None is
-        # for faults from before the function's name was read.
+        # By function: the ids of the jobs that met a fault. They are dropped when a job of the function ends well. The
+        # key None is for jobs that met a fault before their function's name was read.
         self._job_ids: dict[str | None, list[str]] = {}
         self.waiting: list[WorkerFault] = []
         """The faults whose jobs are still to be given back."""
 
     @property
     def num_in_a_row(self) -> int:
-        """The most faults that one function's jobs have met since one of them ended well."""
+        """The most faults in a row that the jobs of one function have met. A job that ends well ends the row."""
         return max(map(len, self._job_ids.values()), default=0)
 
     def note(

@@ -328,7 +328,8 @@ class IoLoop:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()
-            # A turn without a refusal does not prove the end, because the next turn may send what Redis refuses.
+            # A turn without a refusal does not prove that the refusals are over. The next turn may send a command that
+            # Redis refuses.
             self._refusals.note_absence()
             self.redis_ok_at = moment
         except RedisError as error:
@@ -400,7 +401,8 @@ class IoLoop:
         self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        # The leases of living workers may have run out during the outage. Leave these workers the time to renew them.
+        # The leases of living workers may have run out during the outage. These workers need time to renew their
+        # leases before the next sweep.
         self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(

@@ -61,7 +61,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 
 
 class OnEnded(Protocol):
-    """Called once nothing is left to do for a job.
+    """Called when nothing is left to do for a job.
 
     outcome: None if another worker has counted the job's end.
     is_written: whether Redis has taken the end; False if the job was cancelled or taken over.

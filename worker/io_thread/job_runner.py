@@ -109,7 +109,7 @@ class JobRunner:
     # Begin
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed. `open_claimed` opens it in its turn."""
+        """Take up a job that was just claimed. `open_claimed` opens it later, after the jobs claimed before it."""
         job = self.jobs.add(claimed, lane)
         with self.guard.around(job):
             self._budget.add(job)
@@ -327,7 +327,7 @@ class JobRunner:
         """Free the memory of a job's payload, as the job may run for long. A payload that callbacks may see is kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_get_job(record):
-            if record.is_heavy:  # otherwise a copy without the payload would save nothing
+            if record.is_heavy:  # dropping a small payload would save nothing
                 job.replace_record(record.without_payload())
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
@@ -345,7 +345,7 @@ class JobRunner:
     # End
 
     def flush(self, store: JobStore) -> None:
-        """Repeat delayed calls of threads, and write the waiting ends. After a RedisError, call it again."""
+        """Make the delayed calls again, and write the waiting ends. After a RedisError, call this method again."""
         self._calls.try_again()
         self._ends.writer.flush(store)
 
@@ -558,7 +558,8 @@ class JobRunner:
                 return True
             if self._ends.writer.is_waiting(job):
                 return True  # its end is computed, but is not being written at this moment
-            return parts_too and job.state is JobState.COLLECTING
+            is_writing_part = job.state is JobState.COLLECTING
+            return parts_too and is_writing_part
 
         return self._withdraw_all([job for job in self.jobs if may_go(job)])
 

@@ -126,7 +126,7 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None = None) -> None:
         """Note the statistics for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
-        # Note them first with the earlier numbers of jobs, because Redis may not answer below.
+        # Redis may not answer below. So the statistics are noted before, with the previous numbers of jobs.
         self._note_statistics(state, self._runner.tally.statistics.jobs_by_queue)
         jobs_by_queue, workers_by_queue = self._record.count()
         num_started = sum(by_status["started"] for by_status in jobs_by_queue.values())

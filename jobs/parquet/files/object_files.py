@@ -251,15 +251,14 @@ class ObjectFiles:
             raise
 
     def _has_any(self, folder: str) -> bool:
-        """Whether there is any object below a prefix."""
-        root_of(folder, self._roots)
-        return bool(
-            self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
-        )
+        """Whether there is any object below a prefix. Raises PathOutsideRoots."""
+        root_of(folder, self._roots)  # raises if the folder is below no root
+        answer = self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
+        return bool(answer)
 
     def _level(self, folder: str) -> dict[str, Any]:
-        """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
-        root_of(folder, self._roots)
+        """Return the `folders` and `objects` of a prefix, see object_requests.level_of. Raises PathOutsideRoots."""
+        root_of(folder, self._roots)  # raises if the folder is below no root
         level: dict[str, Any] = self._make_request(
             folder, lambda: list_in_child(LEVEL, folder, self._timeout_s)
         )

@@ -50,7 +50,7 @@ class ObjectFolder:
         return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
 
     def names(self, name: str) -> list[str]:
-        """Return the names in the folder `name`, sorted; none if there is no such folder."""
+        """Return the sorted names in the folder `name`. The list is empty if there is no such folder."""
         list_folder = partial(obstore.list_with_delimiter, self._store, self._key(name))
         level = self._make_request(name, list_folder)
         paths = list(level["common_prefixes"])

@@ -1,4 +1,4 @@
-"""Notes when held jobs begin, because their time limits count from then on, and shows it in Redis."""
+"""Notes when held jobs begin, and shows their beginnings in Redis. A job's time limit counts from its beginning."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Beginnings:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
         if job.started_at is not None:
             return
-        _start_clock(job, moment, present=self._clock())
+        _start_clock(job, moment, now=self._clock())
         self._unshown[job.number] = job
 
     def run_once_shown(self, job: HeldJob, hand_over: Callable[[], None]) -> None:
@@ -75,13 +75,13 @@ class Beginnings:
             if self._functions.pop(job.number, None) is None:
                 continue  # the write raised for this job, so the guard has failed it
             with self._guard.around(job):
-                _start_clock(job, moment, present=moment)  # the function begins now
+                _start_clock(job, moment, now=moment)  # the function begins now
                 hand_over()
 
 
-def _start_clock(job: HeldJob, moment: float, present: float) -> None:
-    """Note that a job began at `moment`. present: the time now. Both are in monotonic seconds."""
-    age_s = present - moment
+def _start_clock(job: HeldJob, moment: float, now: float) -> None:
+    """Note that a job began at `moment`. now: the present time. Both are in monotonic seconds."""
+    age_s = now - moment
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=age_s)
     job.limit_s = job.claimed.record.limit_s

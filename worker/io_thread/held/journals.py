@@ -1,4 +1,4 @@
-"""Has held jobs write what they have computed into journals, so that their next executions go on from there."""
+"""Writes what held jobs have computed into their journals. A job's next execution goes on from its journal."""
 
 import logging
 import time
@@ -57,7 +57,7 @@ class Journals:
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def ask_if_due(self, moment: float) -> None:
-        """Ask the engine for the tokens that it has sampled so far, if a period is over."""
+        """Once in `period_s` seconds, ask the engine for the tokens that it has sampled so far."""
         if self.pool is None or self._leave_by is not None:
             return
         if moment < self._due_at or self._num_unanswered > 0:

@@ -195,11 +195,12 @@ class Packer:
         for lane, jobs in enumerate(self._streaming):
             while jobs and self._room(lane) > 0:
                 job = jobs[0]
+                index = job.next_index
                 request = None
                 with guard.around(job):
                     request = self._take_request(job, lane)
                 if request is not None:
-                    yield job, job.next_index - 1, request
+                    yield job, index, request
                     continue
                 # The job's stream has ended. Or the guard has failed the job, and its stream is gone already.
                 if jobs and jobs[0] is job:
@@ -264,7 +265,7 @@ class PayloadBudget:
         self._job_bytes: dict[int, int] = {}  # by the number of each open job
 
     def add(self, job: HeldJob) -> None:
-        """Add a claimed job, to be opened in its turn."""
+        """Let a claimed job wait until `take` yields it."""
         self._waiting[job.lane].append(job)
 
     def forget(self, job: HeldJob) -> None:

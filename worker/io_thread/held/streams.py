@@ -185,7 +185,9 @@ class Streams:
             self._deliver(job, index, samples)
             return
         self._changed[job.number] = job
-        job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
+        if not isinstance(error, Exception):  # an error such as SystemExit fails the job too
+            error = RuntimeError(message_of(error))
+        job.error = error
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Give an answer to the job's task. If the task has further requests now, stream them."""
