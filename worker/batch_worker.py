@@ -196,8 +196,8 @@ class BatchWorker(BaseWorker):
     def _exit_under_rq_command(self, error: Exception) -> None:
         """If RQ's command runs this worker, log a startup error in one line and exit, so that RQ prints no traceback.
 
-        Under any other program, return, and the caller raises the error. In both cases, first stop the `rq worker-pool`
-        that started this process, if one did.
+        Otherwise return, and the caller raises the error. If an `rq worker-pool` started this process, the pool is
+        stopped first.
         """
         self._stop_pool(error)
         if called_by_rq_command():
@@ -207,7 +207,7 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process, if one did. Each of its workers would fail alike."""
+        """If an `rq worker-pool` started this process, stop the pool. Each of its workers would fail alike."""
         pool = multiprocessing.parent_process()
         if (
             pool is not None

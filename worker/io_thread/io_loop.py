@@ -286,8 +286,8 @@ class IoLoop:
             given_back_when = f"after {drain_s:g} s or at a second signal"
             self._drain_by = self._clock() + drain_s
         self._log.info(
-            "stopping: %d jobs that have begun are finished, %d that have not are given back now, nothing "
-            "more is claimed; what still runs is given back %s",
+            "stopping: %d jobs that have begun are finished, %d that have not begun are given back now, "
+            "nothing more is claimed; what still runs is given back %s",
             self._runner.num_held - num_unstarted,
             num_unstarted,
             given_back_when,
@@ -388,7 +388,7 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.num_in_a_row, str(fault)))
 
     def _back_off(self, moment: float, error: RedisError) -> None:
-        """Log an error of Redis, and set when to call it again. A worker that is overdue leaves instead."""
+        """Log an error of Redis, and set when to call Redis again. If leaving has taken too long already, leave now."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         trouble = self._refusals if is_refusal else self._outage
@@ -451,7 +451,7 @@ class IoLoop:
         return moment >= self._leave_by and not self._runner.journals.are_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
-        """Leave if there is a reason to, and no job is held. A worker that is overdue leaves in any case."""
+        """Leave if there is a reason to, and no job is held. If leaving has taken too long, leave in any case."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")

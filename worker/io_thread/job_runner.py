@@ -38,7 +38,7 @@ MAX_POSTS = 64
 
 
 class JobRunner:
-    """Owns every job that this worker holds. All methods belong to the I/O thread."""
+    """Owns every job that this worker holds. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts) -> None:
         log = parts.log
@@ -90,7 +90,7 @@ class JobRunner:
 
     @property
     def num_held(self) -> int:
-        """The number of jobs claimed and not yet ended."""
+        """The number of jobs that this worker has claimed and that have not ended."""
         return len(self.jobs)
 
     def num_rows_done(self) -> int:
@@ -133,7 +133,7 @@ class JobRunner:
         except JobRefused as error:
             job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
-        except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
+        except Exception as error:  # noqa: BLE001  # a payload may be anything; a bad one fails only its own job
             self._ends.fail(job, error)
         else:
             if task is None:
@@ -446,7 +446,10 @@ class JobRunner:
         return True
 
     def check_deadlines(self) -> None:
-        """Interrupt silent calls of files, give up threads that ignore their interrupts, and fail overdue jobs."""
+        """Interrupt file calls that have been silent for too long, and fail overdue jobs.
+
+        A thread that ignores its interrupt is given up.
+        """
         self._files.check()
         self.threads.give_up_stuck()
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))

@@ -159,7 +159,7 @@ class ObjectFiles:
         copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:
             self._make_request(path, lambda: obstore.put(store, probe, b"probe"))
-            with suppress(FileExistsError):  # the reply to a first try was lost
+            with suppress(FileExistsError):  # raised if the reply to a first try was lost
                 self._make_request(path, copy_probe)
             try:
                 self._make_request(path, copy_probe)

@@ -189,7 +189,7 @@ LEVEL = "level"
 
 
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
-    """List a prefix in a child process. The question holds the parent's environment variables for stores."""
+    """List a prefix in a child process. The question also holds the parent's environment variables for stores."""
     global _environment
     question = worker.question
     if question["environment"] != _environment:

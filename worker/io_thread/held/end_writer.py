@@ -103,7 +103,9 @@ class EndWriter:
         for batch in list(self._batches()):
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
-            except RedisError:  # one of these ends may be to blame
+            except (
+                RedisError
+            ):  # one of these ends may be to blame, so each is written by itself from now on
                 for end in batch:
                     self._lone_ends[end.job.number] = _LoneEnd()
                 raise

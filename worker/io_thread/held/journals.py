@@ -25,7 +25,7 @@ _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
 
 class Journals:
-    """Writes the journals of jobs whose requests are in the engine. All methods belong to the I/O thread.
+    """Writes the journals of jobs whose requests are in the engine. Used by the I/O thread only.
 
     period_s: seconds between two entries of a job; 0 for no journals. post: queues a call for the I/O thread.
     """

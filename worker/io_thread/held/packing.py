@@ -252,7 +252,7 @@ _TURN_BYTES = 1 << 20
 
 
 class PayloadBudget:
-    """Decides when a claimed job is opened, which unpacks its payload. Used by the I/O thread only.
+    """Decides when claimed jobs are opened. Opening a job unpacks its payload. Used by the I/O thread only.
 
     max_held_bytes: while the hashes and unpacked payloads of a lane's open jobs have at least this many bytes, the
     lane's next job waits with its payload packed. So a lane without open jobs can always open one.

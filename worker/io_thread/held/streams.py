@@ -22,7 +22,7 @@ THREADS = 2
 
 
 class Inspections:
-    """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
+    """Calls `OpenTask.inspect` in threads. Used by the I/O thread only.
 
     Tasks take turns, so a task with long checks delays another task by one check only.
     post: queues a call for the I/O thread.
