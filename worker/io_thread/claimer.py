@@ -54,8 +54,8 @@ class FairShare:
         claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
         watched_id = self._first_left
-        is_untouched = watched_id == first_left or watched_id in claimed_ids
-        if watched_id == "" or not is_untouched:
+        was_untouched = watched_id == first_left or watched_id in claimed_ids
+        if watched_id == "" or not was_untouched:
             self._left_at = moment  # from now on another job is watched
         elif first_left and moment - self._left_at >= poll_s:
             # Each other worker has polled since then, and none has taken the job.

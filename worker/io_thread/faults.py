@@ -25,7 +25,10 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A fault that this worker met with a job. counts_against_job: whether it counts like a death of the worker."""
+    """A fault that this worker met with a job.
+
+    counts_against_job: whether the fault counts as if the worker had died with the job, see WorkerFaults.
+    """
 
     claimed: ClaimedJob
     error: BaseException
@@ -38,7 +41,8 @@ class WorkerFault:
 class WorkerFaults:
     """Counts this worker's faults by function. A job that ends well clears the faults of its function.
 
-    If several jobs in a row meet faults, the worker is to blame. If one job meets a second fault, the job is to blame.
+    A job's first fault here counts against the job. If the job meets another fault before a job of its function has
+    ended well, this worker may be to blame. So the second fault does not count against the job.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     """Return in one line why a job failed. If the error's message may quote a prompt, this is only the error's name."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
-        message = error.log_text
+        message = error.log_text  # this text quotes no prompt
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
         message = message_of(error)
     else:
