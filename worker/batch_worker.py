@@ -279,7 +279,7 @@ class BatchWorker(BaseWorker):
         return settings
 
     def _take_name(self) -> None:
-        """Take this worker's name, even if Redis still lists a killed worker of this machine under it.
+        """Take this worker's name, even if Redis still lists a killed worker of this machine under this name.
 
         RQ would reserve the name for the killed worker for eight minutes. The killed worker's leases are ended here, so
         that other workers take up its jobs at once. Raises StartupError if a living worker has the name.

@@ -26,8 +26,7 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble such as an outage: each kind of it once while it lasts, and then its end.
-
+    """Logs a trouble such as an outage. Logs each kind of error once while the trouble lasts, then the trouble's end.
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     Any thread may use this class.
     """
@@ -147,7 +146,7 @@ def _write_json(worker_name: str, is_asked_for: bool) -> bool:
 
 
 def _is_configured() -> bool:
-    """Whether a log has handlers that RQ has not added."""
+    """Whether the program has added a handler of its own to a log."""
     if logging.getLogger().handlers:
         return True
     for name in _LOGGERS:

@@ -363,7 +363,7 @@ class IoLoop:
             self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
-        """Complete earlier work: write ends, show begun jobs, repeat claims that got no reply, give jobs back."""
+        """Complete earlier work: write ends, show which jobs have begun, repeat unanswered claims, give jobs back."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)

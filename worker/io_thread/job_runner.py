@@ -238,7 +238,10 @@ class JobRunner:
             self._drop_payload(job)
 
     def show_begun(self, store: JobStore) -> None:
-        """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError, call it again."""
+        """Show in Redis which jobs have begun, then hand functions to threads.
+
+        After a RedisError, call this method again.
+        """
         self.drop(self._beginnings.show(store))
 
     def _user_function_returned(
@@ -545,7 +548,7 @@ class JobRunner:
         return self._withdraw_all(self.jobs.unstarted())
 
     def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:
-        """Let go of the suspects that have not begun. The caller gives them back."""
+        """Let go of the suspects (see Claimer) that have not begun. The caller gives these jobs back."""
         suspects = [job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths]
         return self._withdraw_all(suspects)
 

@@ -83,7 +83,7 @@ class RoomLine:
     def make_again(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call again later, in its turn, because it found no memory. Arguments: see `begin`."""
+        """Let a call that found no memory wait in line, to be made again. Arguments: see `begin`."""
         self.note_over(place)
         self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S

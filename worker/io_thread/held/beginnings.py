@@ -19,12 +19,12 @@ class _WaitingFunction(NamedTuple):
 
 
 class Beginnings:
-    """Shows in Redis which jobs have begun, by one call for each turn of the loop. Used by the I/O thread only."""
+    """Shows in Redis which jobs have begun, with one call in each turn of the loop. Used by the I/O thread only."""
 
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard = guard
         self._clock = clock
-        # By number: the jobs that have begun, but that Redis does not show as begun yet.
+        # By the job's number: the jobs that have begun, but that Redis does not show as begun yet.
         self._unshown: dict[int, HeldJob] = {}
         # By the job's number: the functions that begin once Redis shows their jobs as begun.
         self._functions: dict[int, _WaitingFunction] = {}
@@ -48,7 +48,7 @@ class Beginnings:
     def show(self, store: JobStore) -> list[ClaimedJob]:
         """Write new beginnings to Redis, then hand functions to threads. Returns the jobs that this worker has lost.
 
-        After a RedisError, call it again.
+        After a RedisError, call this method again.
         """
         functions = list(self._functions.values())
         begun = list(self._unshown.values())
@@ -73,7 +73,7 @@ class Beginnings:
             if job.claimed.execution_id in lost_ids:
                 continue
             if self._functions.pop(job.number, None) is None:
-                continue  # the write raised for this job, so the guard has failed it
+                continue  # the write raised for this job, so the guard has failed the job
             with self._guard.around(job):
                 _start_clock(job, moment, now=moment)  # the function begins now
                 hand_over()

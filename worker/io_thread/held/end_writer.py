@@ -21,7 +21,7 @@ _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""
 
 _MAX_REFUSALS = 3
-"""How often a server that takes other ends may refuse one end. Then the job fails instead."""
+"""How often the server may refuse one end, although it takes other ends. Then the job fails instead."""
 
 _PAUSE_S = 0.25
 """Seconds between two attempts to write one end by itself."""
@@ -99,13 +99,12 @@ class EndWriter:
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the waiting ends. After a RedisError, call it again."""
+        """Write the waiting ends. After a RedisError, call this method again."""
         for batch in list(self._batches()):
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
-            except (
-                RedisError
-            ):  # one of these ends may be to blame, so each is written by itself from now on
+            except RedisError:
+                # One of these ends may be to blame, so each is written by itself from now on.
                 for end in batch:
                     self._lone_ends[end.job.number] = _LoneEnd()
                 raise

@@ -1,4 +1,4 @@
-"""Writes what held jobs have computed into their journals. A job's next execution goes on from its journal."""
+"""Writes to each held job's journal what the job has computed. The job's next execution goes on from the journal."""
 
 import logging
 import time

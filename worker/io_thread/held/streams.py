@@ -165,7 +165,7 @@ class Streams:
         job.being_inspected[index] = ordered
 
         def is_wanted() -> bool:
-            """Whether the job was neither stopped nor lost meanwhile."""
+            """Whether the job still waits for this answer; False if the job was stopped or lost meanwhile."""
             return index in job.being_inspected
 
         def then(error: BaseException | None) -> None:
