@@ -87,7 +87,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # The engine's objects are never freed. Unless they are frozen, collecting cycles delays a step by 0.2 s.
+        # The engine's objects are never freed. Unless they are frozen, each garbage collection delays a step by 0.2 s.
         gc.collect()
         gc.freeze()
         return engine
@@ -417,7 +417,7 @@ class BatchWorker(BaseWorker):
 
         Raises NameTaken if the hash belongs to another worker that was started later under this name.
         """
-        assert self.birth_date is not None  # RQ has set it as the worker signed on
+        assert self.birth_date is not None  # RQ set the date when the worker signed on
         new_owner = successor(client, self.name, self.birth_date)
         if new_owner:
             self._has_lost_name = True

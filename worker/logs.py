@@ -76,7 +76,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def note_end(self) -> None:
-        """Note a proof that the trouble is over. Logs the end at once, unless the trouble came back within OVER_S."""
+        """Note that the trouble is certainly over. Logs its end at once, unless the trouble came back within OVER_S."""
         with self._lock:
             if self._began_at is None or self._comes_and_goes:
                 self._end_if_over()

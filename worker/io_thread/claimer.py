@@ -171,7 +171,9 @@ class Claimer:
 
     def has_emptied_queues(self) -> bool:
         """Whether the queues hold nothing, or only jobs for workers with another model or version."""
-        return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
+        num_queued = self._registries.count_queued(self._queue_names)
+        num_for_other_workers = sum(self._num_foreign)
+        return num_queued <= num_for_other_workers
 
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. If so, its next period begins.

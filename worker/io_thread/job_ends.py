@@ -72,7 +72,7 @@ class OnEnded(Protocol):
 
 
 class JobEnds:
-    """Ends jobs. The I/O thread calls every method; callbacks and dependents run in pool threads."""
+    """Ends jobs. The I/O thread calls every method. Pool threads call callbacks and queue dependents."""
 
     def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, on_ended: OnEnded) -> None:
         self._callbacks = parts.callbacks
@@ -239,7 +239,7 @@ class JobEnds:
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None = None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text.
+        """Fail a job whose success callback raised, as RQ does. After another callback, only change the failure's text.
 
         text: the callback's traceback; by default it is made of `failure`.
         """
@@ -317,7 +317,7 @@ class JobEnds:
     def _send_webhooks(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue the webhooks of a job whose end is written, then let the job go. outcome: see `OnEnded`."""
         webhooks = job.claimed.record.webhooks
-        if job.user_job is not None:  # the user's code may have changed them
+        if job.user_job is not None:  # the user's code may have changed the webhooks
             webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
             self._on_ended(job, outcome, is_written=True)

@@ -301,7 +301,7 @@ class JobRunner:
                 self.guard.call(job, self._handle_error, job, error)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
-        """Call a function in this thread, then `then` with its value or error."""
+        """Call a function in this thread, and call `then` with the function's value or error."""
         try:
             value = function()
         except Exception as error:  # noqa: BLE001  # whatever a job raises is that job's failure
@@ -513,7 +513,7 @@ class JobRunner:
     # For the guard: errors that nobody foresaw
 
     def holds(self, job: HeldJob) -> bool:
-        """Whether the job is still held here."""
+        """Whether this worker still holds the job."""
         return job in self.jobs
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:

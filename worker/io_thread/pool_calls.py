@@ -340,7 +340,7 @@ class TaskFiles:
         )
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
-        """Open a task in a thread, note it as the job's `open_task`, then call `then`."""
+        """Open a task in a thread, note it as the job's `open_task`, and call `then`."""
         self._packer.note_opening(job)
         place = None
         if task.reads_rows:
@@ -361,7 +361,7 @@ class TaskFiles:
         job.open_task = opened
 
     def finish(self, job: HeldJob, then: Then) -> None:
-        """Make the result of a job's open task in a thread, then call `then` with the result."""
+        """Make the result of a job's open task in a thread, and call `then` with the result."""
         self._packer.note_finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:

@@ -154,7 +154,7 @@ class ObjectFiles:
 
         # An object is copied twice to the same key. A safe store refuses the second copy.
         probe_name = temporary_name(secrets.token_hex(8), "_probe")
-        probe = f"{key}/{probe_name}".lstrip("/")  # a bucket has an empty key
+        probe = f"{key}/{probe_name}".lstrip("/")  # the key of a whole bucket is empty
         target = f"{probe}.tmp"
         copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:
@@ -301,6 +301,6 @@ class _Writer:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: a store takes whole objects."""
+        """Do nothing. The object does not exist before the upload is closed."""
 
     close = flush

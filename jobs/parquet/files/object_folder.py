@@ -92,7 +92,7 @@ class ObjectFolder:
 
     def _key(self, name: str) -> str:
         """Return a file's key in the store."""
-        return f"{self._prefix}/{name}".lstrip("/")  # a bucket has an empty prefix
+        return f"{self._prefix}/{name}".lstrip("/")  # the prefix of a whole bucket is empty
 
     def _make_request(self, name: str, request: Callable[[], T]) -> T:
         """Make a request about a file, as `make_request` does."""

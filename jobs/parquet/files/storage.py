@@ -1,4 +1,4 @@
-"""Offers the few file operations that a run needs, below the data roots, and names their errors."""
+"""Offers the few file operations that a run needs below the data roots. Turns their errors into named errors."""
 
 import errno
 import os

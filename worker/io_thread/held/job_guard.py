@@ -18,7 +18,7 @@ class JobOwner(Protocol):
     """Ends jobs, and lets go of them."""
 
     def holds(self, job: HeldJob) -> bool:
-        """Whether the job is still held here."""
+        """Whether this worker still holds the job."""
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
         """End the job as failed, with this error."""

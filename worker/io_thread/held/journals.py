@@ -48,7 +48,7 @@ class Journals:
         self._trouble = LastingTrouble(log, "journals are written again", logging.WARNING)
         self._clock = clock
         self._due_at = clock() + period_s
-        # Until when a leaving worker waits for entries; None while it does not leave.
+        # Monotonic seconds until which a leaving worker waits for entries; None while the worker does not leave.
         self._leave_by: float | None = None
         # The number of ReportTokens orders that the engine has not answered yet.
         self._num_unanswered = 0

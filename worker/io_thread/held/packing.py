@@ -317,6 +317,6 @@ class PayloadBudget:
             self._add_bytes(job, job.payload_bytes)
 
     def _add_bytes(self, job: HeldJob, num_bytes: int) -> None:
-        """Count `num_bytes` more for a job."""
+        """Add `num_bytes` to the bytes that are counted for a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

@@ -44,16 +44,16 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, then call `then` with the task's error or None.
+        """Have a task inspect an answer, and call `then` with the task's error or None.
 
-        is_wanted: called when the inspection's turn has come. Returns whether it is still needed.
+        is_wanted: called when the inspection's turn has come. Returns whether the inspection is still needed.
         """
         # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
         turn = 1 + max(self._current_turn, self._last_turn_of.get(task, 0))
         self._last_turn_of[task] = turn
 
         def inspect() -> None:
-            """Begin the turn. Called in a thread of the pool."""
+            """Begin the turn, and inspect the answer if that is still needed. Called in a thread of the pool."""
             self._current_turn = turn
             if is_wanted():
                 task.inspect(index, completions)
