@@ -104,6 +104,5 @@ class FetchedFile(io.RawIOBase):
         if size is None or size < 0:
             size = bytes_left
         content = super().read(min(size, bytes_left))
-        return (
-            content or b""
-        )  # RawIOBase.read may return None, but never does so with our `readinto`
+        # RawIOBase.read may return None, but never does so with our `readinto`.
+        return content or b""

@@ -292,7 +292,7 @@ class PayloadBudget:
         return False
 
     def take(self) -> Iterator[HeldJob]:
-        """Yield the jobs to open now, the most urgent lane's first.
+        """Yield the jobs to open now. The jobs of the most urgent lane come first.
 
         For each job the caller calls `note_opening`, opens the job and calls `note_opened`. Then it takes the next job.
         """
