@@ -197,7 +197,7 @@ def _changing_facts(served: ServedModel, adapters: Adapters) -> dict[str, Any]:
 
 
 def _facts(worker_name: str, served: ServedModel, source: str) -> dict[str, Any]:
-    """Return the facts in the worker's Redis key that never change. Jobs may call the model by any name in `models`."""
+    """Return the constant fields of the worker's Redis key. Jobs may call the model by any name in `models`."""
     return {
         "worker": worker_name,
         "model": served.name,

@@ -87,7 +87,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # The engine's objects are never freed. Unless they are frozen, collecting cycles delays a step by 0.2 s.
+        # The engine's objects are never freed. Unless they are frozen, each garbage collection delays a step by 0.2 s.
         gc.collect()
         gc.freeze()
         return engine
@@ -196,8 +196,8 @@ class BatchWorker(BaseWorker):
     def _exit_under_rq_command(self, error: Exception) -> None:
         """If RQ's command runs this worker, log a startup error in one line and exit, so that RQ prints no traceback.
 
-        Under any other program, return, and the caller raises the error. In both cases, first stop the `rq worker-pool`
-        that started this process, if one did.
+        Otherwise return, and the caller raises the error. If an `rq worker-pool` started this process, the pool is
+        stopped first.
         """
         self._stop_pool(error)
         if called_by_rq_command():
@@ -207,7 +207,7 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process, if one did. Each of its workers would fail alike."""
+        """If an `rq worker-pool` started this process, stop the pool. Each of its workers would fail alike."""
         pool = multiprocessing.parent_process()
         if (
             pool is not None
@@ -267,8 +267,8 @@ class BatchWorker(BaseWorker):
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
-                f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} names its keys "
-                "otherwise than RQ: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
+                f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} does not name its keys "
+                "as RQ's own class does: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
             )
         redis_version = self.get_redis_server_version()
         if tuple(redis_version) < MIN_REDIS_VERSION:
@@ -279,7 +279,7 @@ class BatchWorker(BaseWorker):
         return settings
 
     def _take_name(self) -> None:
-        """Take this worker's name, even if Redis still lists a killed worker of this machine under it.
+        """Take this worker's name, even if Redis still lists a killed worker of this machine under this name.
 
         RQ would reserve the name for the killed worker for eight minutes. The killed worker's leases are ended here, so
         that other workers take up its jobs at once. Raises StartupError if a living worker has the name.
@@ -363,7 +363,10 @@ class BatchWorker(BaseWorker):
             self._io.shut_down(cold=True)
 
     def _exit_if_stopped(self) -> None:
-        """Raise SystemExit if a signal came while the model loaded. An import may have swallowed an earlier one."""
+        """Raise SystemExit if a signal came while the model loaded.
+
+        The signal's handler has raised SystemExit already, but an import may have swallowed it.
+        """
         if self._is_stopped_early:
             raise SystemExit
 
@@ -388,7 +391,7 @@ class BatchWorker(BaseWorker):
     def unsubscribe(self) -> None:
         """End the thread that listens for commands.
 
-        RQ unsubscribes before it stops the thread. The thread would then listen on for a minute.
+        RQ's own method unsubscribes before it stops the thread, which then goes on listening for a minute.
         """
         thread: Any = self.pubsub_thread  # RQ annotates this attribute as None
         if thread is not None and self.pubsub is not None:
@@ -414,7 +417,7 @@ class BatchWorker(BaseWorker):
 
         Raises NameTaken if the hash belongs to another worker that was started later under this name.
         """
-        assert self.birth_date is not None  # RQ has set it as the worker signed on
+        assert self.birth_date is not None  # RQ set the date when the worker signed on
         new_owner = successor(client, self.name, self.birth_date)
         if new_owner:
             self._has_lost_name = True

@@ -84,7 +84,7 @@ def check_roots(roots: Sequence[str]) -> Iterator[Finding]:
 
 
 def _try_to_write(root: str) -> Finding:
-    """Try to write below a root. Returns the finding about that."""
+    """Try to write below a root, and return a finding that says whether that is possible."""
     # This import needs pyarrow. If pyarrow is missing, the examination of the installation says so.
     from jobs.parquet.files.storage import Storage, writing
 

@@ -74,7 +74,7 @@ class JobEnvironment:
         )
 
     def notify_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """Send a run's end notices, if this job's failure has ended the run. error: why the job failed."""
+        """Send the notices of a run's end, if this job's failure has ended the run. error: why the job failed."""
         notify_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 

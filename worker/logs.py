@@ -26,8 +26,7 @@ OVER_S = 20.0
 
 
 class LastingTrouble:
-    """Logs a trouble such as an outage: each kind of it once while it lasts, and then its end.
-
+    """Logs a trouble such as an outage. Logs each kind of error once while the trouble lasts, then the trouble's end.
     A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
     Any thread may use this class.
     """
@@ -35,13 +34,13 @@ class LastingTrouble:
     def __init__(
         self,
         log: logging.Logger,
-        over: str,
+        end_text: str,
         level: int = logging.ERROR,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """over: the text of the line at the trouble's end. level: the level of the lines while it lasts."""
+        """end_text: the line that is logged when the trouble is over. level: the level of the lines before that."""
         self._log = log
-        self._over = over
+        self._end_text = end_text
         self._level = level
         self._clock = clock
         self._lock = threading.Lock()
@@ -77,7 +76,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def note_end(self) -> None:
-        """Note a proof that the trouble is over. Logs the end at once, unless the trouble came back within OVER_S."""
+        """Note that the trouble is certainly over. Logs its end at once, unless the trouble came back within OVER_S."""
         with self._lock:
             if self._began_at is None or self._comes_and_goes:
                 self._end_if_over()
@@ -93,7 +92,7 @@ class LastingTrouble:
         """Log that the trouble is over."""
         assert self._began_at is not None
         lasted_s = self._last_at - self._began_at
-        self._log.info("%s (seen %d times in %.0f s)", self._over, self._num_times, lasted_s)
+        self._log.info("%s (seen %d times in %.0f s)", self._end_text, self._num_times, lasted_s)
         self._ended_at = self._clock()
         self._began_at = None
         self._num_times = 0
@@ -113,13 +112,13 @@ def start_log(
         setup_loghandlers(level, *formats, name=name)
         logging.getLogger(name).addFilter(PLAIN)
 
-    has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
-    if log_format == JSON and has_own_text:
+    has_text_formats = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
+    if log_format == JSON and has_text_formats:
         raise SettingsError(
             f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
         )
     writes_json = False
-    if not has_own_text and is_json(log_format, sys.stdout) and not _is_configured():
+    if not has_text_formats and is_json(log_format, sys.stdout) and not _is_configured():
         writes_json = _write_json(worker_name, is_asked_for=log_format == JSON)
 
     effective_level = logging.getLogger("rq.worker").getEffectiveLevel()
@@ -129,7 +128,7 @@ def start_log(
 
 
 def _write_json(worker_name: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on. Returns whether that is possible, which needs structlog.
+    """Write the log as JSON from now on, if structlog is installed. Returns whether it is.
 
     Raises SettingsError if JSON was asked for and structlog is missing.
     """
@@ -147,7 +146,7 @@ def _write_json(worker_name: str, is_asked_for: bool) -> bool:
 
 
 def _is_configured() -> bool:
-    """Whether a log has handlers that RQ has not added."""
+    """Whether the program has added a handler of its own to a log."""
     if logging.getLogger().handlers:
         return True
     for name in _LOGGERS:

@@ -386,7 +386,7 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError if some TOKENMILL_ variables are not settings. Most are misspelt. The message lists them."""
+    """Raise SettingsError if some TOKENMILL_ variables, perhaps misspelt, are no settings. The message lists them."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
     with_prefix = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
     lines = []

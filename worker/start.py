@@ -56,7 +56,7 @@ class RedisErrorsInOneLine(logging.Filter):
 def leave_out_working_directory() -> None:
     """Take the working directory off the import path, where RQ's command or `python -m` has put it.
 
-    Paths from `--path`, PYTHONPATH or an installation stay. Under any program but RQ's command nothing changes.
+    Paths from `--path`, PYTHONPATH or an installation stay. In a program that is not RQ's command, this does nothing.
     """
     if not called_by_rq_command():
         return

@@ -153,7 +153,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
     shared.adapters.refresh()
     return replace(
         shared,
-        # These are new for each job, because an interrupted job does not give back what it has taken from them.
+        # An interrupted job does not give back what it has taken from these two. So each job gets new ones.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
         queue_name=job.origin,

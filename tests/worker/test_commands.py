@@ -248,7 +248,7 @@ def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(workers: Workers) 
         ),
         (
             ("--queue-class", F + "OwnQueue"),
-            "tests.worker.functions.OwnQueue names its keys otherwise",
+            "tests.worker.functions.OwnQueue does not name its keys",
         ),
         (("--dequeue-strategy", "random"), "--dequeue-strategy"),
     ],

@@ -45,7 +45,7 @@ def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
     assert ") draining high, bulk" in shown.partition("worker w ")[2]
     late = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
     assert (
-        "stopping: 2 jobs that have begun are finished, 0 that have not are given back now, nothing more is "
+        "stopping: 2 jobs that have begun are finished, 0 that have not begun are given back now, nothing more is "
         "claimed; what still runs is given back at a second signal"
     ) in workers.log(process)
     (tmp_path / "go").touch()
@@ -66,8 +66,9 @@ def test_what_has_not_begun_is_given_back_at_once_and_in_order(
     wait_until_started(*jobs[:2])
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: queue.job_ids == [job.id for job in jobs[2:]])
-    assert "2 jobs that have begun are finished, 4 that have not are given back now" in workers.log(
-        process
+    assert (
+        "2 jobs that have begun are finished, 4 that have not begun are given back now"
+        in workers.log(process)
     )
     (tmp_path / "go").touch()
     assert process.wait(timeout=60) == 0

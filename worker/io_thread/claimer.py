@@ -54,8 +54,8 @@ class FairShare:
         claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
         watched_id = self._first_left
-        is_untouched = watched_id == first_left or watched_id in claimed_ids
-        if watched_id == "" or not is_untouched:
+        was_untouched = watched_id == first_left or watched_id in claimed_ids
+        if watched_id == "" or not was_untouched:
             self._left_at = moment  # from now on another job is watched
         elif first_left and moment - self._left_at >= poll_s:
             # Each other worker has polled since then, and none has taken the job.
@@ -127,7 +127,8 @@ class Claimer:
         due_lanes = [lane for lane in lanes_with_room if self._is_due(lane, moment)]
         if not due_lanes or self._has_suspect(moment):
             return
-        # Other lanes with room share the round trip, except lanes that may claim no file: these have a slower timer.
+        # The other lanes with room claim in the same round trip. A lane that may claim no file is left out until it is
+        # due, because it has a slower timer.
         lanes = []
         for lane in lanes_with_room:
             may_claim_files = self._packer.claimable_files(lane) > 0
@@ -160,7 +161,7 @@ class Claimer:
         self._num_claimed -= num_jobs
 
     def pause(self, until: float) -> None:
-        """Claim nothing before `until`, also where half of a lane's jobs have ended."""
+        """Claim nothing before `until`, not even for a lane with room."""
         self._paused_until = until
 
     @property
@@ -170,12 +171,15 @@ class Claimer:
 
     def has_emptied_queues(self) -> bool:
         """Whether the queues hold nothing, or only jobs for workers with another model or version."""
-        return self._registries.count_queued(self._queue_names) <= sum(self._num_foreign)
+        num_queued = self._registries.count_queued(self._queue_names)
+        num_for_other_workers = sum(self._num_foreign)
+        return num_queued <= num_for_other_workers
 
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. If so, its next period begins.
 
-        A lane without room for a file polls less often, because it looks only for jobs of prompts.
+        A lane without room for a file polls less often, because it looks only for jobs of prompts. A lane is also due
+        when half of the jobs that it held after its last claim have ended.
         """
         may_claim_files = self._packer.claimable_files(lane) > 0
         timer = self._poll_timers[lane] if may_claim_files else self._prompt_poll_timers[lane]
@@ -204,7 +208,7 @@ class Claimer:
         return max(0, max_jobs - self._num_claimed)
 
     def _has_suspect(self, moment: float) -> bool:
-        """Whether a suspect runs alone now, for ISOLATION_S seconds at most."""
+        """Whether the only held job is a suspect (see Claimer) and has run alone for less than ISOLATION_S seconds."""
         if self._runner.num_held != 1:
             return False
         [job] = self._runner.held

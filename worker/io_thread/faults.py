@@ -25,7 +25,10 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A fault that this worker met with a job. counts_against_job: whether it counts like a death of the worker."""
+    """A fault that this worker met with a job.
+
+    counts_against_job: whether the fault counts as if the worker had died with the job, see WorkerFaults.
+    """
 
     claimed: ClaimedJob
     error: BaseException
@@ -38,19 +41,20 @@ class WorkerFault:
 class WorkerFaults:
     """Counts this worker's faults by function. A job that ends well clears the faults of its function.
 
-    If several jobs in a row meet faults, the worker is to blame. If one job meets a second fault, the job is to blame.
+    A job's first fault here counts against the job. If the job meets another fault before a job of its function has
+    ended well, this worker may be to blame. So the second fault does not count against the job.
     """
 
     def __init__(self) -> None:
-        # By function: the ids of the jobs that met a fault since a job of the function last ended well. The key None is
-        # for faults from before the function's name was read.
+        # By function: the ids of the jobs that met a fault. They are dropped when a job of the function ends well. The
+        # key None is for jobs that met a fault before their function's name was read.
         self._job_ids: dict[str | None, list[str]] = {}
         self.waiting: list[WorkerFault] = []
         """The faults whose jobs are still to be given back."""
 
     @property
     def num_in_a_row(self) -> int:
-        """The most faults that one function's jobs have met since one of them ended well."""
+        """The most faults in a row that the jobs of one function have met. A job that ends well ends the row."""
         return max(map(len, self._job_ids.values()), default=0)
 
     def note(

@@ -286,8 +286,8 @@ class IoLoop:
             given_back_when = f"after {drain_s:g} s or at a second signal"
             self._drain_by = self._clock() + drain_s
         self._log.info(
-            "stopping: %d jobs that have begun are finished, %d that have not are given back now, nothing "
-            "more is claimed; what still runs is given back %s",
+            "stopping: %d jobs that have begun are finished, %d that have not begun are given back now, "
+            "nothing more is claimed; what still runs is given back %s",
             self._runner.num_held - num_unstarted,
             num_unstarted,
             given_back_when,
@@ -328,7 +328,8 @@ class IoLoop:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()
-            # A turn without a refusal does not prove the end, because the next turn may send what Redis refuses.
+            # A turn without a refusal does not prove that the refusals are over. The next turn may send a command that
+            # Redis refuses.
             self._refusals.note_absence()
             self.redis_ok_at = moment
         except RedisError as error:
@@ -362,7 +363,7 @@ class IoLoop:
             self._runner.releases.give_back(withdrawn, self._release_mode)
 
     def _settle(self, _: float) -> None:
-        """Complete earlier work: write ends, show begun jobs, repeat claims that got no reply, give jobs back."""
+        """Complete earlier work: write ends, show which jobs have begun, repeat unanswered claims, give jobs back."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
@@ -387,7 +388,7 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.num_in_a_row, str(fault)))
 
     def _back_off(self, moment: float, error: RedisError) -> None:
-        """Log an error of Redis, and set when to call it again. A worker that is overdue leaves instead."""
+        """Log an error of Redis, and set when to call Redis again. If leaving has taken too long already, leave now."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         trouble = self._refusals if is_refusal else self._outage
@@ -400,7 +401,8 @@ class IoLoop:
         self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        # The leases of living workers may have run out during the outage. Leave these workers the time to renew them.
+        # The leases of living workers may have run out during the outage. These workers need time to renew their
+        # leases before the next sweep.
         self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
@@ -449,7 +451,7 @@ class IoLoop:
         return moment >= self._leave_by and not self._runner.journals.are_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
-        """Leave if there is a reason to, and no job is held. A worker that is overdue leaves in any case."""
+        """Leave if there is a reason to, and no job is held. If leaving has taken too long, leave in any case."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")

@@ -51,7 +51,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     """Return in one line why a job failed. If the error's message may quote a prompt, this is only the error's name."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
-        message = error.log_text
+        message = error.log_text  # this text quotes no prompt
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
         message = message_of(error)
     else:
@@ -61,7 +61,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 
 
 class OnEnded(Protocol):
-    """Called once nothing is left to do for a job.
+    """Called when nothing is left to do for a job.
 
     outcome: None if another worker has counted the job's end.
     is_written: whether Redis has taken the end; False if the job was cancelled or taken over.
@@ -72,7 +72,7 @@ class OnEnded(Protocol):
 
 
 class JobEnds:
-    """Ends jobs. The I/O thread calls every method; callbacks and dependents run in pool threads."""
+    """Ends jobs. The I/O thread calls every method. Pool threads call callbacks and queue dependents."""
 
     def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, on_ended: OnEnded) -> None:
         self._callbacks = parts.callbacks
@@ -103,11 +103,12 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
-        # A JobsError has this note already.
-        if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
-            error.add_note(fault_line(fault))
-            if text is not None:
-                text += f"{fault_line(fault)}\n"
+        if fault is not None:
+            note = fault_line(fault)
+            if note not in getattr(error, "__notes__", ()):  # a JobsError has this note already
+                error.add_note(note)
+                if text is not None:
+                    text += f"{note}\n"
         if text is None:
             text = traceback_text(error)
         may_retry = fault is None or fault == "server"
@@ -210,7 +211,7 @@ class JobEnds:
 
         def call_back() -> Outcome | CaughtError | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
-            # This extends the job's lease, and it tells whether the job is still this worker's.
+            # `begin` extends the job's lease, and returns the job if this worker no longer holds it.
             began_at = outcome.started_at or outcome.ended_at
             lost_jobs = self._store.begin([(outcome.claimed, began_at)])
             if lost_jobs:
@@ -238,7 +239,7 @@ class JobEnds:
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None = None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text.
+        """Fail a job whose success callback raised, as RQ does. After another callback, only change the failure's text.
 
         text: the callback's traceback; by default it is made of `failure`.
         """
@@ -277,12 +278,15 @@ class JobEnds:
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
         """Queue the dependents of a job whose end is written, a page at a time; then close the job.
 
-        cursor: which page; 0 for the first page.
+        cursor: where the page begins; 0 for the first page.
         """
         claimed = job.claimed
 
         def queue_page() -> int:
-            """Queue one page of dependents. Returns the next page. After the last one, closes the job and returns 0."""
+            """Queue one page of dependents, and return the next page's cursor.
+
+            After the last page, close the job and return 0.
+            """
             next_cursor = 0
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
@@ -302,7 +306,7 @@ class JobEnds:
         def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
             """Queue the next page. After the last page, send webhooks and let the job go."""
             if failure is not None:
-                raise failure  # nobody foresaw it, so the guard ends the job
+                raise failure  # the guard ends the job, because nobody foresaw this error
             if next_cursor:
                 self.queue_dependents(job, outcome, next_cursor)
             else:
@@ -313,7 +317,7 @@ class JobEnds:
     def _send_webhooks(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue the webhooks of a job whose end is written, then let the job go. outcome: see `OnEnded`."""
         webhooks = job.claimed.record.webhooks
-        if job.user_job is not None:  # the user's code may have changed them
+        if job.user_job is not None:  # the user's code may have changed the webhooks
             webhooks = tuple(job.user_job.webhooks)
         if outcome is None or not webhooks:
             self._on_ended(job, outcome, is_written=True)

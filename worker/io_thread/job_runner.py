@@ -38,7 +38,7 @@ MAX_POSTS = 64
 
 
 class JobRunner:
-    """Owns every job that this worker holds. All methods belong to the I/O thread."""
+    """Owns every job that this worker holds. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts) -> None:
         log = parts.log
@@ -90,7 +90,7 @@ class JobRunner:
 
     @property
     def num_held(self) -> int:
-        """The number of jobs claimed and not yet ended."""
+        """The number of jobs that this worker has claimed and that have not ended."""
         return len(self.jobs)
 
     def num_rows_done(self) -> int:
@@ -109,7 +109,7 @@ class JobRunner:
     # Begin
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed. `open_claimed` opens it in its turn."""
+        """Take up a job that was just claimed. `open_claimed` opens it later, after the jobs claimed before it."""
         job = self.jobs.add(claimed, lane)
         with self.guard.around(job):
             self._budget.add(job)
@@ -133,7 +133,7 @@ class JobRunner:
         except JobRefused as error:
             job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
-        except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
+        except Exception as error:  # noqa: BLE001  # a payload may be anything; a bad one fails only its own job
             self._ends.fail(job, error)
         else:
             if task is None:
@@ -238,7 +238,10 @@ class JobRunner:
             self._drop_payload(job)
 
     def show_begun(self, store: JobStore) -> None:
-        """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError, call it again."""
+        """Show in Redis which jobs have begun, then hand functions to threads.
+
+        After a RedisError, call this method again.
+        """
         self.drop(self._beginnings.show(store))
 
     def _user_function_returned(
@@ -298,7 +301,7 @@ class JobRunner:
                 self.guard.call(job, self._handle_error, job, error)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
-        """Call a function in this thread, then `then` with its value or error."""
+        """Call a function in this thread, and call `then` with the function's value or error."""
         try:
             value = function()
         except Exception as error:  # noqa: BLE001  # whatever a job raises is that job's failure
@@ -327,7 +330,7 @@ class JobRunner:
         """Free the memory of a job's payload, as the job may run for long. A payload that callbacks may see is kept."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_get_job(record):
-            if record.is_heavy:  # otherwise a copy without the payload would save nothing
+            if record.is_heavy:  # dropping a small payload would save nothing
                 job.replace_record(record.without_payload())
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
@@ -345,7 +348,7 @@ class JobRunner:
     # End
 
     def flush(self, store: JobStore) -> None:
-        """Repeat delayed calls of threads, and write the waiting ends. After a RedisError, call it again."""
+        """Make the delayed calls again, and write the waiting ends. After a RedisError, call this method again."""
         self._calls.try_again()
         self._ends.writer.flush(store)
 
@@ -446,7 +449,10 @@ class JobRunner:
         return True
 
     def check_deadlines(self) -> None:
-        """Interrupt silent calls of files, give up threads that ignore their interrupts, and fail overdue jobs."""
+        """Interrupt file calls that have been silent for too long, and fail overdue jobs.
+
+        A thread that ignores its interrupt is given up.
+        """
         self._files.check()
         self.threads.give_up_stuck()
         self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))
@@ -507,7 +513,7 @@ class JobRunner:
     # For the guard: errors that nobody foresaw
 
     def holds(self, job: HeldJob) -> bool:
-        """Whether the job is still held here."""
+        """Whether this worker still holds the job."""
         return job in self.jobs
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
@@ -542,7 +548,7 @@ class JobRunner:
         return self._withdraw_all(self.jobs.unstarted())
 
     def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:
-        """Let go of the suspects that have not begun. The caller gives them back."""
+        """Let go of the suspects (see Claimer) that have not begun. The caller gives these jobs back."""
         suspects = [job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths]
         return self._withdraw_all(suspects)
 
@@ -558,7 +564,8 @@ class JobRunner:
                 return True
             if self._ends.writer.is_waiting(job):
                 return True  # its end is computed, but is not being written at this moment
-            return parts_too and job.state is JobState.COLLECTING
+            is_writing_part = job.state is JobState.COLLECTING
+            return parts_too and is_writing_part
 
         return self._withdraw_all([job for job in self.jobs if may_go(job)])
 

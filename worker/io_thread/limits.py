@@ -1,4 +1,4 @@
-"""When a worker leaves by itself, and how often it carries out its duties: less often if there are many workers."""
+"""The limits after which a worker leaves by itself, and the periods of its duties."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ class PollRates:
         return self._num_workers[lane]
 
     def poll_s(self, lane: int, num_passed: int = 0) -> float:
-        """Return the seconds between two polls for jobs, for a lane that has room and has just found none.
+        """Return the seconds between two polls of a lane that has room but has found no job in its queue.
 
         num_passed: jobs that the last poll passed over because other workers must run them. Each poll makes Redis read
         these jobs.

@@ -77,7 +77,7 @@ class Maintenance:
 
     def _note_numbers(self, numbers: QueueNumbers | None, error: BaseException | None) -> None:
         """Note the numbers of the queues for the metrics."""
-        # After an error there are no numbers, because old numbers would pass for new ones.
+        # After an error `numbers` is None. Old numbers are not kept, because they would pass for new ones.
         self._tally.queue_numbers = numbers
         self._report(numbers, error)
 

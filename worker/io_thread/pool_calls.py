@@ -70,8 +70,8 @@ class RoomLine:
     ) -> None:
         """Make a call now. If a call with an earlier place waits or is being retried, let this call wait for its turn.
 
-        start: makes the call. is_awaited: whether the call's job still waits for the call. If the job does not,
-        `try_again` calls `start` at once. Then `start` only ends the call.
+        start: makes the call if the job still waits for it; otherwise `start` only ends the call. is_awaited: whether
+        the job still waits for the call. The next `try_again` ends each call for which no job waits.
         """
         is_behind_retried = self._retried is not None and self._retried < place
         is_behind_waiting = any(waiting_place < place for waiting_place in self._waiting)
@@ -83,7 +83,7 @@ class RoomLine:
     def make_again(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call again later, in its turn, because it found no memory. Arguments: see `begin`."""
+        """Let a call that found no memory wait in line, to be made again. Arguments: see `begin`."""
         self.note_over(place)
         self._waiting[place] = WaitingCall(start, is_awaited)
         self._again_at = self._clock() + TRY_AGAIN_S
@@ -98,7 +98,7 @@ class RoomLine:
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
-                call.start()  # this only ends the call
+                call.start()  # `start` ends this call without making it
         if self._waiting and self._retried is None and self._clock() >= self._again_at:
             self._retried = min(self._waiting)
             call = self._waiting.pop(self._retried)
@@ -310,7 +310,7 @@ MAX_OPENING = 6
 
 
 class TaskFiles:
-    """Makes the blocking calls of tasks. All methods belong to the I/O thread.
+    """Makes the blocking calls of tasks. The I/O thread calls all public methods.
 
     limit_s: seconds without a sign of life after which opening a file, writing a part, closing a task or planning a run
     is interrupted. A whole call may take longer.
@@ -340,7 +340,7 @@ class TaskFiles:
         )
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
-        """Open a task in a thread, note it as the job's `open_task`, then call `then`."""
+        """Open a task in a thread, note it as the job's `open_task`, and call `then`."""
         self._packer.note_opening(job)
         place = None
         if task.reads_rows:
@@ -356,16 +356,16 @@ class TaskFiles:
         self._calls.submit(self._openers, job, call)
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
-        """Note that the file was opened. opened: its task; None if it could not be opened."""
+        """Note that the call which opens the file is over. opened: the open task; None if the call failed."""
         self._packer.note_opened(job)
         job.open_task = opened
 
     def finish(self, job: HeldJob, then: Then) -> None:
-        """Make the result of a job's open task in a thread, then call `then` with the result."""
+        """Make the result of a job's open task in a thread, and call `then` with the result."""
         self._packer.note_finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:
-            """Note that the part is written, or could not be written."""
+            """Note that the call is over. The part of the run was written, or could not be written."""
             self._packer.note_finished(job)
 
         call = PoolCall(
@@ -399,11 +399,11 @@ class TaskFiles:
         self._openers.interrupt_silent(self._limit_s, self._open_timeout)
         self._writers.interrupt_silent(self._limit_s, self._write_timeout)
 
-    def interrupt_silent(self, planning: HeldJob) -> None:
+    def interrupt_silent(self, planning_job: HeldJob) -> None:
         """Interrupt a job that plans a run, if it has been silent for too long, whatever its timeout is."""
-        call = planning.call
+        call = planning_job.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
-            planning.interrupt_function(self._plan_timeout)
+            planning_job.interrupt_function(self._plan_timeout)
 
 
 def _result_of(job: HeldJob) -> Any:

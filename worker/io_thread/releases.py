@@ -106,7 +106,7 @@ class Releases:
         for job in released:
             if job.deaths:
                 self._tally.count_takeover(job.queue_name, job.deaths)
-            if job.claimed is not None:  # this worker holds it, to end it
+            if job.claimed is not None:  # this worker holds the job now, and has to end it
                 with self._guard.around(job.claimed):
                     self._end_at_once(job.claimed, end)
 

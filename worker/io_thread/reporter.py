@@ -126,7 +126,7 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None = None) -> None:
         """Note the statistics for the metrics, and write them to Redis. job_id: one of the held jobs, if any."""
-        # Note them first with the earlier numbers of jobs, because Redis may not answer below.
+        # Redis may not answer below. So the statistics are first noted with the previous numbers of jobs.
         self._note_statistics(state, self._runner.tally.statistics.jobs_by_queue)
         jobs_by_queue, workers_by_queue = self._record.count()
         num_started = sum(by_status["started"] for by_status in jobs_by_queue.values())
@@ -138,7 +138,7 @@ class Reporter:
         self._record.show(state, job_id, counters, self._runner.tally.statistics.point)
 
     def _note_statistics(self, state: str, jobs_by_queue: Mapping[str, Mapping[str, int]]) -> None:
-        """Note the statistics for the metrics. jobs_by_queue: how many jobs, by queue and status."""
+        """Note the statistics for the metrics. jobs_by_queue: the number of jobs by queue and status."""
         num_queued = {queue: by_status["queued"] for queue, by_status in jobs_by_queue.items()}
         held_by_kind = Counter[tuple[str, str]]()
         for job in self._runner.jobs:

@@ -104,4 +104,5 @@ class FetchedFile(io.RawIOBase):
         if size is None or size < 0:
             size = bytes_left
         content = super().read(min(size, bytes_left))
-        return content or b""  # the base class' read may return None, though not with this readinto
+        # RawIOBase.read may return None, but never does so with our `readinto`.
+        return content or b""

@@ -154,12 +154,12 @@ class ObjectFiles:
 
         # An object is copied twice to the same key. A safe store refuses the second copy.
         probe_name = temporary_name(secrets.token_hex(8), "_probe")
-        probe = f"{key}/{probe_name}".lstrip("/")  # a bucket has an empty key
+        probe = f"{key}/{probe_name}".lstrip("/")  # the key of a whole bucket is empty
         target = f"{probe}.tmp"
         copy_probe = partial(obstore.copy, store, probe, target, overwrite=False)
         try:
             self._make_request(path, lambda: obstore.put(store, probe, b"probe"))
-            with suppress(FileExistsError):  # the reply to a first try was lost
+            with suppress(FileExistsError):  # raised if the reply to a first try was lost
                 self._make_request(path, copy_probe)
             try:
                 self._make_request(path, copy_probe)
@@ -251,15 +251,14 @@ class ObjectFiles:
             raise
 
     def _has_any(self, folder: str) -> bool:
-        """Whether there is any object below a prefix."""
-        root_of(folder, self._roots)
-        return bool(
-            self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
-        )
+        """Whether there is any object below a prefix. Raises PathOutsideRoots."""
+        root_of(folder, self._roots)  # raises if the folder is below no root
+        answer = self._make_request(folder, lambda: list_in_child(HAS_ANY, folder, self._timeout_s))
+        return bool(answer)
 
     def _level(self, folder: str) -> dict[str, Any]:
-        """Return the `folders` and `objects` of a prefix, see object_requests.level_of."""
-        root_of(folder, self._roots)
+        """Return the `folders` and `objects` of a prefix, see object_requests.level_of. Raises PathOutsideRoots."""
+        root_of(folder, self._roots)  # raises if the folder is below no root
         level: dict[str, Any] = self._make_request(
             folder, lambda: list_in_child(LEVEL, folder, self._timeout_s)
         )
@@ -302,6 +301,6 @@ class _Writer:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: a store takes whole objects."""
+        """Do nothing. The object does not exist before the upload is closed."""
 
     close = flush

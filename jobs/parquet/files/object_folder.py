@@ -50,7 +50,7 @@ class ObjectFolder:
         return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
 
     def names(self, name: str) -> list[str]:
-        """Return the names in the folder `name`, sorted; none if there is no such folder."""
+        """Return the sorted names in the folder `name`. The list is empty if there is no such folder."""
         list_folder = partial(obstore.list_with_delimiter, self._store, self._key(name))
         level = self._make_request(name, list_folder)
         paths = list(level["common_prefixes"])
@@ -92,7 +92,7 @@ class ObjectFolder:
 
     def _key(self, name: str) -> str:
         """Return a file's key in the store."""
-        return f"{self._prefix}/{name}".lstrip("/")  # a bucket has an empty prefix
+        return f"{self._prefix}/{name}".lstrip("/")  # the prefix of a whole bucket is empty
 
     def _make_request(self, name: str, request: Callable[[], T]) -> T:
         """Make a request about a file, as `make_request` does."""

@@ -55,7 +55,7 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
     time_for_tries = timedelta(seconds=timeout_s * _SHARE_FOR_TRIES)
     options: Any = {
         "retry_config": {
-            "max_retries": 100,
+            "max_retries": 100,  # more than fit into `retry_timeout`, which ends the retries
             "retry_timeout": min(time_for_tries, timedelta(seconds=tries_s)),
         },
         "client_options": {
@@ -77,7 +77,7 @@ _ENDPOINT_VARIABLES = {
 
 
 def _endpoint(scheme: str) -> str:
-    """Return the URL of the store that the environment names; "" if it names none, for the vendor's own store."""
+    """Return the URL of the store that the environment names; "" if it names none and the store is the vendor's own."""
     for name in _ENDPOINT_VARIABLES.get(scheme, ()):
         value = os.environ.get(name)
         if value:
@@ -189,7 +189,7 @@ LEVEL = "level"
 
 
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
-    """List a prefix in a child process. The question holds the parent's environment variables for stores."""
+    """List a prefix in a child process. The question also holds the parent's environment variables for stores."""
     global _environment
     question = worker.question
     if question["environment"] != _environment:

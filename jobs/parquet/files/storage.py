@@ -1,4 +1,4 @@
-"""Offers the few file operations that a run needs, below the data roots, and names their errors."""
+"""Offers the few file operations that a run needs below the data roots. Turns their errors into named errors."""
 
 import errno
 import os
@@ -104,7 +104,7 @@ class Storage:
         return self._files_of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; none if there is no such folder."""
+        """Return the sorted names in a folder. The list is empty if there is no such folder."""
         with suppress(FileNotFoundError), self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
         return []

@@ -1,4 +1,4 @@
-"""Admits jobs whose JSON payloads call functions on an exact list."""
+"""Admits a job only if its payload is JSON and calls a function whose name is on the list of allowed functions."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -12,10 +12,11 @@ MAX_ID_CHARS = 255
 
 
 class Admission:
-    """Decides whether a function may run here, by the function's exact name, before anything is imported.
+    """Decides whether a function may run here. Nothing is imported before that.
 
-    A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by attribute.
-    Callbacks must be on the same list. A job may not call a method of an object.
+    The function's exact name must be on a list. A pattern such as `jobs.*` would let `jobs.os.system` through, because
+    RQ resolves a name attribute by attribute. Callbacks must be on the same list. A job may not call a method of an
+    object.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Notes when held jobs begin, because their time limits count from then on, and shows it in Redis."""
+"""Notes when held jobs begin, and shows their beginnings in Redis. A job's time limit counts from its beginning."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ class _WaitingFunction(NamedTuple):
 
 
 class Beginnings:
-    """Shows in Redis which jobs have begun, by one call for each turn of the loop. Used by the I/O thread only."""
+    """Shows in Redis which jobs have begun, with one call in each turn of the loop. Used by the I/O thread only."""
 
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard = guard
         self._clock = clock
-        # By number: the jobs that have begun, but that Redis does not show as begun yet.
+        # By the job's number: the jobs that have begun, but that Redis does not show as begun yet.
         self._unshown: dict[int, HeldJob] = {}
         # By the job's number: the functions that begin once Redis shows their jobs as begun.
         self._functions: dict[int, _WaitingFunction] = {}
@@ -33,7 +33,7 @@ class Beginnings:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
         if job.started_at is not None:
             return
-        _start_clock(job, moment, present=self._clock())
+        _start_clock(job, moment, now=self._clock())
         self._unshown[job.number] = job
 
     def run_once_shown(self, job: HeldJob, hand_over: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Beginnings:
     def show(self, store: JobStore) -> list[ClaimedJob]:
         """Write new beginnings to Redis, then hand functions to threads. Returns the jobs that this worker has lost.
 
-        After a RedisError, call it again.
+        After a RedisError, call this method again.
         """
         functions = list(self._functions.values())
         begun = list(self._unshown.values())
@@ -73,15 +73,15 @@ class Beginnings:
             if job.claimed.execution_id in lost_ids:
                 continue
             if self._functions.pop(job.number, None) is None:
-                continue  # the write raised for this job, so the guard has failed it
+                continue  # the write raised for this job, so the guard has failed the job
             with self._guard.around(job):
-                _start_clock(job, moment, present=moment)  # the function begins now
+                _start_clock(job, moment, now=moment)  # the function begins now
                 hand_over()
 
 
-def _start_clock(job: HeldJob, moment: float, present: float) -> None:
-    """Note that a job began at `moment`. present: the time now. Both are in monotonic seconds."""
-    age_s = present - moment
+def _start_clock(job: HeldJob, moment: float, now: float) -> None:
+    """Note that a job began at `moment`. now: the present time. Both are in monotonic seconds."""
+    age_s = now - moment
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=age_s)
     job.limit_s = job.claimed.record.limit_s

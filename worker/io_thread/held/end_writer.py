@@ -21,7 +21,7 @@ _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""
 
 _MAX_REFUSALS = 3
-"""How often a server that takes other ends may refuse one end. Then the job fails instead."""
+"""How often the server may refuse one end, although it takes other ends. Then the job fails instead."""
 
 _PAUSE_S = 0.25
 """Seconds between two attempts to write one end by itself."""
@@ -45,10 +45,10 @@ def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishRepl
 
 
 @dataclass
-class _Alone:
+class _LoneEnd:
     """The state of an end that is written by itself.
 
-    num_refusals: how often a server that takes other ends has refused it.
+    num_refusals: how often the server has refused this end, although it takes other ends.
     not_before: monotonic seconds of the next attempt.
     is_replaced: whether the job's own end was given up, and a failure is written in its place.
     """
@@ -83,7 +83,7 @@ class EndWriter:
         # By the job's number: all ends that are not written yet.
         self._waiting: dict[int, _End] = {}
         # By the job's number: the state of each end that is written by itself.
-        self._alone: dict[int, _Alone] = {}
+        self._lone_ends: dict[int, _LoneEnd] = {}
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Queue an end, which the next `flush` writes."""
@@ -92,37 +92,38 @@ class EndWriter:
     def forget(self, job: HeldJob) -> None:
         """Drop an end that is not written yet."""
         self._waiting.pop(job.number, None)
-        self._alone.pop(job.number, None)
+        self._lone_ends.pop(job.number, None)
 
     def is_waiting(self, job: HeldJob) -> bool:
         """Whether a job's end is not written yet."""
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the waiting ends. After a RedisError, call it again."""
+        """Write the waiting ends. After a RedisError, call this method again."""
         for batch in list(self._batches()):
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
-            except RedisError:  # one of these ends may be to blame
+            except RedisError:
+                # One of these ends may be to blame, so each is written by itself from now on.
                 for end in batch:
-                    self._alone[end.job.number] = _Alone()
+                    self._lone_ends[end.job.number] = _LoneEnd()
                 raise
             for end, reply in replies:
                 with self._guard.around(end.job):
                     self._report_reply(end.job, end.outcome, reply)
 
-        for number, alone in list(self._alone.items()):
-            if self._clock() >= alone.not_before and number in self._waiting:
+        for number, lone_end in list(self._lone_ends.items()):
+            if self._clock() >= lone_end.not_before and number in self._waiting:
                 end = self._waiting[number]
                 with self._guard.around(end.job):
-                    self._write_alone(store, end.job, end.outcome, alone)
+                    self._write_alone(store, end.job, end.outcome, lone_end)
 
     def _batches(self) -> Iterator[list[_End]]:
         """Yield the waiting ends in batches. Ends that are written by themselves are left out."""
         batch: list[_End] = []
         num_bytes = 0
         for number, end in self._waiting.items():
-            if number in self._alone:
+            if number in self._lone_ends:
                 continue
             batch.append(end)
             num_bytes += end.num_bytes
@@ -133,7 +134,9 @@ class EndWriter:
         if batch:
             yield batch
 
-    def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, alone: _Alone) -> None:
+    def _write_alone(
+        self, store: JobStore, job: HeldJob, outcome: Outcome, lone_end: _LoneEnd
+    ) -> None:
         """Write one end by itself. If the server refuses only this end, count the refusal, and give up after a few."""
         try:
             [reply] = store.finish([outcome])
@@ -143,10 +146,10 @@ class EndWriter:
             if lost_jobs:
                 self._report_reply(job, outcome, "lost")
                 return
-            alone.not_before = self._clock() + _PAUSE_S
+            lone_end.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
                 return  # the network is to blame, not this end
-            alone.num_refusals += 1
+            lone_end.num_refusals += 1
             self._log.error(
                 "job %s: Redis does not take its end of %d bytes (%s: %s)",
                 job.claimed.job_id,
@@ -154,18 +157,20 @@ class EndWriter:
                 type(error).__name__,
                 error,
             )
-            if alone.num_refusals >= _MAX_REFUSALS:
-                self._give_up(job, outcome, error, alone)
+            if lone_end.num_refusals >= _MAX_REFUSALS:
+                self._give_up(job, outcome, error, lone_end)
         else:
             self._report_reply(job, outcome, reply)
 
-    def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, alone: _Alone) -> None:
+    def _give_up(
+        self, job: HeldJob, outcome: Outcome, error: RedisError, lone_end: _LoneEnd
+    ) -> None:
         """Put a failure in place of an end that the server refuses. If it refuses the failure too, drop the end."""
-        if alone.is_replaced:
+        if lone_end.is_replaced:
             self._report_reply(job, outcome, "refused")
             return
-        alone.num_refusals = 0
-        alone.is_replaced = True
+        lone_end.num_refusals = 0
+        lone_end.is_replaced = True
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(

@@ -18,7 +18,7 @@ class JobOwner(Protocol):
     """Ends jobs, and lets go of them."""
 
     def holds(self, job: HeldJob) -> bool:
-        """Whether the job is still held here."""
+        """Whether this worker still holds the job."""
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
         """End the job as failed, with this error."""
@@ -96,7 +96,7 @@ class JobGuard:
             type(error).__name__,
             frames_of(error),
         )
-        if not isinstance(job, HeldJob):  # it is not held here, so nobody here can end it
+        if not isinstance(job, HeldJob):  # this worker does not hold the job, so it cannot end it
             return
         if not job.is_blamed and self._owner.holds(job):
             job.is_blamed = True

@@ -1,4 +1,4 @@
-"""Has held jobs write what they have computed into journals, so that their next executions go on from there."""
+"""Writes to each held job's journal what the job has computed. The job's next execution goes on from the journal."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
 
 class Journals:
-    """Writes the journals of jobs whose requests are in the engine. All methods belong to the I/O thread.
+    """Writes the journals of jobs whose requests are in the engine. Used by the I/O thread only.
 
     period_s: seconds between two entries of a job; 0 for no journals. post: queues a call for the I/O thread.
     """
@@ -48,7 +48,7 @@ class Journals:
         self._trouble = LastingTrouble(log, "journals are written again", logging.WARNING)
         self._clock = clock
         self._due_at = clock() + period_s
-        # Until when a leaving worker waits for entries; None while it does not leave.
+        # Monotonic seconds until which a leaving worker waits for entries; None while the worker does not leave.
         self._leave_by: float | None = None
         # The number of ReportTokens orders that the engine has not answered yet.
         self._num_unanswered = 0
@@ -57,7 +57,7 @@ class Journals:
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def ask_if_due(self, moment: float) -> None:
-        """Ask the engine for the tokens that it has sampled so far, if a period is over."""
+        """Once in `period_s` seconds, ask the engine for the tokens that it has sampled so far."""
         if self.pool is None or self._leave_by is not None:
             return
         if moment < self._due_at or self._num_unanswered > 0:

@@ -195,11 +195,12 @@ class Packer:
         for lane, jobs in enumerate(self._streaming):
             while jobs and self._room(lane) > 0:
                 job = jobs[0]
+                index = job.next_index
                 request = None
                 with guard.around(job):
                     request = self._take_request(job, lane)
                 if request is not None:
-                    yield job, job.next_index - 1, request
+                    yield job, index, request
                     continue
                 # The job's stream has ended. Or the guard has failed the job, and its stream is gone already.
                 if jobs and jobs[0] is job:
@@ -251,7 +252,7 @@ _TURN_BYTES = 1 << 20
 
 
 class PayloadBudget:
-    """Decides when a claimed job is opened, which unpacks its payload. Used by the I/O thread only.
+    """Decides when claimed jobs are opened. Opening a job unpacks its payload. Used by the I/O thread only.
 
     max_held_bytes: while the hashes and unpacked payloads of a lane's open jobs have at least this many bytes, the
     lane's next job waits with its payload packed. So a lane without open jobs can always open one.
@@ -264,7 +265,7 @@ class PayloadBudget:
         self._job_bytes: dict[int, int] = {}  # by the number of each open job
 
     def add(self, job: HeldJob) -> None:
-        """Add a claimed job, to be opened in its turn."""
+        """Let a claimed job wait until `take` yields it."""
         self._waiting[job.lane].append(job)
 
     def forget(self, job: HeldJob) -> None:
@@ -291,7 +292,7 @@ class PayloadBudget:
         return False
 
     def take(self) -> Iterator[HeldJob]:
-        """Yield the jobs to open now, the most urgent lane's first.
+        """Yield the jobs to open now. The jobs of the most urgent lane come first.
 
         For each job the caller calls `note_opening`, opens the job and calls `note_opened`. Then it takes the next job.
         """
@@ -316,6 +317,6 @@ class PayloadBudget:
             self._add_bytes(job, job.payload_bytes)
 
     def _add_bytes(self, job: HeldJob, num_bytes: int) -> None:
-        """Count `num_bytes` more for a job."""
+        """Add `num_bytes` to the bytes that are counted for a job."""
         self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
         self._held_bytes[job.lane] += num_bytes

@@ -22,7 +22,7 @@ THREADS = 2
 
 
 class Inspections:
-    """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
+    """Calls `OpenTask.inspect` in threads. Used by the I/O thread only.
 
     Tasks take turns, so a task with long checks delays another task by one check only.
     post: queues a call for the I/O thread.
@@ -44,16 +44,16 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, then call `then` with the task's error or None.
+        """Have a task inspect an answer, and call `then` with the task's error or None.
 
-        is_wanted: called when the inspection's turn has come. Returns whether it is still needed.
+        is_wanted: called when the inspection's turn has come. Returns whether the inspection is still needed.
         """
         # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
         turn = 1 + max(self._current_turn, self._last_turn_of.get(task, 0))
         self._last_turn_of[task] = turn
 
         def inspect() -> None:
-            """Begin the turn. Called in a thread of the pool."""
+            """Begin the turn, and inspect the answer if that is still needed. Called in a thread of the pool."""
             self._current_turn = turn
             if is_wanted():
                 task.inspect(index, completions)
@@ -165,7 +165,7 @@ class Streams:
         job.being_inspected[index] = ordered
 
         def is_wanted() -> bool:
-            """Whether the job was neither stopped nor lost meanwhile."""
+            """Whether the job still waits for this answer; False if the job was stopped or lost meanwhile."""
             return index in job.being_inspected
 
         def then(error: BaseException | None) -> None:
@@ -185,7 +185,9 @@ class Streams:
             self._deliver(job, index, samples)
             return
         self._changed[job.number] = job
-        job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
+        if not isinstance(error, Exception):  # an error such as SystemExit fails the job too
+            error = RuntimeError(message_of(error))
+        job.error = error
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Give an answer to the job's task. If the task has further requests now, stream them."""
