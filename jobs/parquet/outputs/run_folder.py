@@ -253,8 +253,9 @@ class RunFolder:
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Read every part; return the shards that have no part. check_interrupted: called before each part is read.
 
-        If a part was removed before the run's end, files that were already made of all parts are removed. Raises
-        PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
+        A run that has not ended may already have files that were made from all parts, such as the report. If a part is
+        now missing, these files are removed. Raises PartDamaged for a damaged part. Once the run has ended, a missing
+        part or output file counts as damaged.
         """
         has_ended = self.has_success()
         # The files of a run's end are written only once all parts are there. Here they are looked for before the parts.

@@ -52,12 +52,12 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     assert plan.reused is not None, "its name becomes part of the files' names"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
-    first = replace(first_file, num_chosen=len(chosen))
-    without_rows = [replace(file, num_chosen=0) for file in other_files]
-    new_plan = replace(plan, files=(first, *without_rows))
+    file_with_rows = replace(first_file, num_chosen=len(chosen))
+    files_without_rows = [replace(file, num_chosen=0) for file in other_files]
+    new_plan = replace(plan, files=(file_with_rows, *files_without_rows))
     group_rows: list[int] = []  # the number of rows of each row group
     if len(chosen):
-        rows_path = new_plan.rows_path(first)
+        rows_path = new_plan.rows_path(file_with_rows)
         numbers_path = os.path.join(plan.spec.output, row_numbers_name(plan.reused.name))
         for path in (rows_path, numbers_path):
             storage.make_folder(os.path.dirname(path))
@@ -88,6 +88,7 @@ def _chosen_rows(
                 numbers = np.arange(start, end)
                 start = end
                 if plan.spec.order is not None:
+                    # The output can be put back into the input's order by this column.
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
                 places_of_batch = places[numbers]
                 is_chosen = places_of_batch >= 0
@@ -115,7 +116,7 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    # lexsort sorts by the last column first. Here the first column must come first.
+    # The first column decides first. `lexsort` takes the column that decides first as its last one.
     columns_from_last = keys.T[::-1]
     order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
@@ -178,7 +179,10 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
 
 def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
-    """Note in `old.reused` what each earlier run asked differently. any_model: whether to leave out the model."""
+    """Note in `old.reused` what each earlier run asked differently.
+
+    any_model: True if answers of any model are taken, so that another model is no difference.
+    """
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
@@ -189,10 +193,13 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
 def _new_rows(
     old: OldRuns, matches: "Matches", look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
 ) -> Places:
-    """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
+    """Return the numbers of the rows that no earlier run has answered.
+
+    look_up: see take_answers. fields: the answers' columns.
+    """
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
-    # The loop takes no answer. It reads them all, so that a row whose answer has an error or cannot be read gets -1 in
-    # `matches.places`.
+    # The loop uses no answer. It reads all of them, so that a row whose answer has an error or cannot be read gets -1
+    # in `matches.places`.
     for _ in take_answers(old, matches, look_up, pa.schema(needed_fields)):
         pass
     return np.flatnonzero(matches.places < 0)
@@ -209,7 +216,7 @@ def _write_taken_answers(
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard.
 
-    ask_name: RowKeys.name. fields: the answers' columns.
+    ask_name: a hash of what the run asks; see RowKeys.name. look_up: see take_answers. fields: the answers' columns.
     """
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):
@@ -313,6 +320,7 @@ def find_matches(
     In a cascade, the answers of the second model are preferred to the answers of the first model. any_model: whether to
     take answers of any other model, if there are no answers of the run's models.
     """
+    # Hashes of the models whose answers may be taken. Models that come earlier are preferred.
     marks = model_mark(plan.model)
     second_answers = None
     if plan.second is not None:
@@ -344,7 +352,8 @@ class _SecondAnswers:
 
     def usable(self, places: Places) -> Places:
         """Return `places`, with -1 for each row whose answer may not be taken. places: indices among all old rows."""
-        # part_numbers[i]: the old part that holds places[i]; -1 for a place of -1
+        # part_numbers[i]: the number of the old part that holds places[i]; -1 for a place of -1. The index -1 leads to
+        # the last value of `_is_usable`, which is False.
         part_numbers = np.searchsorted(self._first_places, places, "right") - 1
         return np.where(self._is_usable[part_numbers], places, -1)
 
@@ -354,13 +363,13 @@ def _match_equal(
 ) -> None:
     """Look for old rows that asked the same as the new rows.
 
-    keys: the new rows' keys, which do not cover the model. second_answers: set if the run is a cascade. Then the first
-    of `matches.marks` is the second model's.
+    keys: the new rows' keys, which do not cover the model. second_answers: None unless the run is a cascade. In a
+    cascade, `matches.marks` has the second model first.
     """
     has_key = keys.any(axis=1)
-    for model_number, mark in enumerate(matches.marks):
+    for model_number, model_hash in enumerate(matches.marks):
         unmatched = np.flatnonzero(has_key & (matches.places < 0))
-        old_places = old.keys.find(whole_keys(keys[unmatched], mark))
+        old_places = old.keys.find(whole_keys(keys[unmatched], model_hash))
         if second_answers is not None and model_number == 0:
             old_places = second_answers.usable(old_places)
         matches.places[unmatched] = old_places
@@ -380,11 +389,11 @@ def _match_shorter(
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
-        for model_number, mark in enumerate(matches.marks):
+        for model_number, model_hash in enumerate(matches.marks):
             unmatched = np.flatnonzero(has_key & (matches.places < 0))
             unmatched_rows = [rows[index] for index in unmatched.tolist()]
             shorter_keys = row_keys(shorter.key_of, unmatched_rows)
-            old_places = old.keys.find(whole_keys(shorter_keys, mark))
+            old_places = old.keys.find(whole_keys(shorter_keys, model_hash))
             matches.places[unmatched] = old_places
             matches.models[unmatched] = model_number
             matches.is_shorter[unmatched] = old_places >= 0
@@ -393,9 +402,9 @@ def _match_shorter(
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     """Return one RowKeys for each max_tokens of an old run that is smaller than the plan's.
 
-    It makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these keys would
-    be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have sampling
-    values of their own. check: the version of the check's function.
+    Such a RowKeys makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these
+    keys would be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have
+    sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)

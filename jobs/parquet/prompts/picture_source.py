@@ -37,15 +37,15 @@ class PictureSource(PromptSource):
         self._prompts = prompts
         self._picture_columns = tuple(columns)
         self._is_chat = is_chat
-        #: The columns of pictures that the template names, by the name that it uses.
+        #: The columns of pictures that the template names. The keys are the names in the template.
         self._template_names: dict[str, str] = {}
         if has_template:
             for name in prompts.columns:
                 if name in columns:
                     self._template_names[name] = name
-                elif name == ALIAS and len(columns) == 1:
+                elif name == ALIAS and len(columns) == 1:  # "image" stands for the only column
                     self._template_names[name] = columns[0]
-        #: The mark of each column of pictures.
+        #: For each column of pictures, the random text that stands in a rendered prompt where the picture belongs.
         self._marks = {column: token_hex(16) for column in columns}
         any_mark = "|".join(self._marks.values())
         # The pattern has a group, so that splitting a text keeps the marks.
@@ -63,15 +63,16 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            if name in self._template_names:  # `prompts` gets the marks in place of pictures
+            if name in self._template_names:  # `prompts` gets a text in place of each picture
                 fields.append(pa.field(name, pa.string()))
             else:
                 fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield a pair for each row: the values that `prompts` reads, and the row's lists of pictures by mark.
+        """Yield a pair for each row: the values that `prompts` reads, and the row's pictures.
 
+        The pictures are lists, one for each column of pictures, by the mark (a random text) that stands for the column.
         Yield a RowProblem in place of the pair if a value or a picture of the row cannot be read.
         """
         pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
@@ -93,7 +94,11 @@ class PictureSource(PromptSource):
         rows: pa.RecordBatch,
         pictures_by_column: Mapping[str, Sequence[list[Picture] | RowProblem]],
     ) -> pa.RecordBatch:
-        """Return the columns that `prompts` reads. A column of pictures has a mark in place of each row's pictures."""
+        """Return the columns that `prompts` reads.
+
+        A column of pictures has its mark in each row that has pictures. The mark is a random text, and the pictures
+        replace it in the rendered prompt.
+        """
         text_columns = [name for name in self._prompts.columns if name not in self._template_names]
         marked = rows.select(text_columns)
         for name, column in self._template_names.items():
@@ -103,7 +108,11 @@ class PictureSource(PromptSource):
         return marked
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
-        """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
+        """Return the prompt of a row, with its pictures as parts. Raises RowProblem.
+
+        values: what `read` yields: the values for `prompts`, and the pictures by the mark (a random text) that stands
+        for their column.
+        """
         prompt_values, pictures = values
         prompt = self._prompts.render(prompt_values)
         if not any(pictures.values()):

@@ -107,7 +107,8 @@ def answer_records(
 ) -> pa.RecordBatch:
     """Return the records of a log, made of answers in Arrow columns.
 
-    rows, keys, marks: each answer's row, whole key and model. sources: the names of the rows in earlier runs.
+    rows: the row of each answer. keys: hashes of what each row asked and of the model that answered. marks: hashes of
+    the models that answered. sources: the names of the rows in earlier runs.
     """
     no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
@@ -158,6 +159,7 @@ class AnswerLog:
     def write(self, sink: Any, records: Sequence[Record]) -> None:
         """Write a log of these records."""
         rows = np.array([record.row for record in records], np.int64)
+        # The mark of a record is a hash of the model that it is about.
         marks = as_keys(b"".join(record.mark for record in records))
         keys = whole_keys(self.keys[rows], marks)
         token_counts = [record.num_tokens for record in records]
@@ -202,8 +204,8 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or if the record's key is not that row's key."""
         rows = rows_in(path, batch, len(self.keys))
-        marks = hashes_in(batch.column(MODEL))
-        expected_keys = whole_keys(self.keys[rows], marks)
+        model_hashes = hashes_in(batch.column(MODEL))
+        expected_keys = whole_keys(self.keys[rows], model_hashes)
         has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if has_other_key.any():
             first_row = rows[has_other_key][0]

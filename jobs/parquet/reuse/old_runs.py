@@ -98,8 +98,8 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     body = content[_DIGEST_BYTES:]
     is_as_written = digest == _digest(run, shard, body)
     # After the count come marks and keys, of SIZE bytes each.
-    has_whole_keys = len(body) % SIZE == _COUNT_BYTES
-    if not is_as_written or not has_whole_keys:
+    has_possible_length = len(body) % SIZE == _COUNT_BYTES
+    if not is_as_written or not has_possible_length:
         raise PartDamaged(path, "its digest does not fit its contents")
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
@@ -133,10 +133,10 @@ class KnownKeys:
         self.all = keys
         self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
-        #: The places of the known keys, ordered by the keys' first halves.
+        #: The indices of the keys in `all`, in the order of the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How often each group of equal keys was found. The number is at the place of the group's first key.
+        #: How often each group of equal keys was found. The count is at the index of the group's first key.
         self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
@@ -154,7 +154,7 @@ class KnownKeys:
         lows = np.searchsorted(self._first_halves, first_halves, "left")
         highs = np.searchsorted(self._first_halves, first_halves, "right")
         num_candidates = highs - lows
-        is_key = keys.any(axis=1)
+        is_key = keys.any(axis=1)  # a key of zeros belongs to a row that asks nothing
         found_places = np.full(len(keys), -1, np.int64)
 
         # Nearly all keys have one candidate or none. These keys are found without a loop.
@@ -238,7 +238,7 @@ Opened = tuple[pa.Schema, Batches]
 
 
 class OldRuns:
-    """The earlier runs that a submission names. Only the answers that they have now are seen.
+    """The earlier runs that a submission names. Answers that these runs get later are not seen.
 
     reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
     keys: an index of the rows of all parts, which are called old rows. marks: hashes of the models that answered.
@@ -256,7 +256,8 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        mark_arrays = [NO_KEYS]  # one array even if there are no parts, so that they can be joined
+        # Arrays of marks. A mark is the hash of a model that answered. `np.concatenate` needs at least one array.
+        mark_arrays = [NO_KEYS]
         for part in self.parts:
             storage.check_interrupted()
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
@@ -384,14 +385,15 @@ class OldRuns:
                 self._storage.check_interrupted()
                 # wanted[first:end]: the wanted rows that may be in this batch
                 first, end = _wanted_range(wanted, rows, part.num_rows)
-                indices_in_batch, indices = _indices_of(wanted[first:end], rows)
+                # For each wanted row that is in the batch: its index in the batch, and its index in wanted[first:end].
+                indices_in_batch, indices_in_range = _indices_of(wanted[first:end], rows)
                 wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
                     is_good &= _is_whole(wanted_rows.column(name))
                 values = wanted_rows.select(answer_schema.names).columns
                 answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
-                yield first + indices[is_good], answers.filter(pa.array(is_good))
+                yield first + indices_in_range[is_good], answers.filter(pa.array(is_good))
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
@@ -399,10 +401,12 @@ class OldRuns:
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
-        part_keys = self.keys.all[part.first : part.first + part.num_rows]
+        part_keys = self.keys.all[
+            part.first : part.first + part.num_rows
+        ]  # the keys of the part's rows
 
         def known_answers(file: TableReading) -> Batches:
-            """Yield the answers whose keys are those that `self.keys` has for their rows."""
+            """Yield the answers that `self.keys` knows: each answer's key must equal the key of its row."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_known = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_known], batch.filter(pa.array(is_known))
@@ -421,7 +425,10 @@ class OldRuns:
 def _answers_in_log(
     path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield the rows, whole keys and answers of a log, batch by batch. num_rows: how many rows the shard has."""
+    """Yield the rows, the whole keys (see row_keys.py) and the answers of a log, batch by batch.
+
+    num_rows: how many rows the shard has.
+    """
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
         yield rows_in(path, answers, num_rows), hashes_in(answers.column(KEY)), answers

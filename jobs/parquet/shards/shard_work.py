@@ -63,8 +63,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, if this job asks a cascade's second model, because such a job may be on another queue.
-        None for all other jobs.
+        queue: None unless this job asks a cascade's second model. Such a job may be on another queue than the run, so
+        it is told the run's queue.
         """
         self._context = context
         self._folder = folder
@@ -198,7 +198,8 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        # If an earlier execution has kept the answers, this one has no runner, and at most all rows are asked.
+        # If an earlier execution has kept the answers, this one has no runner, and does not know which margins are low.
+        # Then the number of all rows is returned.
         num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())
@@ -222,15 +223,15 @@ class ShardWork(RowsTask):
 
         The first model's answers with a low margin are not kept. An error has no margin, and is kept.
         """
-        first_mark = model_mark(self._folder.plan.model).tobytes()
+        first_model_hash = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
         for row, answer in enumerate(answers):
-            mark = self._marks[row].tobytes()
-            may_be_low = mark == first_mark and answer.error is None
-            is_low = may_be_low and answer.column("margin") < bound
+            model_hash = self._marks[row].tobytes()
+            has_margin = model_hash == first_model_hash and answer.error is None
+            is_low = has_margin and answer.column("margin") < bound
             if not is_low:
-                records.append(Record(row, mark, answer))
+                records.append(Record(row, model_hash, answer))
         return records
 
     def _publish(self, runner: ItemRunner[Answer]) -> PartStats | None:
@@ -293,6 +294,7 @@ class ShardWork(RowsTask):
         if second is None:
             return answers
         have_same_name = first.name == second.name
+        # The names of both models. Their keys are the models' marks: hashes of what the models are.
         names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
             # `str(model)` also shows the dtype and the fingerprint, which tell two models of one name apart.

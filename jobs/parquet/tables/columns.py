@@ -293,7 +293,7 @@ def _from_json(name: str, text: Any) -> Any:
     if not isinstance(text, str):
         return text
     if len(text) > MAX_NESTED_VALUES:
-        # A value follows a comma, or begins a list or an object.
+        # Each value comes after a comma or after the sign that opens a list or an object, so these signs are counted.
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(without_texts.count(sign) for sign in ",[{")
         if count > MAX_NESTED_VALUES:
