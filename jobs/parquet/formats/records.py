@@ -278,7 +278,7 @@ def _check_only_column(path: str, name: str, delimiter: str) -> None:
     if counts:
         [(commonest, _)] = counts.most_common(1)
         likely_delimiter = _DELIMITERS[commonest]
-        raise OtherDelimiter(path, brief(name), likely_delimiter, likely_delimiter, repr(delimiter))
+        raise OtherDelimiter(path, brief(name), likely_delimiter, repr(delimiter))
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:

@@ -73,10 +73,10 @@ def _write_batch_lines(
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return some rows as lines of one of the two output files. Rows that belong in the other file are left out.
+    """Return rows as lines of an OpenAI batch's answer file or error file. Rows of the other file are left out.
 
     is_error_file: True to take the rows with an error, False to take the rows without an error. first_row: the number
-    of the first of these rows in the run.
+    that the batch's first row has in the run.
     """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()

@@ -29,7 +29,7 @@ from jobs.errors import (
     RunResubmitted,
 )
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.parquet.formats.converted_inputs import remove_converted
+from jobs.parquet.formats.converted_inputs import remove_working_folders
 from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
@@ -404,7 +404,7 @@ class RunFolder:
                 if not self._is_there(name):
                     self.storage.put(self.path(name), self.execution_id, writers[name])
                     self._check_is_there(name)
-            remove_converted(self.storage, self.plan)
+            remove_working_folders(self.storage, self.plan)
             self._remove_leftovers()
             self.storage.create(self.path(run_names.SUCCESS))
             self._check_is_there(run_names.SUCCESS)

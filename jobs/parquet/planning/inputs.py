@@ -84,10 +84,11 @@ def read_inputs(
 
 
 def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
-    """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
+    """Return the columns of JSON lines whose values stay the JSON that each row has.
 
-    A column is among these if other rows would change how its values look, and if templates, messages or an output of
-    JSON lines show its values. A column of whole prompts, queries, documents or pictures is never among these.
+    All other columns get one type for all rows, and this type may change how a value looks. A column is returned if its
+    type would do so, and if templates, messages or an output of JSON lines show its values. A column of whole prompts,
+    queries, documents or pictures is never returned.
     """
     if scanned.format != JSONL:
         return ()

@@ -116,7 +116,7 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    # The first column decides first. `lexsort` takes the column that decides first as its last one.
+    # Rows are sorted by the first column, then by the second one, and so on. `lexsort` takes the columns in reverse.
     columns_from_last = keys.T[::-1]
     order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
@@ -126,7 +126,8 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 def _order_key(row: Row | RowProblem) -> list[int]:
     """Return the numbers by which a row is sorted: first its own max_tokens, large ones first, then its prompt.
 
-    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts.
+    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts. The
+    beginnings of a prompt are hashed, so that rows with a common beginning become neighbours.
     """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
@@ -186,8 +187,8 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
-        if not run.differs:
-            run.differs = [_NO_DIFFERENCE[has_function]]
+        if not run.differs:  # the user reads why so few answers were taken all the same
+            run.differs = [_WHY_FEW_ANSWERS[has_function]]
 
 
 def _new_rows(
@@ -228,7 +229,7 @@ def _write_taken_answers(
 
 #: What a user reads if few rows were taken from an earlier run that asked the same. The keys say whether a function
 #: checks the answers.
-_NO_DIFFERENCE = {
+_WHY_FEW_ANSWERS = {
     False: "it asked the same, but of other rows, or it has few answers",
     True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
 }
@@ -240,6 +241,7 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
         return plan
     first_plan = old.plans[0]
     reused = plan.reused or Reused("")  # a dry run writes nothing, so it needs no name
+    # `given_seed` is None if the first run drew its seed at random. Keys cover only a given seed.
     reused = replace(reused, seed=first_plan.given_seed)
     return replace(plan, seed=first_plan.seed, reused=reused)
 
@@ -408,7 +410,8 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
-    if not has_limit or spec.way is not None or plan.second is not None:
+    needs_several_requests = spec.way is not None  # for one answer
+    if not has_limit or needs_several_requests or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     keys_of_shorter = []

@@ -155,7 +155,7 @@ class SurveyWork(RowsTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the number of a preview's requests; None for a dry run, whose number is not known before its end."""
+        """Return how many requests a preview sends; None for a dry run, which does not know this number beforehand."""
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
@@ -244,9 +244,9 @@ class SurveyWork(RowsTask):
     ) -> dict[str, Any]:
         """Return a row as a preview shows it. answer: None if answers were not wanted."""
         is_json = self._spec.is_chat or row.pictures
-        # A break keeps a control token in a row's value from being read as one. It is nothing that people should see.
+        # If a row's value holds the text of a control token, this text has a break in it. A preview shows no breaks.
         prompt: Any = json.loads(row.prompt) if is_json else without_breaks(row.prompt)
-        if not self._spec.is_chat:
+        if not self._spec.is_chat:  # a text is shown like a chat of one message
             prompt = [{"role": "prompt", "content": prompt}]
         shown: dict[str, Any] = {
             "row": planned.row,
@@ -412,7 +412,8 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        num_first = 1 if known_request is None else 0  # the first of equal rows repeats no row
+        # The very first of equal rows repeats no row. If no request was known, it is one of these rows.
+        num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
 

@@ -103,7 +103,7 @@ class RowSampling:
             if value is None:
                 value = self._run_values.get(name)
             if name in NOT_TEXT:
-                value = _number(value)
+                value = _number(value)  # a column of CSV may hold its numbers as texts
             if name == TOOLS and isinstance(value, str):
                 value = _from_json(column, value)
             if value is not None:

@@ -254,13 +254,13 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
     for values, answer in zip(own_values, answers, strict=True):
         row = values[ROW]
-        mark = values[MODEL]
+        model_hash = values[MODEL]
         progress_text = values[UNDER_WAY]
         if progress_text is None:
-            yield Record(row, mark, answer, values[TOKENS])
+            yield Record(row, model_hash, answer, values[TOKENS])
         else:
             progress = Progress.from_json(json.loads(progress_text))
-            yield Record(row, mark, progress=progress)
+            yield Record(row, model_hash, progress=progress)
 
 
 def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:

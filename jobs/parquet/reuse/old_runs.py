@@ -347,7 +347,7 @@ class OldRuns:
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
             if begin == end:
                 continue
-            wanted = places[begin:end] - part.first  # their row numbers within the shard
+            wanted = places[begin:end] - part.first  # the numbers of these rows within the shard
             is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
@@ -401,9 +401,8 @@ class OldRuns:
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
-        part_keys = self.keys.all[
-            part.first : part.first + part.num_rows
-        ]  # the keys of the part's rows
+        # The keys of the part's rows.
+        part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def known_answers(file: TableReading) -> Batches:
             """Yield the answers that `self.keys` knows: each answer's key must equal the key of its row."""

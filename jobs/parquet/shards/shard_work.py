@@ -54,7 +54,7 @@ class ShardWork(RowsTask):
     _num_escalated = 0
     #: How many rows cannot be asked, because no prompt could be made of them.
     _num_unasked = 0
-    #: The answers that earlier executions have left in the journal, and their generated tokens.
+    #: How many answers earlier executions have left in the journal, and how many tokens were generated for them.
     _rows_resumed = 0
     _tokens_resumed = 0
 
@@ -294,7 +294,7 @@ class ShardWork(RowsTask):
         if second is None:
             return answers
         have_same_name = first.name == second.name
-        # The names of both models. Their keys are the models' marks: hashes of what the models are.
+        # The name of each model, by the model's mark. A mark is a hash of what identifies the model.
         names_by_mark: dict[bytes, str] = {}
         for model in (first, second):
             # `str(model)` also shows the dtype and the fingerprint, which tell two models of one name apart.

@@ -331,7 +331,8 @@ def _num_bytes(column: pa.Array) -> int:
     """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
-        # At worst, one entry of the dictionary has nearly all its bytes, and each row has this entry.
+        # In Python, each row has its own copy of an entry. At worst, one entry has nearly all bytes of the dictionary,
+        # and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)
 
