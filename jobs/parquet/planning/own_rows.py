@@ -221,8 +221,8 @@ def _write_taken_answers(
     """
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):
-            marks = matches.marks[matches.models[rows]]
-            records = answer_records(rows, matches.keys[rows], marks, sources, batch)
+            model_hashes = matches.model_hashes[matches.models[rows]]
+            records = answer_records(rows, matches.keys[rows], model_hashes, sources, batch)
             buckets.add(rows, records)
         write_taken(storage, plan, ask_name, buckets)
 
@@ -266,11 +266,12 @@ def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
 
 @dataclass
 class Matches:
-    """For each new row, the old row whose answer it may take. All arrays but `marks` have one value for each new row.
+    """For each new row, the old row whose answer it may take.
 
+    All arrays but `model_hashes` have one value for each new row.
     places: the index of the new row's old row among all old rows; -1 for a new row that has no old row.
-    models: the index in `marks` of the model that answered the old row.
-    marks: hashes of the models whose answers may be taken.
+    models: the index in `model_hashes` of the model that answered the old row.
+    model_hashes: hashes of the models whose answers may be taken.
     keys: the new row's whole key, with the model that answered the old row.
     is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
@@ -278,18 +279,18 @@ class Matches:
 
     places: Places
     models: npt.NDArray[np.uint16]
-    marks: Keys
+    model_hashes: Keys
     keys: Keys
     is_shorter: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
-    def unmatched(cls, num_rows: int, marks: Keys) -> Self:
+    def unmatched(cls, num_rows: int, model_hashes: Keys) -> Self:
         """Return the matches of new rows that have no old row yet."""
         return cls(
             places=np.full(num_rows, -1, np.int64),
             models=np.zeros(num_rows, np.uint16),
-            marks=marks,
+            model_hashes=model_hashes,
             keys=np.zeros((num_rows, 2), np.uint64),
             is_shorter=np.zeros(num_rows, np.bool_),
             is_cut=np.zeros(num_rows, np.bool_),
@@ -323,14 +324,14 @@ def find_matches(
     take answers of any other model, if there are no answers of the run's models.
     """
     # Hashes of the models whose answers may be taken. Models that come earlier are preferred.
-    marks = model_mark(plan.model)
+    model_hashes = model_mark(plan.model)
     second_answers = None
     if plan.second is not None:
-        marks = np.concatenate([model_mark(plan.second), marks])
+        model_hashes = np.concatenate([model_mark(plan.second), model_hashes])
         second_answers = _SecondAnswers(plan, old)
     if any_model:
-        marks = np.concatenate([marks, old.marks])
-    matches = Matches.unmatched(plan.rows, marks)
+        model_hashes = np.concatenate([model_hashes, old.model_hashes])
+    matches = Matches.unmatched(plan.rows, model_hashes)
     functions_version = plan.spec.functions_version(context.checks)
     keys_of_shorter = _keys_with_smaller_limit(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
@@ -339,7 +340,7 @@ def find_matches(
         keys = row_keys(ask.key_of, rows)
         _match_equal(matches_of_shard, keys, old, second_answers)
         _match_shorter(matches_of_shard, keys, rows, old, keys_of_shorter)
-        matches_of_shard.keys[:] = whole_keys(keys, marks[matches_of_shard.models])
+        matches_of_shard.keys[:] = whole_keys(keys, model_hashes[matches_of_shard.models])
     return matches
 
 
@@ -366,10 +367,10 @@ def _match_equal(
     """Look for old rows that asked the same as the new rows.
 
     keys: the new rows' keys, which do not cover the model. second_answers: None unless the run is a cascade. In a
-    cascade, `matches.marks` has the second model first.
+    cascade, `matches.model_hashes` has the second model first.
     """
     has_key = keys.any(axis=1)
-    for model_number, model_hash in enumerate(matches.marks):
+    for model_number, model_hash in enumerate(matches.model_hashes):
         unmatched = np.flatnonzero(has_key & (matches.places < 0))
         old_places = old.keys.find(whole_keys(keys[unmatched], model_hash))
         if second_answers is not None and model_number == 0:
@@ -391,7 +392,7 @@ def _match_shorter(
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
-        for model_number, model_hash in enumerate(matches.marks):
+        for model_number, model_hash in enumerate(matches.model_hashes):
             unmatched = np.flatnonzero(has_key & (matches.places < 0))
             unmatched_rows = [rows[index] for index in unmatched.tolist()]
             shorter_keys = row_keys(shorter.key_of, unmatched_rows)

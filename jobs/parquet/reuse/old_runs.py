@@ -3,7 +3,7 @@
 Each part has a file of keys. All its numbers are little-endian. The file has, in this order:
 - a digest of the run, the shard and all that follows
 - the number of models that answered, in 64 bits
-- the marks of these models (jobs.parquet.asks.row_keys)
+- hashes of these models (`model_mark` of jobs.parquet.asks.row_keys)
 - each row's whole key
 
 A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
@@ -64,16 +64,16 @@ _COUNT_BYTES = 8
 
 
 def write_keys(
-    storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str
+    storage: Storage, plan: Plan, shard: int, keys: Keys, model_hashes: Keys, execution_id: str
 ) -> None:
     """Write the file of a part's keys, unless the file exists.
 
-    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark (a hash) of the model
+    keys: the rows' whole keys; zeros for a row without an answer. model_hashes: for each row, a hash of the model
     that answered it.
     """
-    distinct_marks = np.unique(marks, axis=0)
-    packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
-    body = packed_count + distinct_marks.tobytes() + keys.tobytes()
+    distinct_hashes = np.unique(model_hashes, axis=0)
+    packed_count = len(distinct_hashes).to_bytes(_COUNT_BYTES, "little")
+    body = packed_count + distinct_hashes.tobytes() + keys.tobytes()
     content = _digest(plan.run, shard, body) + body
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
@@ -81,7 +81,7 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks (hashes) of the models that answered. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
 
     run: the run that wrote the keys.
     """
@@ -97,17 +97,18 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     digest = content[:_DIGEST_BYTES]
     body = content[_DIGEST_BYTES:]
     is_as_written = digest == _digest(run, shard, body)
-    # After the count come marks and keys, of SIZE bytes each.
+    # After the count come the hashes of the models and the keys, of SIZE bytes each.
     has_possible_length = len(body) % SIZE == _COUNT_BYTES
     if not is_as_written or not has_possible_length:
         raise PartDamaged(path, "its digest does not fit its contents")
-    num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
-    marks_and_keys = as_keys(body[_COUNT_BYTES:])
-    if len(marks_and_keys) != num_marks + num_rows:
+    num_hashes = int.from_bytes(body[:_COUNT_BYTES], "little")
+    hashes_and_keys = as_keys(body[_COUNT_BYTES:])
+    if len(hashes_and_keys) != num_hashes + num_rows:
         raise PartDamaged(
-            path, f"it has the keys of {len(marks_and_keys) - num_marks} rows, expected {num_rows}"
+            path,
+            f"it has the keys of {len(hashes_and_keys) - num_hashes} rows, expected {num_rows}",
         )
-    return marks_and_keys[num_marks:], marks_and_keys[:num_marks]
+    return hashes_and_keys[num_hashes:], hashes_and_keys[:num_hashes]
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
@@ -241,7 +242,8 @@ class OldRuns:
     """The earlier runs that a submission names. Answers that these runs get later are not seen.
 
     reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
-    keys: an index of the rows of all parts, which are called old rows. marks: hashes of the models that answered.
+    keys: an index of the rows of all parts, which are called old rows. model_hashes: hashes of the models that
+    answered these rows.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -256,25 +258,25 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        # Arrays of marks. A mark is the hash of a model that answered. `np.concatenate` needs at least one array.
-        mark_arrays = [NO_KEYS]
+        # Arrays of hashes of the models that answered. `np.concatenate` needs at least one array.
+        hash_arrays = [NO_KEYS]
         for part in self.parts:
             storage.check_interrupted()
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    mark_arrays += self._read_journal(part, part_keys)
+                    hash_arrays += self._read_journal(part, part_keys)
                 else:
                     run = part.reused.run
-                    known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
+                    known_keys, known_hashes = read_keys(storage, part.plan, part.shard, run)
                     part_keys[:] = known_keys
-                    mark_arrays.append(known_marks)
+                    hash_arrays.append(known_hashes)
             except PartDamaged as error:
                 part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
-        distinct_marks = np.unique(np.concatenate(mark_arrays), axis=0)
-        self.marks = distinct_marks[:MAX_MODELS_OF_OLD_RUNS]
+        distinct_hashes = np.unique(np.concatenate(hash_arrays), axis=0)
+        self.model_hashes = distinct_hashes[:MAX_MODELS_OF_OLD_RUNS]
 
     def _add_run(self, output: str) -> None:
         """Add the run of a folder, and its shards that have answers. Raises CannotReuse."""
@@ -314,12 +316,12 @@ class OldRuns:
             first += part.num_rows
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the keys of a shard's answers from its logs. Returns the marks (hashes) of the models that answered.
+        """Read the keys of a shard's answers from its logs. Returns hashes of the models that answered.
 
         keys: the whole key of each answered row is written into this array. A damaged log is passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
-        marks = []
+        model_hashes = []
         for path in part.journal:
             try:
                 with open_log(self._storage, path, columns) as (file, _):
@@ -327,11 +329,11 @@ class OldRuns:
                         is_good = np.asarray(batch.column("error").is_null())
                         good_rows = rows[is_good]
                         keys[good_rows] = answer_keys[is_good]
-                        marks_of_batch = hashes_in(batch.column(MODEL))
-                        marks.append(np.unique(marks_of_batch, axis=0))
+                        hashes_of_batch = hashes_in(batch.column(MODEL))
+                        model_hashes.append(np.unique(hashes_of_batch, axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
-        return marks
+        return model_hashes
 
     def answers(
         self, places: Places, schema: pa.Schema
