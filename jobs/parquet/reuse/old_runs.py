@@ -68,8 +68,8 @@ def write_keys(
 ) -> None:
     """Write the file of a part's keys, unless the file exists.
 
-    keys: the rows' whole keys; zeros for a row without an answer. model_hashes: for each row, a hash of the model
-    that answered it.
+    keys: for each row, its whole key, a hash of what it asked and of the model that answered; zeros for a row without
+    an answer. model_hashes: for each row, a hash of the model that answered it.
     """
     distinct_hashes = np.unique(model_hashes, axis=0)
     packed_count = len(distinct_hashes).to_bytes(_COUNT_BYTES, "little")
@@ -81,9 +81,9 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
+    """Return the keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
 
-    run: the run that wrote the keys.
+    A key is a hash of what a row asked and of the model that answered it. run: the run that wrote the keys.
     """
     path = os.path.join(plan.spec.output, keys_name(shard))
     num_rows = plan.shards[shard].rows
@@ -318,7 +318,8 @@ class OldRuns:
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
         """Read the keys of a shard's answers from its logs. Returns hashes of the models that answered.
 
-        keys: the whole key of each answered row is written into this array. A damaged log is passed over.
+        keys: the key of each answered row, which also covers the model, is written into this array. A damaged log is
+        passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         model_hashes = []
