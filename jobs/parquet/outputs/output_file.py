@@ -64,10 +64,10 @@ def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
     """Write one of the two output files of an OpenAI batch."""
-    number = 0
+    first_row = 0  # the number of the batch's first row in the run
     for batch in batches:
-        sink.write(_batch_lines(run, is_error_file, number, batch))
-        number += batch.num_rows
+        sink.write(_batch_lines(run, is_error_file, first_row, batch))
+        first_row += batch.num_rows
 
 
 def _batch_lines(

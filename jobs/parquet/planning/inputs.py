@@ -166,7 +166,7 @@ def check_columns_here(spec: RunSpec) -> None:
         path = found_files[0].path
         file_format = one_format((file.found_path for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
-            return  # the columns are only known once all lines are read
+            return  # the columns of JSON lines are only known once all lines are read
         contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
         columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
         if file_format not in LINES:  # the header of a CSV file names no types

@@ -187,7 +187,7 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
-        if not run.differs:  # the user reads why so few answers were taken all the same
+        if not run.differs:  # no argument differs, so the text says what else may be the cause
             run.differs = [_WHY_FEW_ANSWERS[has_function]]
 
 
@@ -308,7 +308,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Match some new rows with the old rows that they have in `other`."""
+        """Take over from `other` the old rows of some new rows. rows: the numbers of these new rows."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
@@ -515,6 +515,6 @@ def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.ND
 
 def _sources(part: OldPart, places: Places) -> list[str]:
     """Return the names of old rows of a part: the old run's output and the row's number in the old run."""
-    # A place is counted over the rows of all old parts, a row number over the rows of one old run.
+    # A place counts from the first row of all old parts. A row number counts from the first row of one old run.
     row_numbers = places - part.first + part.plan.first_row(part.shard)
     return [f"{part.reused.output}#{number}" for number in row_numbers]

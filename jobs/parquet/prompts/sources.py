@@ -332,6 +332,7 @@ def _step_source(
 
 def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
+    # By default, the text of a control token in a value is split, so that it is read as plain text.
     allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
     return () if allows_control_tokens else control_tokens
 

@@ -471,7 +471,8 @@ def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
     order = np.argsort(rows, kind="stable")
-    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
+    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. There always is such a row, because no
+    # wanted row is higher than the highest of `rows`.
     nearest = order[np.searchsorted(rows, wanted, sorter=order)]
     found = np.flatnonzero(rows[nearest] == wanted)  # indices in `wanted`
     return nearest[found], found

@@ -34,7 +34,7 @@ def write_groups(
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
     groups = grouped(slices)
-    # The first group shows the schema. The list is empty if there are no rows.
+    # The first group shows the schema. `first_groups` is empty if there are no rows.
     first_groups = list(islice(groups, 1))
     if schema is None:
         [(_, _, first_pieces)] = first_groups
@@ -126,7 +126,7 @@ class RowBuckets(ExitStack):
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows in the order of their places. May be called once."""
+        """Yield all rows, sorted by the places that `add` was given for them. May be called once."""
         self._flush()
         for bucket in sorted(self._streams):
             path, stream = self._streams[bucket]
