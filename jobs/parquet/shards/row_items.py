@@ -38,7 +38,7 @@ def row_runner(
 
     def begin(row: Row, place: int) -> Item[Answer]:
         """Begin a row's item. place: the row's index in `rows`."""
-        let_go(row)  # the item makes its own request, so the row's texts are no longer needed
+        let_go(row)  # the item keeps what it needs, so the row's texts are no longer needed
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
