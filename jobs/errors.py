@@ -225,8 +225,8 @@ class OtherEncoding(CorruptTable):
 
 
 class OtherDelimiter(CorruptTable):
-    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {shown}), or
-    write the file again with the delimiter {expected}"""
+    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {delimiter}),
+    or write the file again with the delimiter {expected}"""
 
 
 class TooManyBadLines(CorruptTable):

@@ -109,8 +109,11 @@ def converted_for_now(
         yield storage_with_folder, plan_with_folder
 
 
-def remove_converted(storage: Storage, plan: Plan) -> None:
-    """Remove the files that planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
+def remove_working_folders(storage: Storage, plan: Plan) -> None:
+    """Remove the folders that a run needs only until its end. Raises OutputNotWritable.
+
+    They hold converted inputs, answers of earlier runs, and journals.
+    """
     output = plan.spec.output
     for folder in (
         plan.converted_folder,

@@ -65,10 +65,10 @@ def _sizes_of_slices(table: Any, max_rows: int | None) -> Iterator[tuple[int, in
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a Parquet file of `rows` rows, in pieces.
+    """Reply with a Parquet file, in pieces.
 
-    The question has `kinds`, the kinds of all columns, and `as_json`, the columns that the file gets twice: first with
-    the column's type, then as each row's own JSON.
+    The question has `rows`, the number of rows to convert, and `kinds`, the kinds of all columns. It also has
+    `as_json`: the file gets these columns twice, first with the column's type, then as the JSON text of each value.
     """
     sink = io.BytesIO()
     # `file` must stay a variable of its own: pyarrow closes the sink when the object is deleted.
@@ -141,7 +141,10 @@ class _TextTable:
                 self.kinds = dict(_BATCH_KINDS)
 
     def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
-        """Take the columns' kinds as planned. as_json: columns that are also written as each row's own JSON."""
+        """Take the kinds that the plan has for the columns.
+
+        as_json: the columns for which an extra column holds the JSON text of each row's value.
+        """
         self.kinds = column_kinds
         self.as_json = as_json
 
@@ -176,7 +179,7 @@ class _TextTable:
                 self._first_bad = record
 
     def check_read(self) -> None:
-        """Raise TooManyBadLines if too many of the lines could not be read. Raises OtherEncoding."""
+        """Raise TooManyBadLines if too many lines could not be read, or OtherEncoding if they seem not to be UTF-8."""
         self._file.check_encoding()
         first_bad = self._first_bad
         if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:

@@ -69,7 +69,7 @@ class EncodingGuess:
                 self._has_cp1252 = True
 
     def check(self) -> None:
-        """Raise OtherEncoding if a line has letters in cp1252, and no line has letters beyond ASCII in UTF-8."""
+        """Raise OtherEncoding if lines look like cp1252, and no line has a character of UTF-8 that is not ASCII."""
         if self._has_cp1252 and not self._has_utf8:
             raise OtherEncoding(self._path, "cp1252")
 

@@ -121,7 +121,7 @@ def _json_record(line: Record, encoding: str) -> Record:
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
-            # Half of a pair raises UnicodeEncodeError.
+            # Half of a surrogate pair raises UnicodeEncodeError here.
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         # A file in another encoding was turned into UTF-8, so the position in the line is not the position in the file.
@@ -154,7 +154,7 @@ class _RowLines:
         self._lines_again: deque[Record] = deque()  # read before the next lines of the file
         self.lines: list[Record] = []
         self.size = 0
-        self.no_end_problem = ""
+        self.no_end_problem = ""  # see the class
 
     def texts(self) -> Iterator[str]:
         """Yield lines for the csv module. Ends at a line that cannot be part of a row, or at the file's end."""
@@ -278,11 +278,11 @@ def _check_only_column(path: str, name: str, delimiter: str) -> None:
     if counts:
         [(commonest, _)] = counts.most_common(1)
         likely_delimiter = _DELIMITERS[commonest]
-        raise OtherDelimiter(path, brief(name), likely_delimiter, likely_delimiter, repr(delimiter))
+        raise OtherDelimiter(path, brief(name), likely_delimiter, repr(delimiter))
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
-    """Return the record of a row. Its value is a dict of the fields; None if their number is not the header's."""
+    """Return the record of a row. Its value is a dict of the fields; None if it has more or fewer than the header."""
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"

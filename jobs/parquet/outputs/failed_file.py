@@ -45,18 +45,18 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     return sum(table.num_rows for table in tables)
 
 
-#: The columns of answers that a file of failed rows has: none.
-_NO_ANSWERS: frozenset[str] = frozenset()
+#: A file of failed rows has no columns of answers.
+_NO_ANSWER_COLUMNS: frozenset[str] = frozenset()
 
 
 def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
     """Write a table of failed rows as CSV."""
-    write_csv(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()), dialect)
+    write_csv(_NO_ANSWER_COLUMNS, sink, table.schema, iter(table.to_batches()), dialect)
 
 
 def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
     """Write a table of failed rows as lines of JSON."""
-    write_jsonl(_NO_ANSWERS, sink, table.schema, iter(table.to_batches()))
+    write_jsonl(_NO_ANSWER_COLUMNS, sink, table.schema, iter(table.to_batches()))
 
 
 _WRITERS: dict[str, Callable[[Any, pa.Table, Mapping[str, str]], None]] = {

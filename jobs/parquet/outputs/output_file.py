@@ -64,19 +64,19 @@ def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
     """Write one of the two output files of an OpenAI batch."""
-    number = 0
+    first_row = 0  # the number of the batch's first row in the run
     for batch in batches:
-        sink.write(_batch_lines(run, is_error_file, number, batch))
-        number += batch.num_rows
+        sink.write(_batch_lines(run, is_error_file, first_row, batch))
+        first_row += batch.num_rows
 
 
 def _batch_lines(
     run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
 ) -> bytes:
-    """Return some rows as lines of one of the two output files. Rows that belong in the other file are left out.
+    """Return rows as lines of an OpenAI batch's answer file or error file. Rows of the other file are left out.
 
     is_error_file: True to take the rows with an error, False to take the rows without an error. first_row: the number
-    of the first of these rows in the run.
+    that the batch's first row has in the run.
     """
     lines = []
     rows = batch.select(["custom_id", "completion", "error"]).to_pylist()

@@ -127,13 +127,13 @@ class FolderReader:
         cut: whether rows whose answer was cut count as rows with an error.
         """
         reasons = Reasons()
-        failed: list[FailedRow] = []
+        first_failed: list[FailedRow] = []
         for shard in self.shards():
-            for row in self.failed_rows(shard, cut):
-                reasons.add(row.reason, [row.row])
-                if len(failed) < limit:
-                    failed.append(row)
-        return reasons, failed
+            for failed in self.failed_rows(shard, cut):
+                reasons.add(failed.reason, [failed.row])
+                if len(first_failed) < limit:
+                    first_failed.append(failed)
+        return reasons, first_failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
         """Yield the rows of a part that have an error. cut: see `errors`. Raises PartDamaged."""

@@ -29,7 +29,7 @@ from jobs.errors import (
     RunResubmitted,
 )
 from jobs.parquet.files.storage import Storage, reading, writing
-from jobs.parquet.formats.converted_inputs import remove_converted
+from jobs.parquet.formats.converted_inputs import remove_working_folders
 from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
@@ -253,8 +253,9 @@ class RunFolder:
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Read every part; return the shards that have no part. check_interrupted: called before each part is read.
 
-        If a part was removed before the run's end, files that were already made of all parts are removed. Raises
-        PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
+        A run that has not ended may already have files that were made from all parts, such as the report. If a part is
+        now missing, these files are removed. Raises PartDamaged for a damaged part. Once the run has ended, a missing
+        part or output file counts as damaged.
         """
         has_ended = self.has_success()
         # The files of a run's end are written only once all parts are there. Here they are looked for before the parts.
@@ -403,7 +404,7 @@ class RunFolder:
                 if not self._is_there(name):
                     self.storage.put(self.path(name), self.execution_id, writers[name])
                     self._check_is_there(name)
-            remove_converted(self.storage, self.plan)
+            remove_working_folders(self.storage, self.plan)
             self._remove_leftovers()
             self.storage.create(self.path(run_names.SUCCESS))
             self._check_is_there(run_names.SUCCESS)

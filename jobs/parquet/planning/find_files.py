@@ -197,7 +197,8 @@ class Search:
         """Yield the files that a pattern matches, and the files of the folders that it matches."""
         _, segments = _split_pattern(pattern)
         with_hidden = any(map(_is_hidden, segments))
-        # A pattern with `**` also matches the files in a folder that it matches. So such a folder gives no files here.
+        # If a pattern with `**` matches a folder, it also matches the files in the folder. So a matched folder itself
+        # gives no files here.
         matches_files_below = "**" in segments
         for match in self.matches(pattern, with_hidden):
             path = match.real_path(self.storage)
@@ -242,7 +243,7 @@ class Search:
 
                 # Files in key=value folders count as files of the top folder. Files in other folders are nested.
                 is_key_folder = not is_nested and folder_key(entry.name) is not None
-                # Nested files are only looked for to refuse them, so no link is followed.
+                # Nested files only lead to the error NestedFolders, so no link to a nested folder is followed.
                 if entry.is_link and not is_key_folder:
                     continue
                 child = folder.child(entry, self.storage)
@@ -355,9 +356,9 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    A folder gives its *.parquet files, and the *.parquet files in its folders named key=value. A folder without such
-    files gives its files of another format, which must be the only one. input_format: if set, a folder gives the files
-    of this format only.
+    A folder gives its *.parquet files, and the *.parquet files in its folders named key=value. If a folder has no such
+    files, all its files must have one format, and the folder gives these files. input_format: if set, a folder gives
+    the files of this format only.
     A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
     The files of each input are sorted. Hidden names are left out unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.

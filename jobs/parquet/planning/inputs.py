@@ -84,10 +84,11 @@ def read_inputs(
 
 
 def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
-    """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
+    """Return the columns of JSON lines whose values stay the JSON that each row has.
 
-    A column is among these if other rows would change how its values look, and if templates, messages or an output of
-    JSON lines show its values. A column of whole prompts, queries, documents or pictures is never among these.
+    All other columns get one type for all rows, and this type may change how a value looks. A column is returned if its
+    type would do so, and if templates, messages or an output of JSON lines show its values. A column of whole prompts,
+    queries, documents or pictures is never returned.
     """
     if scanned.format != JSONL:
         return ()
@@ -165,7 +166,7 @@ def check_columns_here(spec: RunSpec) -> None:
         path = found_files[0].path
         file_format = one_format((file.found_path for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
-            return  # the columns are only known once all lines are read
+            return  # the columns of JSON lines are only known once all lines are read
         contents = scan(storage, path, file_format, rows=0, dialect=spec.dialect)
         columns, _ = _added_columns(found_files, contents.schema.names, spec.filename_column)
         if file_format not in LINES:  # the header of a CSV file names no types

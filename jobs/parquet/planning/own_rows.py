@@ -52,12 +52,12 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     assert plan.reused is not None, "its name becomes part of the files' names"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
-    first = replace(first_file, num_chosen=len(chosen))
-    without_rows = [replace(file, num_chosen=0) for file in other_files]
-    new_plan = replace(plan, files=(first, *without_rows))
+    file_with_rows = replace(first_file, num_chosen=len(chosen))
+    files_without_rows = [replace(file, num_chosen=0) for file in other_files]
+    new_plan = replace(plan, files=(file_with_rows, *files_without_rows))
     group_rows: list[int] = []  # the number of rows of each row group
     if len(chosen):
-        rows_path = new_plan.rows_path(first)
+        rows_path = new_plan.rows_path(file_with_rows)
         numbers_path = os.path.join(plan.spec.output, row_numbers_name(plan.reused.name))
         for path in (rows_path, numbers_path):
             storage.make_folder(os.path.dirname(path))
@@ -88,6 +88,7 @@ def _chosen_rows(
                 numbers = np.arange(start, end)
                 start = end
                 if plan.spec.order is not None:
+                    # The output can be put back into the input's order by this column.
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
                 places_of_batch = places[numbers]
                 is_chosen = places_of_batch >= 0
@@ -115,7 +116,7 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
-    # lexsort sorts by the last column first. Here the first column must come first.
+    # Rows are sorted by the first column, then by the second one, and so on. `lexsort` takes the columns in reverse.
     columns_from_last = keys.T[::-1]
     order = np.lexsort(columns_from_last)
     plan = replace(plan, reused=Reused(context.execution_id))
@@ -125,7 +126,8 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 def _order_key(row: Row | RowProblem) -> list[int]:
     """Return the numbers by which a row is sorted: first its own max_tokens, large ones first, then its prompt.
 
-    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts.
+    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts. The
+    beginnings of a prompt are hashed, so that rows with a common beginning become neighbours.
     """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
@@ -178,21 +180,27 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
 
 def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
-    """Note in `old.reused` what each earlier run asked differently. any_model: whether to leave out the model."""
+    """Note in `old.reused` what each earlier run asked differently.
+
+    any_model: True if answers of any model are taken, so that another model is no difference.
+    """
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
-        if not run.differs:
-            run.differs = [_NO_DIFFERENCE[has_function]]
+        if not run.differs:  # no argument differs, so the text says what else may be the cause
+            run.differs = [_WHY_FEW_ANSWERS[has_function]]
 
 
 def _new_rows(
     old: OldRuns, matches: "Matches", look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
 ) -> Places:
-    """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
+    """Return the numbers of the rows that no earlier run has answered.
+
+    look_up: see take_answers. fields: the answers' columns.
+    """
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
-    # The loop takes no answer. It reads them all, so that a row whose answer has an error or cannot be read gets -1 in
-    # `matches.places`.
+    # The loop uses no answer. It reads all of them, so that a row whose answer has an error or cannot be read gets -1
+    # in `matches.places`.
     for _ in take_answers(old, matches, look_up, pa.schema(needed_fields)):
         pass
     return np.flatnonzero(matches.places < 0)
@@ -209,19 +217,19 @@ def _write_taken_answers(
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard.
 
-    ask_name: RowKeys.name. fields: the answers' columns.
+    ask_name: a hash of what the run asks; see RowKeys.name. look_up: see take_answers. fields: the answers' columns.
     """
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):
-            marks = matches.marks[matches.models[rows]]
-            records = answer_records(rows, matches.keys[rows], marks, sources, batch)
+            model_hashes = matches.model_hashes[matches.models[rows]]
+            records = answer_records(rows, matches.keys[rows], model_hashes, sources, batch)
             buckets.add(rows, records)
         write_taken(storage, plan, ask_name, buckets)
 
 
 #: What a user reads if few rows were taken from an earlier run that asked the same. The keys say whether a function
 #: checks the answers.
-_NO_DIFFERENCE = {
+_WHY_FEW_ANSWERS = {
     False: "it asked the same, but of other rows, or it has few answers",
     True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
 }
@@ -233,6 +241,7 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
         return plan
     first_plan = old.plans[0]
     reused = plan.reused or Reused("")  # a dry run writes nothing, so it needs no name
+    # `given_seed` is None if the first run drew its seed at random. Keys cover only a given seed.
     reused = replace(reused, seed=first_plan.given_seed)
     return replace(plan, seed=first_plan.seed, reused=reused)
 
@@ -257,11 +266,12 @@ def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
 
 @dataclass
 class Matches:
-    """For each new row, the old row whose answer it may take. All arrays but `marks` have one value for each new row.
+    """For each new row, the old row whose answer it may take.
 
+    All arrays but `model_hashes` have one value for each new row.
     places: the index of the new row's old row among all old rows; -1 for a new row that has no old row.
-    models: the index in `marks` of the model that answered the old row.
-    marks: hashes of the models whose answers may be taken.
+    models: the index in `model_hashes` of the model that answered the old row.
+    model_hashes: hashes of the models whose answers may be taken.
     keys: the new row's whole key, with the model that answered the old row.
     is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
@@ -269,18 +279,18 @@ class Matches:
 
     places: Places
     models: npt.NDArray[np.uint16]
-    marks: Keys
+    model_hashes: Keys
     keys: Keys
     is_shorter: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
-    def unmatched(cls, num_rows: int, marks: Keys) -> Self:
+    def unmatched(cls, num_rows: int, model_hashes: Keys) -> Self:
         """Return the matches of new rows that have no old row yet."""
         return cls(
             places=np.full(num_rows, -1, np.int64),
             models=np.zeros(num_rows, np.uint16),
-            marks=marks,
+            model_hashes=model_hashes,
             keys=np.zeros((num_rows, 2), np.uint64),
             is_shorter=np.zeros(num_rows, np.bool_),
             is_cut=np.zeros(num_rows, np.bool_),
@@ -298,7 +308,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Match some new rows with the old rows that they have in `other`."""
+        """Take over from `other` the old rows of some new rows. rows: the numbers of these new rows."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
@@ -313,14 +323,15 @@ def find_matches(
     In a cascade, the answers of the second model are preferred to the answers of the first model. any_model: whether to
     take answers of any other model, if there are no answers of the run's models.
     """
-    marks = model_mark(plan.model)
+    # Hashes of the models whose answers may be taken. Models that come earlier are preferred.
+    model_hashes = model_mark(plan.model)
     second_answers = None
     if plan.second is not None:
-        marks = np.concatenate([model_mark(plan.second), marks])
+        model_hashes = np.concatenate([model_mark(plan.second), model_hashes])
         second_answers = _SecondAnswers(plan, old)
     if any_model:
-        marks = np.concatenate([marks, old.marks])
-    matches = Matches.unmatched(plan.rows, marks)
+        model_hashes = np.concatenate([model_hashes, old.model_hashes])
+    matches = Matches.unmatched(plan.rows, model_hashes)
     functions_version = plan.spec.functions_version(context.checks)
     keys_of_shorter = _keys_with_smaller_limit(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
@@ -329,7 +340,7 @@ def find_matches(
         keys = row_keys(ask.key_of, rows)
         _match_equal(matches_of_shard, keys, old, second_answers)
         _match_shorter(matches_of_shard, keys, rows, old, keys_of_shorter)
-        matches_of_shard.keys[:] = whole_keys(keys, marks[matches_of_shard.models])
+        matches_of_shard.keys[:] = whole_keys(keys, model_hashes[matches_of_shard.models])
     return matches
 
 
@@ -344,7 +355,8 @@ class _SecondAnswers:
 
     def usable(self, places: Places) -> Places:
         """Return `places`, with -1 for each row whose answer may not be taken. places: indices among all old rows."""
-        # part_numbers[i]: the old part that holds places[i]; -1 for a place of -1
+        # part_numbers[i]: the number of the old part that holds places[i]; -1 for a place of -1. The index -1 leads to
+        # the last value of `_is_usable`, which is False.
         part_numbers = np.searchsorted(self._first_places, places, "right") - 1
         return np.where(self._is_usable[part_numbers], places, -1)
 
@@ -354,13 +366,13 @@ def _match_equal(
 ) -> None:
     """Look for old rows that asked the same as the new rows.
 
-    keys: the new rows' keys, which do not cover the model. second_answers: set if the run is a cascade. Then the first
-    of `matches.marks` is the second model's.
+    keys: the new rows' keys, which do not cover the model. second_answers: None unless the run is a cascade. In a
+    cascade, `matches.model_hashes` has the second model first.
     """
     has_key = keys.any(axis=1)
-    for model_number, mark in enumerate(matches.marks):
+    for model_number, model_hash in enumerate(matches.model_hashes):
         unmatched = np.flatnonzero(has_key & (matches.places < 0))
-        old_places = old.keys.find(whole_keys(keys[unmatched], mark))
+        old_places = old.keys.find(whole_keys(keys[unmatched], model_hash))
         if second_answers is not None and model_number == 0:
             old_places = second_answers.usable(old_places)
         matches.places[unmatched] = old_places
@@ -380,11 +392,11 @@ def _match_shorter(
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
-        for model_number, mark in enumerate(matches.marks):
+        for model_number, model_hash in enumerate(matches.model_hashes):
             unmatched = np.flatnonzero(has_key & (matches.places < 0))
             unmatched_rows = [rows[index] for index in unmatched.tolist()]
             shorter_keys = row_keys(shorter.key_of, unmatched_rows)
-            old_places = old.keys.find(whole_keys(shorter_keys, mark))
+            old_places = old.keys.find(whole_keys(shorter_keys, model_hash))
             matches.places[unmatched] = old_places
             matches.models[unmatched] = model_number
             matches.is_shorter[unmatched] = old_places >= 0
@@ -393,13 +405,14 @@ def _match_shorter(
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     """Return one RowKeys for each max_tokens of an old run that is smaller than the plan's.
 
-    It makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these keys would
-    be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have sampling
-    values of their own. check: the version of the check's function.
+    Such a RowKeys makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these
+    keys would be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have
+    sampling values of their own. check: the version of the check's function.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
-    if not has_limit or spec.way is not None or plan.second is not None:
+    needs_several_requests = spec.way is not None  # for one answer
+    if not has_limit or needs_several_requests or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     keys_of_shorter = []
@@ -502,6 +515,6 @@ def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.ND
 
 def _sources(part: OldPart, places: Places) -> list[str]:
     """Return the names of old rows of a part: the old run's output and the row's number in the old run."""
-    # A place is counted over the rows of all old parts, a row number over the rows of one old run.
+    # A place counts from the first row of all old parts. A row number counts from the first row of one old run.
     row_numbers = places - part.first + part.plan.first_row(part.shard)
     return [f"{part.reused.output}#{number}" for number in row_numbers]

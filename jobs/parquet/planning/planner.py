@@ -11,7 +11,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel, clock_text, split_formats
 from jobs.parquet.asks.named_adapters import rows_name_adapters
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
+from jobs.parquet.formats.converted_inputs import convert_inputs, remove_working_folders
 from jobs.parquet.outputs.run_folder import (
     RunFolder,
     begin_folder,
@@ -84,7 +84,7 @@ def plan_run(
         files = {plan.shards[shard].file for shard in missing}
         converted_bytes = convert_inputs(storage, plan, files, context.execution_id)
         if converted_bytes and folder.has_success():  # workers have ended the run meanwhile
-            remove_converted(storage, plan)
+            remove_working_folders(storage, plan)
         folder.make_journal_folder()
 
     # Parts are counted before any shard runs. So the job of the last shard knows that it is the last.
@@ -131,7 +131,7 @@ def _agreed_plan(
         remove_reused(storage, new_plan, plan_in_place=plan)
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:
             # The run has ended meanwhile.
-            remove_converted(storage, new_plan)
+            remove_working_folders(storage, new_plan)
 
     if plan.run != spec.run:
         raise errors.OutputHoldsAnotherRun(

@@ -98,9 +98,9 @@ class SurveyWork(RowsTask):
                 self._counts.add(start, rows, is_reused)
 
             tried = self._requests_to_try(first, meter.max_num_seqs)
-            rows_by_number = _rows_with_room(context, storage, plan, ask, tried)
+            rows_by_number = _rows_to_try(context, storage, plan, ask, tried)
 
-        #: The requests that are answered or shown, with their rows. Requests whose text had no room are left out.
+        #: The requests that are answered or shown, with their rows. Requests beyond MAX_TRIED_CHARS are left out.
         self._tried: list[tuple[PlannedRequest, Row]] = []
         for planned in tried:
             if planned.row in rows_by_number:
@@ -155,17 +155,17 @@ class SurveyWork(RowsTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the number of a preview's requests; None for a dry run, whose number is not known before its end."""
+        """Return how many requests a preview sends; None for a dry run, which does not know this number beforehand."""
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
         """Check the answer of a request, unless the request belongs to the timed batch."""
-        if index < len(self._sent):
+        if index < len(self._sent):  # the timed batch is sent after these requests
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take the answer of a request. In the timed batch, only the tokens and the time of an answer are counted."""
-        if index < len(self._sent):
+        if index < len(self._sent):  # the timed batch is sent after these requests
             super().deliver(index, completions)
             return
         num_prompt_tokens = completions[0].num_prompt_tokens
@@ -200,11 +200,12 @@ class SurveyWork(RowsTask):
         prompt_tokens: the tokens of the first prompts of all rows.
         """
         counts = self._counts
-        # All tried requests together stand for `total_weight` requests. `scale` extends this to the whole run.
+        # The weight of a tried request says how many of the counted requests it stands for.
         total_weight = sum(planned.weight for planned, _ in self._tried)
         if not self._tried:
-            total_weight = 1.0  # there is nothing to extend
-        scale = counts.scale * len(counts.requests) / total_weight
+            total_weight = 1.0  # any number but 0, because it is a divisor
+        total_requests = counts.scale * len(counts.requests)  # of the whole run
+        requests_per_weight = total_requests / total_weight
         # A request is computed once, and may answer several equal rows. Sums over requests say what is computed. Sums
         # over rows say what the output reports.
         generated_tokens = 0.0  # over requests
@@ -217,7 +218,7 @@ class SurveyWork(RowsTask):
         for answered in self.required_runner.answered:
             planned, _ = self._tried[answered.place]
             answer = answered.answer
-            num_requests = planned.weight * scale
+            num_requests = planned.weight * requests_per_weight
             num_rows = num_requests * planned.rows
             generated_tokens += num_requests * answered.num_tokens
             completion_tokens += num_rows * answered.num_tokens
@@ -243,8 +244,9 @@ class SurveyWork(RowsTask):
     ) -> dict[str, Any]:
         """Return a row as a preview shows it. answer: None if answers were not wanted."""
         is_json = self._spec.is_chat or row.pictures
+        # If a row's value holds the text of a control token, this text has a break in it. A preview shows no breaks.
         prompt: Any = json.loads(row.prompt) if is_json else without_breaks(row.prompt)
-        if not self._spec.is_chat:
+        if not self._spec.is_chat:  # a text is shown like a chat of one message
             prompt = [{"role": "prompt", "content": prompt}]
         shown: dict[str, Any] = {
             "row": planned.row,
@@ -309,14 +311,17 @@ class PlannedRequest:
     weight: float = 1.0
 
 
-def _rows_with_room(
+def _rows_to_try(
     context: JobContext,
     storage: Storage,
     plan: Plan,
     ask: RowAsk,
     requests: Sequence[PlannedRequest],
 ) -> dict[int, Row]:
-    """Return the rows of these requests by their numbers. Rows beyond MAX_TRIED_CHARS characters are left out."""
+    """Return the rows of these requests, by the rows' numbers.
+
+    Once the rows have MAX_TRIED_CHARS characters, the remaining rows are left out.
+    """
     wanted = {request.row for request in requests}
     rows_by_number: dict[int, Row] = {}
     chars_left = MAX_TRIED_CHARS
@@ -407,7 +412,8 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        num_first = 1 if known_request is None else 0  # the first of equal rows repeats no row
+        # The very first of equal rows repeats no row. If no request was known, it is one of these rows.
+        num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
@@ -494,9 +500,9 @@ def _prefixed(content: Any, beginning: str) -> Any:
 
 
 def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
-    """Choose at most `count` requests, and note how many requests each stands for.
+    """Choose at most `count` requests. Large requests are more likely to be chosen.
 
-    Large requests are more likely to be chosen.
+    The weight of a chosen request is set to the number of requests that it stands for.
     """
     ordered = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
     if len(ordered) <= count:

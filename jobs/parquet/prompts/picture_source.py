@@ -27,8 +27,8 @@ class PictureSource(PromptSource):
     """Adds pictures to the prompts that another source makes: `prompts`.
 
     A picture stands where the template names its column. If the template does not name the column, the picture comes
-    first. The template is rendered with a mark, which is a random text, as the value of each column of pictures. The
-    pictures then replace the marks.
+    first. When the template is rendered, the value of each column of pictures is a placeholder, which is a random text.
+    The pictures then replace the placeholders.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class PictureSource(PromptSource):
         self._prompts = prompts
         self._picture_columns = tuple(columns)
         self._is_chat = is_chat
-        #: The columns of pictures that the template names, by the name that it uses.
+        #: The columns of pictures that the template names. The keys are the names in the template.
         self._template_names: dict[str, str] = {}
         if has_template:
             for name in prompts.columns:
                 if name in columns:
                     self._template_names[name] = name
-                elif name == ALIAS and len(columns) == 1:
+                elif name == ALIAS and len(columns) == 1:  # "image" stands for the only column
                     self._template_names[name] = columns[0]
-        #: The mark of each column of pictures.
-        self._marks = {column: token_hex(16) for column in columns}
-        any_mark = "|".join(self._marks.values())
-        # The pattern has a group, so that splitting a text keeps the marks.
-        self._pattern = re.compile(f"({any_mark})")
+        #: For each column of pictures, the random text that stands in a rendered prompt where the pictures belong.
+        self._placeholders = {column: token_hex(16) for column in columns}
+        any_placeholder = "|".join(self._placeholders.values())
+        # The pattern has a group, so that splitting a text keeps the placeholders.
+        self._pattern = re.compile(f"({any_placeholder})")
         text_columns = [name for name in prompts.columns if name not in self._template_names]
         self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
@@ -63,21 +63,22 @@ class PictureSource(PromptSource):
                 )
         fields = []
         for name in self._prompts.columns:
-            if name in self._template_names:  # `prompts` gets the marks in place of pictures
+            if name in self._template_names:  # `prompts` gets a text in place of each picture
                 fields.append(pa.field(name, pa.string()))
             else:
                 fields.append(schema.field(name))
         self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield a pair for each row: the values that `prompts` reads, and the row's lists of pictures by mark.
+        """Yield a pair for each row: the values that `prompts` reads, and the row's pictures.
 
+        The pictures are one list for each column of pictures. The keys are the columns' placeholders: random texts.
         Yield a RowProblem in place of the pair if a value or a picture of the row cannot be read.
         """
         pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
         for column in self._picture_columns:
             pictures_by_column[column] = list(map(_pictures_or_problem, rows.column(column)))
-        values_of_rows = self._prompts.read(self._marked(rows, pictures_by_column))
+        values_of_rows = self._prompts.read(self._with_placeholders(rows, pictures_by_column))
 
         # Each element has one row's lists of pictures, in the order of the columns.
         pictures_of_rows = zip(*pictures_by_column.values(), strict=True)
@@ -86,24 +87,34 @@ class PictureSource(PromptSource):
             if problems:
                 yield problems[0]
             else:
-                yield values, dict(zip(self._marks.values(), pictures, strict=True))
+                yield values, dict(zip(self._placeholders.values(), pictures, strict=True))
 
-    def _marked(
+    def _with_placeholders(
         self,
         rows: pa.RecordBatch,
         pictures_by_column: Mapping[str, Sequence[list[Picture] | RowProblem]],
     ) -> pa.RecordBatch:
-        """Return the columns that `prompts` reads. A column of pictures has a mark in place of each row's pictures."""
+        """Return the columns that `prompts` reads.
+
+        A column of pictures has its placeholder, a random text, in each row that has pictures. The pictures replace the
+        placeholder once the prompt is rendered.
+        """
         text_columns = [name for name in self._prompts.columns if name not in self._template_names]
-        marked = rows.select(text_columns)
+        prompt_rows = rows.select(text_columns)
         for name, column in self._template_names.items():
-            mark = self._marks[column]
-            marks = [mark if pictures else "" for pictures in pictures_by_column[column]]
-            marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
-        return marked
+            placeholder = self._placeholders[column]
+            placeholders = [
+                placeholder if pictures else "" for pictures in pictures_by_column[column]
+            ]
+            field = pa.field(name, pa.string())
+            prompt_rows = prompt_rows.append_column(field, pa.array(placeholders, pa.string()))
+        return prompt_rows
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
-        """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
+        """Return the prompt of a row, with its pictures as parts. Raises RowProblem.
+
+        values: what `read` yields for a row: the values for `prompts`, and lists of pictures by placeholder.
+        """
         prompt_values, pictures = values
         prompt = self._prompts.render(prompt_values)
         if not any(pictures.values()):
@@ -119,10 +130,12 @@ class PictureSource(PromptSource):
             if isinstance(content, str) and self._pattern.search(content):
                 message["content"] = self._with_pictures(content, pictures)
 
-        marks_in_template = {self._marks[column] for column in self._template_names.values()}
+        placeholders_in_template = {
+            self._placeholders[column] for column in self._template_names.values()
+        }
         parts_in_front: Parts = []
-        for mark, pictures_of_column in pictures.items():
-            if mark not in marks_in_template:
+        for placeholder, pictures_of_column in pictures.items():
+            if placeholder not in placeholders_in_template:
                 parts_in_front += _parts(pictures_of_column)
         if parts_in_front:
             _put_first(messages, parts_in_front)
@@ -130,10 +143,10 @@ class PictureSource(PromptSource):
         return rendered
 
     def _with_pictures(self, content: str, pictures: Mapping[str, list[Picture]]) -> Parts:
-        """Return a text as parts, with pictures instead of their marks."""
+        """Return a text as parts, with pictures instead of their placeholders."""
         parts: Parts = []
         for piece in self._pattern.split(content):
-            if piece in pictures:  # the piece is a mark
+            if piece in pictures:  # the piece is a placeholder
                 parts += _parts(pictures[piece])
             else:
                 parts += _text(piece)

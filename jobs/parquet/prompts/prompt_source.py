@@ -288,7 +288,10 @@ def checked_text(text: Any, name: str = "prompt") -> str:
 
 
 def checked_chat(messages: Any) -> str:
-    """Return the JSON of a chat. Its keys have one order, so that equal chats are equal texts. Raises RowProblem."""
+    """Return the JSON of a chat. Raises RowProblem.
+
+    The keys of each message have a fixed order, so that equal chats are equal texts.
+    """
     return json.dumps(_normal(messages))
 
 

@@ -103,7 +103,7 @@ class RowSampling:
             if value is None:
                 value = self._run_values.get(name)
             if name in NOT_TEXT:
-                value = _number(value)
+                value = _number(value)  # a column of CSV may hold its numbers as texts
             if name == TOOLS and isinstance(value, str):
                 value = _from_json(column, value)
             if value is not None:
@@ -160,7 +160,7 @@ def _check_values(field: pa.Field, name: str) -> None:
 
 
 def _from_json(column: str, text: str) -> Any:
-    """Return the value in JSON. Raises RowProblem, which names the column."""
+    """Parse a column's JSON. Raises RowProblem, which names the column."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -226,7 +226,7 @@ class RowSource:
     ) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why no prompt can be made of it.
 
-        read: returns the bytes of a picture's file. The default is for sources without such files.
+        read: returns the bytes of a picture's file. The default is never called: it is for sources without pictures.
         """
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
@@ -332,6 +332,7 @@ def _step_source(
 
 def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
     """Return the control tokens that values must not contain."""
+    # By default, the text of a control token in a value is split, so that it is read as plain text.
     allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
     return () if allows_control_tokens else control_tokens
 
@@ -394,8 +395,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
 
-    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: whether pictures must
-    be data: URLs already; a line that names a path is refused.
+    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: True if every picture
+    must be a data: URL already. Then a line that names a path is refused.
     """
 
     columns = ("request",)
@@ -404,7 +405,7 @@ class LineSource(PromptSource):
         self._inline_pictures = inline_pictures
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Return a line. Raises RowProblem if it has no request."""
+        """Return the request that a line holds, as JSON. Raises RowProblem if there is none."""
         if values["request"] is None:
             raise RowProblem("there is no request")
         return str(values["request"])

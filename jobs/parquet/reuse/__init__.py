@@ -1,1 +1,1 @@
-"""Takes answers of earlier runs. A key that says what a row asks finds the row's answer again."""
+"""Takes answers of earlier runs. A key says what a row asks, and the row's answer is looked up by this key."""

@@ -4,7 +4,7 @@ One format serves the journal of an open shard, the answers that a cascade's fir
 one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
 them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
 
-A log is a Parquet file. Each record has the number of a row, the row's whole key and the mark of its model (both as
+A log is a Parquet file. Each record has the number of a row, the row's whole key and a hash of its model (both as
 jobs.parquet.asks.row_keys makes them), and either the columns of an answer or the progress of a row under way. The
 footer has FORMAT, the shard that the log belongs to, and the number of records. Pages have checksums.
 """
@@ -64,13 +64,13 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or the progress of a row that has no answer yet.
 
-    row: the row's number in the shard, from 0. mark: a hash of the model that answers the row.
+    row: the row's number in the shard, from 0. model_hash: a hash of the model that answers the row.
     num_tokens: how many tokens were generated for the answer. If equal rows share an answer, only the first row has its
     tokens, and the other rows have 0.
     """
 
     row: int
-    mark: bytes
+    model_hash: bytes
     answer: Answer | None = None
     num_tokens: int = 0
     progress: Progress | None = None
@@ -101,19 +101,20 @@ def write_log(sink: Any, owner: list[Any], records: pa.Table) -> None:
 def answer_records(
     rows: npt.NDArray[np.int64],
     keys: Keys,
-    marks: Keys,
+    model_hashes: Keys,
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
     """Return the records of a log, made of answers in Arrow columns.
 
-    rows, keys, marks: each answer's row, whole key and model. sources: the names of the rows in earlier runs.
+    rows: the row of each answer. keys: hashes of what each row asked and of the model that answered. model_hashes:
+    hashes of the models that answered. sources: the names of the rows in earlier runs.
     """
     no_tokens = np.zeros(len(rows), np.int64)  # nothing was generated here
     columns = [
         pa.array(rows),
         _as_column(keys),
-        _as_column(marks),
+        _as_column(model_hashes),
         pa.array(sources, pa.string()),
         pa.array(no_tokens),
         pa.nulls(len(rows), pa.string()),  # no row is under way
@@ -158,14 +159,14 @@ class AnswerLog:
     def write(self, sink: Any, records: Sequence[Record]) -> None:
         """Write a log of these records."""
         rows = np.array([record.row for record in records], np.int64)
-        marks = as_keys(b"".join(record.mark for record in records))
-        keys = whole_keys(self.keys[rows], marks)
+        model_hashes = as_keys(b"".join(record.model_hash for record in records))
+        keys = whole_keys(self.keys[rows], model_hashes)
         token_counts = [record.num_tokens for record in records]
         progress_texts = [_progress_text(record) for record in records]
         columns = [  # in the order of log_schema
             pa.array(rows),
             _as_column(keys),
-            _as_column(marks),
+            _as_column(model_hashes),
             pa.array(_values(records, "reused"), pa.string()),
             pa.array(token_counts, pa.int64()),
             pa.array(progress_texts, pa.string()),
@@ -202,8 +203,8 @@ class AnswerLog:
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
         """Raise AnswersDamaged if a record's row is not in the shard, or if the record's key is not that row's key."""
         rows = rows_in(path, batch, len(self.keys))
-        marks = hashes_in(batch.column(MODEL))
-        expected_keys = whole_keys(self.keys[rows], marks)
+        model_hashes = hashes_in(batch.column(MODEL))
+        expected_keys = whole_keys(self.keys[rows], model_hashes)
         has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
         if has_other_key.any():
             first_row = rows[has_other_key][0]
@@ -222,12 +223,12 @@ def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.i
 
 
 def hashes_in(column: pa.Array) -> Keys:
-    """Return the keys or marks in a log's column. Raises TypeError for a null."""
+    """Return the keys or hashes of models in a log's column. Raises TypeError for a null."""
     return as_keys(b"".join(column.to_pylist()))
 
 
 def _as_column(keys: Keys) -> pa.Array:
-    """Return keys or marks as a log's column."""
+    """Return keys or hashes of models as a log's column."""
     buffer = pa.py_buffer(np.ascontiguousarray(keys, "<u8"))
     no_nulls = None
     return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [no_nulls, buffer])
@@ -252,13 +253,13 @@ def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
     for values, answer in zip(own_values, answers, strict=True):
         row = values[ROW]
-        mark = values[MODEL]
+        model_hash = values[MODEL]
         progress_text = values[UNDER_WAY]
         if progress_text is None:
-            yield Record(row, mark, answer, values[TOKENS])
+            yield Record(row, model_hash, answer, values[TOKENS])
         else:
             progress = Progress.from_json(json.loads(progress_text))
-            yield Record(row, mark, progress=progress)
+            yield Record(row, model_hash, progress=progress)
 
 
 def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:

@@ -3,7 +3,7 @@
 Each part has a file of keys. All its numbers are little-endian. The file has, in this order:
 - a digest of the run, the shard and all that follows
 - the number of models that answered, in 64 bits
-- the marks of these models (jobs.parquet.asks.row_keys)
+- hashes of these models (`model_mark` of jobs.parquet.asks.row_keys)
 - each row's whole key
 
 A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
@@ -64,16 +64,16 @@ _COUNT_BYTES = 8
 
 
 def write_keys(
-    storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str
+    storage: Storage, plan: Plan, shard: int, keys: Keys, model_hashes: Keys, execution_id: str
 ) -> None:
     """Write the file of a part's keys, unless the file exists.
 
-    keys: the rows' whole keys; zeros for a row without an answer. marks: for each row, the mark (a hash) of the model
-    that answered it.
+    keys: for each row, its whole key, a hash of what it asked and of the model that answered; zeros for a row without
+    an answer. model_hashes: for each row, a hash of the model that answered it.
     """
-    distinct_marks = np.unique(marks, axis=0)
-    packed_count = len(distinct_marks).to_bytes(_COUNT_BYTES, "little")
-    body = packed_count + distinct_marks.tobytes() + keys.tobytes()
+    distinct_hashes = np.unique(model_hashes, axis=0)
+    packed_count = len(distinct_hashes).to_bytes(_COUNT_BYTES, "little")
+    body = packed_count + distinct_hashes.tobytes() + keys.tobytes()
     content = _digest(plan.run, shard, body) + body
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
@@ -81,9 +81,9 @@ def write_keys(
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the whole keys of a part's rows, and the marks (hashes) of the models that answered. Raises PartDamaged.
+    """Return the keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
 
-    run: the run that wrote the keys.
+    A key is a hash of what a row asked and of the model that answered it. run: the run that wrote the keys.
     """
     path = os.path.join(plan.spec.output, keys_name(shard))
     num_rows = plan.shards[shard].rows
@@ -97,17 +97,18 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     digest = content[:_DIGEST_BYTES]
     body = content[_DIGEST_BYTES:]
     is_as_written = digest == _digest(run, shard, body)
-    # After the count come marks and keys, of SIZE bytes each.
-    has_whole_keys = len(body) % SIZE == _COUNT_BYTES
-    if not is_as_written or not has_whole_keys:
+    # After the count come the hashes of the models and the keys, of SIZE bytes each.
+    has_possible_length = len(body) % SIZE == _COUNT_BYTES
+    if not is_as_written or not has_possible_length:
         raise PartDamaged(path, "its digest does not fit its contents")
-    num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
-    marks_and_keys = as_keys(body[_COUNT_BYTES:])
-    if len(marks_and_keys) != num_marks + num_rows:
+    num_hashes = int.from_bytes(body[:_COUNT_BYTES], "little")
+    hashes_and_keys = as_keys(body[_COUNT_BYTES:])
+    if len(hashes_and_keys) != num_hashes + num_rows:
         raise PartDamaged(
-            path, f"it has the keys of {len(marks_and_keys) - num_marks} rows, expected {num_rows}"
+            path,
+            f"it has the keys of {len(hashes_and_keys) - num_hashes} rows, expected {num_rows}",
         )
-    return marks_and_keys[num_marks:], marks_and_keys[:num_marks]
+    return hashes_and_keys[num_hashes:], hashes_and_keys[:num_hashes]
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
@@ -133,10 +134,10 @@ class KnownKeys:
         self.all = keys
         self.num_known = int(np.count_nonzero(keys.any(axis=1)))
         self._second_halves = keys[:, 1]
-        #: The places of the known keys, ordered by the keys' first halves.
+        #: The indices of the keys in `all`, in the order of the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        #: How often each group of equal keys was found. The number is at the place of the group's first key.
+        #: How often each group of equal keys was found. The count is at the index of the group's first key.
         self._times_found = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
@@ -154,7 +155,7 @@ class KnownKeys:
         lows = np.searchsorted(self._first_halves, first_halves, "left")
         highs = np.searchsorted(self._first_halves, first_halves, "right")
         num_candidates = highs - lows
-        is_key = keys.any(axis=1)
+        is_key = keys.any(axis=1)  # a key of zeros belongs to a row that asks nothing
         found_places = np.full(len(keys), -1, np.int64)
 
         # Nearly all keys have one candidate or none. These keys are found without a loop.
@@ -238,10 +239,11 @@ Opened = tuple[pa.Schema, Batches]
 
 
 class OldRuns:
-    """The earlier runs that a submission names. Only the answers that they have now are seen.
+    """The earlier runs that a submission names. Answers that these runs get later are not seen.
 
     reused: what the new run takes from each run. plans: each run's plan. parts: the shards with answers, of all runs.
-    keys: an index of the rows of all parts, which are called old rows. marks: hashes of the models that answered.
+    keys: an index of the rows of all parts, which are called old rows. model_hashes: hashes of the models that
+    answered these rows.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -256,24 +258,25 @@ class OldRuns:
 
         num_rows = sum(part.num_rows for part in self.parts)
         keys = np.zeros((num_rows, 2), np.uint64)
-        mark_arrays = [NO_KEYS]  # one array even if there are no parts, so that they can be joined
+        # Arrays of hashes of the models that answered. `np.concatenate` needs at least one array.
+        hash_arrays = [NO_KEYS]
         for part in self.parts:
             storage.check_interrupted()
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    mark_arrays += self._read_journal(part, part_keys)
+                    hash_arrays += self._read_journal(part, part_keys)
                 else:
                     run = part.reused.run
-                    known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
+                    known_keys, known_hashes = read_keys(storage, part.plan, part.shard, run)
                     part_keys[:] = known_keys
-                    mark_arrays.append(known_marks)
+                    hash_arrays.append(known_hashes)
             except PartDamaged as error:
                 part.reused.pass_over_unreadable(error)
         self.keys = KnownKeys(keys)
-        distinct_marks = np.unique(np.concatenate(mark_arrays), axis=0)
-        self.marks = distinct_marks[:MAX_MODELS_OF_OLD_RUNS]
+        distinct_hashes = np.unique(np.concatenate(hash_arrays), axis=0)
+        self.model_hashes = distinct_hashes[:MAX_MODELS_OF_OLD_RUNS]
 
     def _add_run(self, output: str) -> None:
         """Add the run of a folder, and its shards that have answers. Raises CannotReuse."""
@@ -313,12 +316,13 @@ class OldRuns:
             first += part.num_rows
 
     def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the keys of a shard's answers from its logs. Returns the marks (hashes) of the models that answered.
+        """Read the keys of a shard's answers from its logs. Returns hashes of the models that answered.
 
-        keys: the whole key of each answered row is written into this array. A damaged log is passed over.
+        keys: the key of each answered row, which also covers the model, is written into this array. A damaged log is
+        passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
-        marks = []
+        model_hashes = []
         for path in part.journal:
             try:
                 with open_log(self._storage, path, columns) as (file, _):
@@ -326,11 +330,11 @@ class OldRuns:
                         is_good = np.asarray(batch.column("error").is_null())
                         good_rows = rows[is_good]
                         keys[good_rows] = answer_keys[is_good]
-                        marks_of_batch = hashes_in(batch.column(MODEL))
-                        marks.append(np.unique(marks_of_batch, axis=0))
+                        hashes_of_batch = hashes_in(batch.column(MODEL))
+                        model_hashes.append(np.unique(hashes_of_batch, axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over_unreadable(error)
-        return marks
+        return model_hashes
 
     def answers(
         self, places: Places, schema: pa.Schema
@@ -346,7 +350,7 @@ class OldRuns:
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
             if begin == end:
                 continue
-            wanted = places[begin:end] - part.first  # their row numbers within the shard
+            wanted = places[begin:end] - part.first  # the numbers of these rows within the shard
             is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
@@ -384,14 +388,15 @@ class OldRuns:
                 self._storage.check_interrupted()
                 # wanted[first:end]: the wanted rows that may be in this batch
                 first, end = _wanted_range(wanted, rows, part.num_rows)
-                indices_in_batch, indices = _indices_of(wanted[first:end], rows)
+                # For each wanted row that is in the batch: its index in the batch, and its index in wanted[first:end].
+                indices_in_batch, indices_in_range = _indices_of(wanted[first:end], rows)
                 wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
                     is_good &= _is_whole(wanted_rows.column(name))
                 values = wanted_rows.select(answer_schema.names).columns
                 answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
-                yield first + indices[is_good], answers.filter(pa.array(is_good))
+                yield first + indices_in_range[is_good], answers.filter(pa.array(is_good))
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
@@ -399,10 +404,11 @@ class OldRuns:
 
         A row may have answers of both models of a cascade, in two logs. `self.keys` has the key of only one answer.
         """
+        # The keys of the part's rows.
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def known_answers(file: TableReading) -> Batches:
-            """Yield the answers whose keys are those that `self.keys` has for their rows."""
+            """Yield the answers that `self.keys` knows: each answer's key must equal the key of its row."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_known = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_known], batch.filter(pa.array(is_known))
@@ -421,7 +427,10 @@ class OldRuns:
 def _answers_in_log(
     path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield the rows, whole keys and answers of a log, batch by batch. num_rows: how many rows the shard has."""
+    """Yield the rows, the whole keys (see row_keys.py) and the answers of a log, batch by batch.
+
+    num_rows: how many rows the shard has.
+    """
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
         yield rows_in(path, answers, num_rows), hashes_in(answers.column(KEY)), answers
@@ -462,7 +471,8 @@ def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
     order = np.argsort(rows, kind="stable")
-    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. No wanted row is higher than all rows.
+    # nearest[i]: the index in `rows` of wanted[i], or of the next higher row. There always is such a row, because no
+    # wanted row is higher than the highest of `rows`.
     nearest = order[np.searchsorted(rows, wanted, sorter=order)]
     found = np.flatnonzero(rows[nearest] == wanted)  # indices in `wanted`
     return nearest[found], found

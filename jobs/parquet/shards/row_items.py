@@ -38,7 +38,7 @@ def row_runner(
 
     def begin(row: Row, place: int) -> Item[Answer]:
         """Begin a row's item. place: the row's index in `rows`."""
-        let_go(row)  # the item holds all that it needs of the row
+        let_go(row)  # the item keeps what it needs, so the row's texts are no longer needed
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
@@ -70,7 +70,7 @@ def _entries(
     The entries are sorted by their rows. begin: returns the item of a row; its second argument is the row's index in
     `rows`. memo_keys: see row_runner.
     """
-    # The entries of rows whose equal rows get the same answer.
+    # The entries of the rows for which `is_greedy` holds. Equal rows of this kind get the same answer from one entry.
     shared_entries: dict[Row, Entry[Answer]] = {}
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):

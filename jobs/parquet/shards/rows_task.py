@@ -37,7 +37,7 @@ class RowsTask(ItemsTask):
 def check_model(plan: Plan, context: JobContext, is_second: bool = False) -> None:
     """Raise RunOfAnotherModel if the plan's model is not served here, or AdapterAwaited if only an adapter is missing.
 
-    A BatchWorker does not claim a shard that it cannot serve, but a worker of RQ's own claims any shard. Also, an
+    A BatchWorker does not claim a shard that it cannot serve, but one of RQ's stock workers claims any shard. Also, an
     adapter's files may change after the claim.
     """
     model = plan.model_of(is_second)

@@ -54,14 +54,14 @@ class Journalled:
 class ShardJournal:
     """The journal of one shard. An execution reads what earlier executions have written, then adds entries."""
 
-    def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: a hash of the model that this execution asks. Records of a cascade's other model are left out."""
+    def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, model_hash: bytes) -> None:
+        """model_hash: a hash of the model that this execution asks. Records of a cascade's other model are left out."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id
         self._prefix = f"_{shard:05d}."
         self._log = log
-        self._mark = mark
+        self._model_hash = model_hash
         #: The names of all logs that were read and written.
         self._names: set[str] = set()
         #: The name of this execution's last log of rows under way.
@@ -80,7 +80,7 @@ class ShardJournal:
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             for record in self._log.read_if_whole(self._storage, path):
-                if record.mark == self._mark:
+                if record.model_hash == self._model_hash:
                     journalled.add(record)
         return journalled
 
@@ -108,7 +108,10 @@ class ShardJournal:
             records = []
             for answered_row in answered:
                 record = Record(
-                    answered_row.place, self._mark, answered_row.answer, answered_row.num_tokens
+                    answered_row.place,
+                    self._model_hash,
+                    answered_row.answer,
+                    answered_row.num_tokens,
                 )
                 records.append(record)
             self._put(_ANSWERS, records)
@@ -116,7 +119,7 @@ class ShardJournal:
         if under_way:
             records = []
             for place, progress in under_way.items():
-                records.append(Record(place, self._mark, progress=progress))
+                records.append(Record(place, self._model_hash, progress=progress))
             earlier_name = self._progress_name
             self._progress_name = self._put(_PROGRESS, records)
             if earlier_name is not None:

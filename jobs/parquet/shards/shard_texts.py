@@ -66,7 +66,7 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        # A reader's limit is a multiple of this setting. This one is the setting itself.
+        # The limit of these texts is this setting. The limit of a RowReader is a multiple of the setting.
         setting = "TOKENMILL_MAX_SHARD_BYTES"
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
@@ -86,7 +86,7 @@ class ShardTexts:
         self._release(self._bytes)
 
     def _release(self, num_bytes: int) -> None:
-        """Stop counting some bytes, or all counted bytes if they are fewer."""
+        """Subtract a number of bytes from the counted bytes, but not more than are counted."""
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
         self._shard_bytes.let_go(num_bytes)

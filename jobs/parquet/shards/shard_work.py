@@ -54,7 +54,7 @@ class ShardWork(RowsTask):
     _num_escalated = 0
     #: How many rows cannot be asked, because no prompt could be made of them.
     _num_unasked = 0
-    #: The answers that earlier executions have left in the journal, and their generated tokens.
+    #: How many answers earlier executions have left in the journal, and how many tokens were generated for them.
     _rows_resumed = 0
     _tokens_resumed = 0
 
@@ -63,8 +63,8 @@ class ShardWork(RowsTask):
     ) -> None:
         """Read the rows. Raises RunError or NoRoomYet.
 
-        queue: the run's queue, if this job asks a cascade's second model, because such a job may be on another queue.
-        None for all other jobs.
+        queue: None unless this job asks a cascade's second model. Such a job may be on another queue than the run, so
+        it is told the run's queue.
         """
         self._context = context
         self._folder = folder
@@ -198,7 +198,8 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        # If an earlier execution has kept the answers, this one has no runner, and at most all rows are asked.
+        # If an earlier execution has kept the answers, this one has no runner, and does not know which margins are low.
+        # Then the number of all rows is returned.
         num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())
@@ -222,15 +223,15 @@ class ShardWork(RowsTask):
 
         The first model's answers with a low margin are not kept. An error has no margin, and is kept.
         """
-        first_mark = model_mark(self._folder.plan.model).tobytes()
+        first_model_hash = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
         for row, answer in enumerate(answers):
-            mark = self._marks[row].tobytes()
-            may_be_low = mark == first_mark and answer.error is None
-            is_low = may_be_low and answer.column("margin") < bound
+            model_hash = self._model_hashes[row].tobytes()
+            has_margin = model_hash == first_model_hash and answer.error is None
+            is_low = has_margin and answer.column("margin") < bound
             if not is_low:
-                records.append(Record(row, mark, answer))
+                records.append(Record(row, model_hash, answer))
         return records
 
     def _publish(self, runner: ItemRunner[Answer]) -> PartStats | None:
@@ -254,7 +255,7 @@ class ShardWork(RowsTask):
             tokens_resumed=self._tokens_resumed + runner.counts.resumed_tokens,
             rows_escalated=self._num_escalated,
         )
-        keys = whole_keys(self._log.keys, self._marks)
+        keys = whole_keys(self._log.keys, self._model_hashes)
         has_failed = [answer.error is not None for answer in answers]
         keys[has_failed] = 0  # a row without a key is never found by a later run
 
@@ -262,7 +263,9 @@ class ShardWork(RowsTask):
             """Write the part, then the keys. The part gets its name last."""
             self._write(sink, self._with_models(answers), stats)
             # Later runs find the rows by these keys, so the keys must be there before the part has its name.
-            write_keys(folder.storage, folder.plan, number, keys, self._marks, folder.execution_id)
+            write_keys(
+                folder.storage, folder.plan, number, keys, self._model_hashes, folder.execution_id
+            )
 
         try:
             is_first = folder.put_part(number, write)
@@ -293,15 +296,17 @@ class ShardWork(RowsTask):
         if second is None:
             return answers
         have_same_name = first.name == second.name
-        names_by_mark: dict[bytes, str] = {}
+        # The name of each model, by a hash of the model.
+        names_by_hash: dict[bytes, str] = {}
         for model in (first, second):
             # `str(model)` also shows the dtype and the fingerprint, which tell two models of one name apart.
             name = str(model) if have_same_name else model.name
-            names_by_mark[model_mark(model).tobytes()] = name
+            names_by_hash[model_mark(model).tobytes()] = name
         named_answers = []
-        for mark, answer in zip(self._marks, answers, strict=True):
+        for model_hash, answer in zip(self._model_hashes, answers, strict=True):
             if answer.error is None:
-                model_name = names_by_mark.get(mark.tobytes())  # None for a model of an earlier run
+                # The name is None if the answer comes from an earlier run that had another model.
+                model_name = names_by_hash.get(model_hash.tobytes())
                 answer = replace(answer, columns={**answer.columns, part.MODEL: model_name})
             named_answers.append(answer)
         return named_answers
@@ -328,19 +333,18 @@ class ShardWork(RowsTask):
         rows: list[Row | RowProblem | Answer] = [*texts.take_rows()]
 
         keys = row_keys(ask.key_of, rows)
-        # The mark of a model is a hash of its identity.
-        mark = model_mark(plan.model_of(self._is_second))
+        model_hash = model_mark(plan.model_of(self._is_second))
         embedding_size = part.embedding_size(plan.spec, context.model)
         fields = kind_of(plan.spec).fields(plan.spec, embedding_size)
         self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
-        self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
+        self._journal = ShardJournal(self._folder, self._number, self._log, model_hash.tobytes())
         journalled = self._journal.read()
-        #: For each row, the mark of the model that answers it, or has answered it already.
-        self._marks = np.repeat(mark, len(rows), axis=0)
+        #: For each row, a hash of the model that answers it, or has answered it already.
+        self._model_hashes = np.repeat(model_hash, len(rows), axis=0)
         for record in (*self._earlier_records(len(rows)), *journalled.answers.values()):
             assert record.answer is not None
             rows[record.row] = record.answer
-            self._marks[record.row] = as_keys(record.mark)
+            self._model_hashes[record.row] = as_keys(record.model_hash)
 
         first_row = plan.first_row(self._number)
         runner = row_runner(
@@ -349,7 +353,7 @@ class ShardWork(RowsTask):
             context.checks,
             lambda place: first_row + place,
             memo=context.answers,
-            memo_keys=whole_keys(keys, mark),
+            memo_keys=whole_keys(keys, model_hash),
             let_go=texts.let_go,
             is_over=self._is_over,
         )

@@ -99,7 +99,7 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows that are recorded, and make the runner that asks them as the run did.
 
-        keys: the whole keys that the run has recorded, by row. See _is_comparable.
+        keys: by row, the key that the run has recorded. It also covers the model; see _is_comparable.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
         check_model(plan, context)
@@ -153,7 +153,8 @@ class VerifyWork(RowsTask):
     ) -> bool:
         """Whether this model should give the recorded answer. Counts a row that another model has answered.
 
-        recorded_key: the row's whole key in the run; None if the run's model has answered the whole shard.
+        recorded_key: a hash of what the run asked for the row and of the model that answered, as the run recorded it.
+        None if the run's model has answered the whole shard.
         """
         if isinstance(row, RowProblem):
             return True  # the run has recorded an answer, so the problem is a difference
@@ -193,13 +194,13 @@ class VerifyWork(RowsTask):
 
 
 def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of a shard's rows, by row. The keys show which model has answered each row.
+    """Return the whole keys of a shard's rows, by row. A whole key also covers the model that answered the row.
 
     Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
     shards are left out, and so are rows without a key.
     """
-    keys, marks = read_keys(storage, plan, shard, plan.run)
-    if np.array_equal(marks, model_mark(plan.model)):
+    keys, model_hashes = read_keys(storage, plan, shard, plan.run)
+    if np.array_equal(model_hashes, model_mark(plan.model)):
         return {}
     first_row = plan.first_row(shard)
     keys_by_row = {}

@@ -293,7 +293,7 @@ def _from_json(name: str, text: Any) -> Any:
     if not isinstance(text, str):
         return text
     if len(text) > MAX_NESTED_VALUES:
-        # A value follows a comma, or begins a list or an object.
+        # Each value comes after a comma or after the sign that opens a list or an object, so these signs are counted.
         without_texts = _JSON_TEXT.sub("", text)
         count = sum(without_texts.count(sign) for sign in ",[{")
         if count > MAX_NESTED_VALUES:
@@ -331,7 +331,8 @@ def _num_bytes(column: pa.Array) -> int:
     """Return about how many bytes a column's values take in Python."""
     size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
-        # At worst, one entry of the dictionary has nearly all its bytes, and each row has this entry.
+        # In Python, each row has its own copy of an entry. At worst, one entry has nearly all bytes of the dictionary,
+        # and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)
 

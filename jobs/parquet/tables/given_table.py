@@ -62,7 +62,10 @@ def _arrow_table(source: Any) -> pa.Table:
 
 
 def _as_table(source: Any) -> pa.Table:
-    """Return a table as an Arrow table, of whatever types. Raises InvalidJob, or pyarrow's errors."""
+    """Return a table as an Arrow table, which may have types that Parquet lacks.
+
+    Raises InvalidJob, or pyarrow's errors.
+    """
     package = type(source).__module__.partition(".")[0]
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)

@@ -34,7 +34,7 @@ def write_groups(
     all_pieces = chain.from_iterable(map(pieces, batches))
     slices = ((piece.num_rows, piece.nbytes, piece) for piece in all_pieces)
     groups = grouped(slices)
-    # The first group shows the schema. The list is empty if there are no rows.
+    # The first group shows the schema. `first_groups` is empty if there are no rows.
     first_groups = list(islice(groups, 1))
     if schema is None:
         [(_, _, first_pieces)] = first_groups
@@ -106,7 +106,7 @@ class RowBuckets(ExitStack):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        #: How many places a bucket has.
+        #: How many places belong to one bucket. A place is the number by which a row is sorted.
         self._bucket_rows = max(BUCKET_ROWS, math.ceil(rows / MAX_BUCKETS))
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
@@ -116,7 +116,7 @@ class RowBuckets(ExitStack):
         self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
-        """Take rows. places: the place of each row."""
+        """Take rows. places: for each row, the number by which the rows are sorted."""
         schema = batch.schema.append(_PLACE)
         with_places = pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema)
         self._waiting.append(with_places)
@@ -126,7 +126,7 @@ class RowBuckets(ExitStack):
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows in the order of their places. May be called once."""
+        """Yield all rows, sorted by the places that `add` was given for them. May be called once."""
         self._flush()
         for bucket in sorted(self._streams):
             path, stream = self._streams[bucket]
@@ -156,7 +156,7 @@ class RowBuckets(ExitStack):
 
 
 def _in_order(table: pa.Table) -> Iterator[pa.Table]:
-    """Yield a bucket's rows in the order of their places, a few rows at a time."""
+    """Yield a bucket's rows sorted by their column _PLACE, a few rows at a time."""
     order_of_rows = np.argsort(table[_PLACE.name].to_numpy())
     ranks = np.argsort(order_of_rows)  # ranks[i]: the number of row i in the sorted table
     rows_in_batch_bytes = len(ranks) * BATCH_BYTES // max(1, table.nbytes)

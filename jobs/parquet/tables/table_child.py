@@ -91,7 +91,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         rows_to_skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        most_row_bytes = 1.0  # the average bytes of a row, in the row group with the largest rows
+        most_row_bytes = 1.0  # the highest average of the bytes of a row in any of these row groups
         for group in map(file.metadata.row_group, groups):
             row_bytes = group.total_byte_size / max(1, group.num_rows)
             most_row_bytes = max(most_row_bytes, row_bytes)

@@ -239,8 +239,9 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether this reader is before the shard's rows, and a new reader would not begin nearer to them."""
-        return shard.start - shard.skip <= self.next_row <= shard.start
+        """Whether this reader is not past the shard's first row, and is as near to it as a new reader, or nearer."""
+        start_of_new_reader = shard.start - shard.skip
+        return start_of_new_reader <= self.next_row <= shard.start
 
     def read(
         self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted

@@ -169,7 +169,7 @@ def plain(records: Sequence[Record], fields: Sequence[pa.Field]) -> list[Any]:
                 column = answer_column([answer.column(field.name)], field.type)
                 columns[field.name] = column.to_pylist()
         progress = None if record.progress is None else record.progress.to_json()
-        found.append((record.row, record.mark, record.num_tokens, columns, progress))
+        found.append((record.row, record.model_hash, record.num_tokens, columns, progress))
     return found
 
 

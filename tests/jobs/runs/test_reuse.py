@@ -255,7 +255,7 @@ def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others, storage = runs.output.parent / "others", Storage((str(old.parent),))
-    assert len(OldRuns(storage, [str(old)], plan_of(old)).marks) == 1
+    assert len(OldRuns(storage, [str(old)], plan_of(old)).model_hashes) == 1
     runs.score(output=others, answer=Asked(), rows_per_shard=3, sampling=GREEDY)
     first, second, _ = sorted((old / "_keys").iterdir())
     second.write_bytes(first.read_bytes())
@@ -266,7 +266,7 @@ def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_
         str(first),
         str(second),
     ]
-    assert len(found.marks) == 0
+    assert len(found.model_hashes) == 0
 
 
 def test_a_resume_may_repeat_or_omit_what_was_reused(runs: Runs, old: Path) -> None:
