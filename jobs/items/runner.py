@@ -22,10 +22,11 @@ PromptTokens = Mapping[int, Tokens]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what a runner has done. Each prompt or row of the job has a place.
+    """Counts what a runner has done.
 
-    done: places with an answer. open: places whose items are under way. resumed: places that an earlier execution had
-    begun. resumed_tokens: tokens that an earlier execution had generated.
+    done: the prompts or rows with an answer. open: the prompts or rows whose items are under way.
+    resumed: the prompts or rows that an earlier execution had begun.
+    resumed_tokens: the tokens that an earlier execution had generated.
     """
 
     done: int = 0
@@ -186,7 +187,7 @@ class ItemRunner(Generic[T]):
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
-        """Return the progress of the items under way, by their first places.
+        """Return the progress of each begun item, by the number of the first prompt or row that the item answers.
 
         tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
@@ -213,7 +214,7 @@ class ItemRunner(Generic[T]):
         return progress_of
 
     def answers(self) -> list[T]:
-        """Return the answers in the order of the places, once every request was delivered."""
+        """Return the answers in the order of the job's prompts or rows. Call this once all requests were delivered."""
         answers = [answer for answer in self._answers if answer is not None]
         assert len(answers) == self.num_places, "answers() before every request was delivered"
         return answers
@@ -312,7 +313,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
-        """Put an answer into an item's places, and into `answered`. The tokens count for the first place only."""
+        """Note the answer to each prompt or row of an item. The item's tokens count for the first of them only."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -320,15 +321,15 @@ class ItemRunner(Generic[T]):
             num_tokens = 0
 
     def _settle(self, entry: Entry[T], answer: T) -> None:
-        """Put the answer into the item's places. Drop the item if it was not begun."""
+        """Set the answer of each prompt or row of the item. Drop the item if it was not begun."""
         for place in entry.places:
             self._answers[place] = answer
         self.counts.done += len(entry.places)
         make = entry.make
         entry.make = None
         if make is not None:
-            # No answer of the item is needed. But `make` must be called, because this call ends the counting of the
-            # row's memory, see row_runner.
+            # Nothing of the item is needed. But `make` must be called, because the memory of the item's row is counted
+            # until then.
             make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:

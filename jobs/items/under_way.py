@@ -107,9 +107,9 @@ class ItemUnderWay(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """An item of a runner. It answers one place, or several places with equal prompts.
+    """An item of a runner. It answers one prompt or row, or several equal ones.
 
-    places: the places of its prompts or rows. The first place names the item in a journal.
+    places: the numbers of its prompts or rows within the job. The first number names the item in a journal.
     make: returns the item. It is called once, to begin or to drop the item, and is None afterwards.
     memo_key: names the answer in the memo; None if no other job may use the answer.
     item: the item once it is begun, until it has returned.
@@ -159,9 +159,10 @@ class Sent(NamedTuple, Generic[T]):
 
 
 class Answered(NamedTuple, Generic[T]):
-    """The answer of one place.
+    """The answer to one prompt or row.
 
-    num_tokens: how many tokens were generated for the answer; 0 for each further place with the same answer.
+    place: the number of the prompt or row within the job.
+    num_tokens: how many tokens were generated for the answer. If several prompts share an answer, all but one have 0.
     replies: the replies that the item was sent, if the runner keeps replies.
     """
 

@@ -160,7 +160,7 @@ class Intake:
         self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
-        # By request id: the lane of each request with decoded pictures that does not run yet.
+        # The requests whose pictures are being decoded or are decoded, and which do not run yet. Maps ids to lanes.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
@@ -389,7 +389,8 @@ def _size(request: Request) -> int:
 def _chars(value: object) -> int:
     """Count the characters and token ids in a value, at any depth.
 
-    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts OVERHEAD_CHARS more.
+    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts as OVERHEAD_CHARS characters and
+    its values.
     """
     size = 0
     uncounted = [value]

@@ -20,7 +20,7 @@ class WatchedEngine(Protocol):
 class WatchedIo(WatchedEngine, Protocol):
     """What Health needs of the I/O thread.
 
-    redis_ok_at: monotonic seconds when all its duties in Redis last succeeded; None if they never have.
+    redis_ok_at: monotonic seconds when all of the thread's duties in Redis last succeeded; None if they never have.
     """
 
     redis_ok_at: float | None
@@ -31,7 +31,7 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def warning(self) -> str:
-        """What is wrong while the worker still claims jobs; empty if nothing is wrong."""
+        """A problem that does not keep the worker from claiming jobs; empty if there is none."""
 
 
 class Health:

@@ -84,8 +84,8 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 class PlacedJob(NamedTuple):
     """A job with its place in the order. The job with the smallest end comes first.
 
-    end: the virtual time at which the job is done if each run gets its share. Virtual time counts the rows that a run
-    with priority 1 has had. number: the job's earlier position in the queue, which decides between equal ends.
+    end: the virtual time at which the job is done if each run gets its share. Virtual time is counted in rows: it is
+    the number of rows done so far for a run with priority 1. number: the job's earlier position in the queue, which decides between equal ends.
     """
 
     end: float
@@ -105,11 +105,11 @@ class _Streams:
     ) -> None:
         self._urgent = urgent
         self._urgent_weight = urgent_weight
-        # By stream: the end of the last job that was placed.
+        # For each stream, the virtual time at which its last placed job ends.
         self._ends: defaultdict[str, float] = defaultdict(float)
-        # A run whose first job has waited begins earlier than the others.
-        for run, virtual_time in waited.items():
-            self._ends[f"run {run}"] = -virtual_time
+        # A run whose first job has waited begins earlier than the others, by the virtual time of the wait.
+        for run, virtual_wait in waited.items():
+            self._ends[f"run {run}"] = -virtual_wait
 
     def place(self, job: WaitingJob, not_before: float) -> float:
         """Place a job behind the earlier jobs of its stream. Returns the job's end, which is `not_before` or later."""

@@ -175,8 +175,8 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # A claim that was sent twice may still reach Redis a second time. Redis must remember what such a claim has
-        # taken, so only the other claims are reported as answered.
+        # The next call reports these tokens, and Redis forgets what their claims have taken. A claim that was sent
+        # twice is not reported, because it may still reach Redis a second time.
         self._answered_tokens = tokens_sent_once
         *_, latest_epoch = replies[-1]
         self._epoch = latest_epoch.decode()
@@ -367,8 +367,8 @@ class JobStore:
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ReleasedJob]:
         """Put jobs back at the heads of their queues. Returns what became of each.
 
-        A job with which too many workers died, or whose end is written already, is not put back. Instead this worker
-        holds the job, to end it.
+        Two kinds of jobs are not put back: a job with which `max_deaths` workers have died, and a job whose end is
+        already written. This worker then holds such a job, and has to end it.
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         # Each job is pushed to the head of its queue, so the last job is pushed first.

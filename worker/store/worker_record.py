@@ -221,14 +221,15 @@ class WorkerRecord:
         self._has_written = False
 
     def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        """Return the number of jobs by queue and status, and the number of workers that lately served each queue."""
+        """Return the number of jobs by queue and status, and the number of workers that serve each queue."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # The claimed jobs that have begun: their scores lie years ahead.
+                # A claimed job that has begun has a score FAR_S ahead of the time at which it was set. No other job
+                # has such a score.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())  # read below in the order of the commands above

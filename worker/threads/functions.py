@@ -26,7 +26,7 @@ class FunctionPool:
     ) -> None:
         self._name = name
         self._clock = clock
-        # The waiting calls, by their order and their number. None ends a thread.
+        # The waiting calls, each with its order and its number. A None in place of a call ends a thread.
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
@@ -155,6 +155,6 @@ class FunctionPool:
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads after all calls that were submitted so far. Waits at most `timeout_s` seconds for that."""
+        """Let the threads run all submitted calls, then end them. Wait at most `timeout_s` seconds for their end."""
         self.end()
         self.join(timeout_s)

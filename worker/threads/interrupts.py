@@ -114,9 +114,10 @@ class Call:
         self._alive_at = self._clock()
 
     def check_while_waiting_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
+        """Raise the call's interrupt, if there is one. Otherwise, take over the last sign of life of `holder`.
 
-        A waiting call repeats this. holder: the call for which it waits; None if that call is not known.
+        A call that waits for another call does this again and again. As long as the other call is alive, the waiting
+        call counts as alive too. holder: the other call; None if it is not known.
         """
         if self.error is not None:
             raise self.error

@@ -80,14 +80,14 @@ class RowAsk(Ask[Answer]):
 
     source: makes the rows.
     keys: makes the rows' keys.
-    before: the request that is sent before all rows are asked, if any.
+    opening_request: the request that is sent before the rows are asked; None if the run has no such request.
     adapters: the adapters that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
     source: RowSource
     keys: RowKeys
-    before: Request | None = None
+    opening_request: Request | None = None
     now: float | None = None
     adapters: Adapters = PlannedAdapters()
 
@@ -99,7 +99,10 @@ class RowAsk(Ask[Answer]):
     @staticmethod
     @abc.abstractmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns that a run adds, without its prefix. embedding_size: how many numbers an embedding has."""
+        """Return the columns that a run adds. Their names do not have the run's prefix yet.
+
+        embedding_size: how many numbers an embedding has.
+        """
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:

@@ -86,7 +86,7 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
         self._control_tokens = () if allows_control_tokens else control_tokens
-        #: The way in which several requests lead to an answer, such as tool calls; None if one request does.
+        #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_has_checks
@@ -134,7 +134,7 @@ class Generate(RowAsk):
         """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
         check_values = json.loads(row.values) if row.values else None  # for a check function
-        if self._way is not None:
+        if self._way is not None:  # the row's answer takes several requests, such as tool calls
             item = self._way.item(request)
         else:
             item = generated(request, self._repairs, check_values, self._control_tokens)

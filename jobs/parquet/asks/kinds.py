@@ -37,7 +37,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask.now = plan.planned_at if may_write_time else None
     ask.keys = RowKeys(
         spec,
-        ask.before,
+        ask.opening_request,
         check=spec.functions_version(context.checks),
         max_model_len=plan.model.max_model_len,
         seed=plan.given_seed,
