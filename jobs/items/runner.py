@@ -44,7 +44,7 @@ class ItemRunner(Generic[T]):
     requests of an item come before items that are not begun. An item that another job of the process is computing comes
     last. If that job has no answer by then, this runner computes the item as well, so that no job waits for another.
 
-    answers: for each place, the answer that is known already, or None. memo: holds the answers of other jobs.
+    answers: for each prompt or row, the answer that is already known, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` also holds the replies that each item was sent, for a journal that holds replies
     in place of answers. expired: returns None before the deadline, and afterwards the answer of items that were not
     begun. answered: the answers that this runner has found, in the order in which it found them.
@@ -74,7 +74,7 @@ class ItemRunner(Generic[T]):
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._to_send: deque[tuple[Sent[T], Request]] = deque()
-        # Items under way, by their first place.
+        # Items under way, by the number of the first prompt or row that the item answers.
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
         # Items that are not begun.
@@ -114,7 +114,7 @@ class ItemRunner(Generic[T]):
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests; see OpenTask."""
-        postponed: deque[Entry[T]] = deque()  # items that other jobs compute too
+        postponed: deque[Entry[T]] = deque()  # items that other jobs are computing
         while True:
             if self._to_send:
                 sent, request = self._to_send.popleft()
@@ -167,7 +167,8 @@ class ItemRunner(Generic[T]):
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
         """Go on with items that another execution has begun. Must be called before `requests`. Raises JobsError.
 
-        progress_of: how far the other execution has come with each of these items, by the item's first place.
+        progress_of: how far the other execution has come with each of these items, by the number of the first prompt or
+        row that the item answers.
         """
         already_begun = []
         not_begun: deque[Entry[T]] = deque()

@@ -85,7 +85,8 @@ class PlacedJob(NamedTuple):
     """A job with its place in the order. The job with the smallest end comes first.
 
     end: the virtual time at which the job is done if each run gets its share. Virtual time is counted in rows: it is
-    the number of rows done so far for a run with priority 1. number: the job's earlier position in the queue, which decides between equal ends.
+    the number of rows done so far for a run with priority 1.
+    number: the job's earlier position in the queue, which decides between equal ends.
     """
 
     end: float
@@ -117,7 +118,7 @@ class _Streams:
         weight: float = job.priority
         if job.run in self._urgent:
             stream = "urgent"
-            weight = self._urgent_weight or 1  # 0 if no other run waits
+            weight = self._urgent_weight or 1  # `_urgent_weight` is 0 if no other run waits
         self._ends[stream] = max(not_before, self._ends[stream] + job.rows / weight)
         return self._ends[stream]
 
@@ -161,8 +162,8 @@ def fair_order(
 def _by_urgency(jobs: Sequence[WaitingJob], urgent: Sequence[str]) -> list[WaitingJob]:
     """Return the jobs, with the jobs of urgent runs in the order of `urgent`.
 
-    This order counts because the urgent runs are one stream. Each other run is a stream of its own, so its jobs may
-    stand anywhere among the jobs of urgent runs.
+    `fair_order` places the jobs of all urgent runs as one stream, so their order counts. Each other run is a stream of
+    its own. Its jobs keep their order, but may stand anywhere among the jobs of other runs.
     """
     positions = {run: position for position, run in enumerate(urgent)}
     return sorted(jobs, key=lambda job: positions.get(job.run, 0))

@@ -143,10 +143,10 @@ class FunctionPool:
         return threads_and_lines
 
     def end(self) -> None:
-        """Let the threads end after all calls that were submitted so far."""
-        last = float("inf")  # an order after that of every call
+        """Let the threads end once they have run all calls that were submitted so far."""
+        after_all_calls = float("inf")
         for _ in list(self._threads):
-            self._calls.put((last, next(self._numbers), None))
+            self._calls.put((after_all_calls, next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
         """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""

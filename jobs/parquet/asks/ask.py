@@ -171,7 +171,7 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
     return prompt
 
 
-def no_answer(completion: Completion, n: int = 1) -> Answer:
+def answer_of_failed_request(completion: Completion, n: int = 1) -> Answer:
     """Return the answer of a row whose request failed. n: how many completions the row should have."""
     reason = completion.error or NO_REASON
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)

@@ -71,7 +71,7 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        deciding_row = Row(json.dumps(line), values=version)  # all fields of a row are hashed
+        deciding_row = Row(json.dumps(line), values=version)  # a key covers all fields
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:

@@ -16,7 +16,7 @@ from jobs.items.item import Item, Samples
 from jobs.parquet.asks.ask import (
     OUTPUT_FIELDS,
     RowAsk,
-    no_answer,
+    answer_of_failed_request,
     output_fields,
     prompt_of,
     row_seed,
@@ -176,7 +176,7 @@ class Generate(RowAsk):
         """Return a row's answer. If the row has several samples, a field with a value for each sample is a tuple."""
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
-            failed = no_answer(failed_sample, self._n)
+            failed = answer_of_failed_request(failed_sample, self._n)
             return replace(failed, attempts=1)  # a request that failed is not asked again
         samples = prompt_answer.samples
         first = prompt_answer.first

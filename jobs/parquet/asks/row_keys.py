@@ -126,7 +126,10 @@ class RowKeys:
         self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
-        """Return a row's key, which does not cover the model. The prompt holds a hash of each of the row's pictures."""
+        """Return a row's key, which does not cover the model.
+
+        The key covers the row's pictures, because the prompt's text holds a hash of each picture.
+        """
         texts = [row.prompt, row.sampling, row.values]
         if self._pinned:
             texts += self._adapters_of(row)

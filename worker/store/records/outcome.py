@@ -92,8 +92,8 @@ class Outcome:
     def with_policy_of(self, job: Job | None) -> Outcome:
         """Return the outcome with the policy that user code has left in its copy of the job.
 
-        job: the copy; None if there is none. Raises an error of any class if the copy holds a value with which no end
-        can be written, such as a text for `result_ttl`.
+        job: the copy; None if there is none.
+        Raises an error of any class if the policy cannot be used, for example if `result_ttl` is a text.
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when the job was read

@@ -124,7 +124,10 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """End the time limit, and let the rest of the call run. RQ swallows an error that the limit raises here."""
+        """End the time limit, and let the rest of the call run.
+
+        If the limit still raises its error in here, RQ swallows the error.
+        """
         try:
             with self._lock:
                 self._is_over = True
