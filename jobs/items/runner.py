@@ -329,8 +329,8 @@ class ItemRunner(Generic[T]):
         make = entry.make
         entry.make = None
         if make is not None:
-            # Nothing of the item is needed. But `make` must be called, because the memory of the item's row is counted
-            # until then.
+            # The item is not run, but `make` must be called all the same: until this call, the memory of the item's row
+            # counts as used.
             make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:

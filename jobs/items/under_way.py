@@ -131,7 +131,7 @@ class Entry(Generic[T]):
 
     @property
     def first_place(self) -> int:
-        """The number of the item's first prompt or row, which names the item in a journal. The opening item has none."""
+        """The number of the item's first prompt or row. It names the item in a journal. The opening item has none."""
         return self.places[0]
 
     @property

@@ -1,4 +1,4 @@
-"""JobStore: one worker claims, holds and ends the jobs of some queues in Redis."""
+"""JobStore, with which a worker claims, holds and ends the jobs of its queues in Redis."""
 
 import json
 import logging
@@ -121,7 +121,7 @@ class JobStore:
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
-        # The epoch that claim.lua returned last. If Redis has lost recent writes, the next claim finds out by this text.
+        # The epoch that claim.lua returned last. By this text, the next claim finds out if Redis has lost recent writes.
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()

@@ -1,4 +1,4 @@
-"""OrderMemory: what is remembered from one ordering of a queue to the next, such as how fast its runs go."""
+"""OrderMemory: what is remembered from one ordering of a queue to the next, such as the speed of the queue's runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

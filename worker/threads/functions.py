@@ -146,7 +146,7 @@ class FunctionPool:
         """Let the threads end once they have run all calls that were submitted so far."""
         after_all_calls = float("inf")
         for _ in list(self._threads):
-            self._calls.put((after_all_calls, next(self._numbers), None))
+            self._calls.put((after_all_calls, next(self._numbers), None))  # None ends a thread
 
     def join(self, timeout_s: float) -> None:
         """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""

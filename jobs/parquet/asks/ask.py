@@ -1,4 +1,4 @@
-"""Defines RowAsk, the base class for each kind of ask, and functions that its subclasses share."""
+"""Defines RowAsk, which says what a run asks of each row, and functions that its subclasses share."""
 
 import abc
 import json

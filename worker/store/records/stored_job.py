@@ -138,7 +138,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
-    """Return the class of the error that is raised in a job that is over its timeout."""
+    """Return the class of the error that is raised in a job that exceeds its timeout."""
     return as_class(
         JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)")
     )
