@@ -344,7 +344,7 @@ class Intake:
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
-        return [_refusal(request_id, error)]
+        return [_refused_completion(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
         """Return the requests that this worker could not prepare for lack of memory, descriptors or disk.
@@ -363,7 +363,7 @@ def _without(
     return deque(waiting for waiting in queue if waiting not in dropped)
 
 
-def _refusal(request_id: str, error: BaseException) -> Completion:
+def _refused_completion(request_id: str, error: BaseException) -> Completion:
     """Return the completion of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)

@@ -141,7 +141,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
-        """Count a job that has ended. rows_done: the rows of its file that were answered here."""
+        """Count a job that has ended. rows_done: the rows of its file that this worker has answered."""
         if job.outcome == "finished":
             self.num_finished += 1
             self.rows_done += rows_done

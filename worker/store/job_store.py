@@ -121,7 +121,7 @@ class JobStore:
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
-        # The epoch that claim.lua returned last. By this text, the next claim finds out if Redis has lost recent writes.
+        # The epoch that claim.lua returned last. The next claim sends it, to find out if Redis has lost recent writes.
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()

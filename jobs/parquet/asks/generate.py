@@ -122,7 +122,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Return True: preview and dry run ask some rows."""
+        """Return True: a preview or dry run may ask some of the run's rows."""
         return True
 
     def is_greedy(self, row: Row) -> bool:

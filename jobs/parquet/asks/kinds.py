@@ -32,7 +32,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
     ask.adapters = PlannedAdapters(plan.model.adapters)
-    # An empty tuple says that the model's template writes no time. None says that its formats are unknown.
+    # An empty tuple says that the model's template writes no time. None says that nobody knows whether it does.
     may_write_time = context.model.clock_formats != ()
     ask.now = plan.planned_at if may_write_time else None
     ask.keys = RowKeys(

@@ -35,7 +35,8 @@ class Scores(RowAsk):
     """Asks each row once, to score it. Nothing is generated.
 
     chat: the options of rows that are chats; None for other rows.
-    prior: a row without content. The run asks it before its rows, to calibrate their scores. None if it does not.
+    prior: a row without content. It is asked before the run's rows, to calibrate their scores. None for a run that
+    does not calibrate.
     """
 
     def __init__(
