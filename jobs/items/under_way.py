@@ -115,8 +115,9 @@ class Entry(Generic[T]):
     item: the item once it is begun, until it has returned.
     num_awaited: how many requests of the present step are not delivered yet.
     resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
-    replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
-    Progress. num_tokens: the tokens that were generated for the item, by any execution.
+    replies: what was delivered for the steps that are over.
+    received: what was delivered for the present step; see Progress.
+    num_tokens: the tokens that were generated for the item, by any execution.
     """
 
     places: list[int]

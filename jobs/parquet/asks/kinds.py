@@ -1,4 +1,4 @@
-"""Chooses the kind of ask by a run's arguments."""
+"""Chooses the class that asks a run's rows, by the run's arguments."""
 
 from jobs.context import JobContext
 from jobs.context.adapters import PlannedAdapters

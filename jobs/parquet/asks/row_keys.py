@@ -258,8 +258,9 @@ def model_mark(model: PinnedModel) -> Keys:
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
-    """Join the keys of rows with the marks of the models that answer them. Rows with equal joined keys have equal answers.
+    """Join the keys of rows with the marks of the models that answer the rows.
 
+    Rows whose joined keys are equal have equal answers.
     keys: the rows' keys without a model. marks: one model's mark for all rows, or one mark for each row. A row that
     asks nothing has a key of zeros, which stays as it is.
     """
