@@ -118,7 +118,7 @@ class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
     A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is larger by URGENT_TURNS ** lane than that of the request before it. This is start-time fair
+    request's order is larger by URGENT_TURNS ** lane than the order of the request before it. This is start-time fair
     queueing (Goyal et al. 1996).
     """
 

@@ -83,7 +83,7 @@ class OrderMemory:
         return (last.rows - first.rows) / (last.at - first.at)
 
     def note_finished_rows(self, rows_of: dict[str, int], now: float) -> None:
-        """Add a sample. rows_of: the finished rows of each run. now: Unix seconds."""
+        """Add a sample of how many rows are finished. rows_of: the finished rows of each run. now: Unix seconds."""
         # If no run has waited for some time, the earlier samples say nothing about the present rate.
         if self.samples and now - self.samples[-1].at > _RESTED_S:
             self.samples.clear()
