@@ -43,7 +43,7 @@ class ItemUnderWay(Generic[T]):
 
         Raises the errors of the item.
         """
-        step = self._next(None)
+        step = self._next(None)  # starts the generator
         for reply in replies:
             if step is None:
                 return

@@ -105,7 +105,7 @@ class EngineLoop:
             if self._followed:
                 self._report_texts(finished)
         else:
-            self._report_step([], [], began_at)
+            self._report_step(finished=[], started=[], began_at=began_at)
         return True
 
     def _take_orders(self) -> bool:
@@ -156,8 +156,8 @@ class EngineLoop:
             return
         texts = self._engine.texts_so_far(self._followed)
         # A request with several samples is followed until its last sample ends. Until then it has a growing text.
-        all_samples_ended = self._newly_ended - texts.keys()
-        self._followed -= all_samples_ended
+        ended_ids = self._newly_ended - texts.keys()
+        self._followed -= ended_ids
         self._newly_ended.clear()
         if texts:
             self._report(Texts(texts))

@@ -88,7 +88,7 @@ class _WaitingRequest:
             prompt, params = prepared_request(self.engine, self.request)
             self.prepared = prompt, params
             self.grammar = self.engine.prepare_grammar(params)
-        except BaseException as error:  # noqa: BLE001  # the engine's thread decides by its type
+        except BaseException as error:  # noqa: BLE001  # the engine's thread looks at the error's type
             self.error = error.with_traceback(None)  # a traceback would keep this request in memory
         self.awaits_thread = False
 

@@ -249,7 +249,7 @@ class _WorkerCollector(Collector):
             stats.get("adapter_steps", 0),
         )
 
-        # The element at i counts steps with at most 2**i sequences but more than 2**(i - 1). The last one counts all
+        # Element i counts the steps with at most 2**i sequences but more than 2**(i - 1). The last element counts all
         # larger steps.
         num_steps_by_size = stats.get("batch_sizes", ())
         if num_steps_by_size:

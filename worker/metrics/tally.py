@@ -107,7 +107,7 @@ class Tally:
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
-    ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
+    ended, ended_badly, waited_ms, ran_ms: totals by queue; see Point.
     num_answers: how many answers the I/O thread has got from Redis.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
     A pool's thread sets them.

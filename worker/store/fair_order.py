@@ -68,7 +68,7 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
     open_deadlines.sort()  # by deadline, then by the run's id, which is unique
 
     total_priority = sum(run.priority for run in runs)
-    rows_before = 0.0  # of the urgent runs so far
+    rows_before = 0.0  # rows left in the urgent runs so far
     urgent = []
     for deadline, run_id, run in open_deadlines:
         seconds_left = deadline - now

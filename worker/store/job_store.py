@@ -179,7 +179,7 @@ class JobStore:
         # The next call reports these tokens, and Redis forgets what their claims have taken. A claim that was sent
         # twice is not reported, because it may still reach Redis a second time.
         self._answered_tokens = tokens_sent_once
-        *_, latest_epoch = replies[-1]
+        *_, latest_epoch = replies[-1]  # each reply ends with an epoch
         self._epoch = latest_epoch.decode()
         return [
             self._claim_of(request.queue, reply)

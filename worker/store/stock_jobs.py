@@ -68,7 +68,7 @@ class StockJobs:
         Returns the reason why each job fails, by its job id and execution id.
         """
         members: Any = self._client.zrangebyscore(
-            QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS
+            QueueKeys(queue).started, min=0, max=self._clock(), start=0, num=_MAX_JOBS
         )
         reasons = {}
         for member in members:

@@ -101,7 +101,7 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
     something in the last SILENT_S seconds and another process has its process id. In a restarted container, this
-    process itself may have the killed worker's id. Raises RedisError.
+    process itself may have the killed worker's process id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")

@@ -89,8 +89,8 @@ class FunctionPool:
         """
         for thread, call in list(self._running.items()):
             with self._lock:
-                is_slow = thread not in self._relieved and call.running_s > slow_s
-                if not is_slow or len(self._threads) >= max_threads:
+                needs_relief = call.running_s > slow_s and thread not in self._relieved
+                if not needs_relief or len(self._threads) >= max_threads:
                     continue
                 self._relieved.add(thread)
             self._add_thread()

@@ -189,7 +189,7 @@ class Call:
                 # it never hits what the thread does next. Without an earlier error, `_raise_in` must not be called: in
                 # CPython 3.11 that would stop profilers, debuggers and coverage in all threads after one more call.
                 if self._has_raised:
-                    _raise_in(threading.get_ident(), None)
+                    _raise_in(threading.get_ident(), error=None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
         """Call `load`, which imports a module, and return its value. Interrupts wait for the end of the import."""

@@ -84,8 +84,9 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
-        self._control_tokens = () if allows_control_tokens else control_tokens
+        # If control tokens are not split into plain text, the prompt allows them.
+        splits_tokens = chat.get(SPLIT_TOKENS, True)
+        self._control_tokens = control_tokens if splits_tokens else ()
         #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks

@@ -340,7 +340,8 @@ def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
             "the payload is not JSON: enqueue with the JSON serializer (rq enqueue -S json, or "
             'Queue(..., serializer="json")); other payloads are never loaded'
         ) from error
-    if not (isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)):
+    is_call = isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)
+    if not is_call:
         raise BadPayload(
             "the payload is JSON, but not [function name, null, [arguments], {keywords}]"
         )

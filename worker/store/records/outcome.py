@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a job that failed or was stopped is not retried."""
+        """Whether a failed or stopped job has ended for good, because it is not retried."""
         return not (self.may_retry and self.policy.has_retries)
 
     @property

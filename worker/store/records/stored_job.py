@@ -41,7 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
-            # Call RQ's own property.
+            # RQ or user code has set the data since, so RQ's own property returns it.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack_payload(self._packed, self.max_bytes)
 
@@ -104,7 +104,8 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
 class ThreadDeathPenalty(TimerDeathPenalty):
     """RQ's time limit for callbacks, made safe for the threads of a pool.
 
-    RQ's own class keeps the error's message in a class that all threads share. Its timer may interrupt a later call.
+    RQ's own class has two faults in a pool: it keeps the error's message in a class that all threads share, and its
+    timer may interrupt a later call.
     """
 
     def __init__(
