@@ -32,7 +32,8 @@ MAX_MEDIUM_CHARS = 65_536
 wait for them."""
 
 MAX_TURN_CHARS = 65_536
-"""The most characters of short prompts that one turn tokenizes, about 50 ms of work. One engine step reads fewer."""
+"""The most characters of short prompts that one turn tokenizes, about 50 ms of work. One step of the engine reads fewer
+characters."""
 
 OVERHEAD_CHARS = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""

@@ -45,7 +45,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Called once its model is loaded.
+        """Show a worker's numbers from now on. Called when the worker's model is loaded.
 
         facts: the values of the worker's Redis key.
         """

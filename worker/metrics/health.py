@@ -43,7 +43,7 @@ class Health:
         self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops from now on. Called once the model is loaded."""
+        """Watch these two loops from now on. Called when the model is loaded."""
         self._engine = engine
         self._io = io
 

@@ -37,7 +37,7 @@ class EndedJob:
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
     rows, row_errors: the counts of a finished shard.
-    rows_unasked: the row errors for which the engine got no request; None if not known.
+    rows_unasked: how many of the row errors came without a request to the engine; None if not known.
     """
 
     queue: str

@@ -87,7 +87,7 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call now, or once the call begins or checks for interrupts.
+        """Raise `error` in the call now, or as soon as the call begins or checks for interrupts.
 
         Any thread may call this. After the call's end it does nothing.
         """
@@ -231,7 +231,7 @@ def _code_line(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Call `load` once no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
+    """Call `load` as soon as no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
 
     If the imports of two threads waited for each other, Python would give one of them a half-imported module.
     """

@@ -149,7 +149,7 @@ class RowAsk(Ask[Answer]):
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})
 
-    def is_greedy(self, row: Row) -> bool:
+    def is_deterministic(self, row: Row) -> bool:
         """Return whether equal rows have equal answers."""
         return True
 

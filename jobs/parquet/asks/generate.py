@@ -126,7 +126,7 @@ class Generate(RowAsk):
         """Return True: a preview or dry run may ask some of the run's rows."""
         return True
 
-    def is_greedy(self, row: Row) -> bool:
+    def is_deterministic(self, row: Row) -> bool:
         """Return whether nothing is drawn at random for a row."""
         run_temperature = self._sampling.get("temperature")
         return row.own_sampling.get("temperature", run_temperature) == 0

@@ -257,7 +257,7 @@ _NEVER_EMPTY = {
     b"enqueue_at_front",
     *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
 }
-"""The fields that RQ parses even if they are empty, which fails. RQ skips other empty fields."""
+"""RQ parses these fields even if they are empty, and fails then. RQ skips other empty fields."""
 
 _POLICY_FIELDS = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _STREAM = STREAM_FIELD.encode()

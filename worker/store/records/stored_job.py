@@ -1,4 +1,4 @@
-"""StoredJob: a held job as RQ's `Job`, for the user's code. Also the time limits of the user's code."""
+"""StoredJob, which shows user code a held job as RQ's `Job`; and the time limits of user code."""
 
 import threading
 from contextlib import suppress
