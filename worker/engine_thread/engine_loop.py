@@ -114,7 +114,7 @@ class EngineLoop:
         If there is nothing else to do, wait for an order.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
-        # Wait for the first order only. Then take the orders that are in the queue already, until Empty.
+        # Wait for the first order only. Then take the orders that are in the queue already, without waiting.
         may_wait = self._is_stopped or not has_work
         while True:
             try:

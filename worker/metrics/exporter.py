@@ -218,7 +218,7 @@ class _WorkerCollector(Collector):
         )
 
     def _token_metrics(self) -> Iterator[_Metric]:
-        """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
+        """Yield the metrics of tokens. The prefix cache is asked for every token of a prompt."""
         point = self._counts.statistics.point
         counters = (
             ("prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),

@@ -132,8 +132,8 @@ def fair_order(
     """Return a queue's jobs in the order in which they are to be claimed.
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
-    urgent: the runs that come first, in their order. When these runs or priorities have changed, the caller passes all
-    jobs as new.
+    urgent: the runs that come first, in their order. When the urgent runs or the priorities have changed, the caller
+    passes all jobs as new.
     waited: for each run, the virtual time for which its first job has waited. This time brings the run's jobs forward.
     Without it, small jobs that come again and again would pass a large one for ever.
     """
@@ -146,6 +146,7 @@ def fair_order(
     urgent_weight = priority_of_others * URGENT_SHARE / (1 - URGENT_SHARE)
     streams = _Streams(urgent, urgent_weight, waited or {})
 
+    # Jobs that were in order keep their order, so no such job ends before the job ahead of it.
     latest_end = 0.0
     placed = []
     for number, job in enumerate(in_order):

@@ -64,8 +64,8 @@ class ReleasedJob:
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
     claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
-    worker_name: the worker on which the job had begun; "" if it had not begun. Only for messages, because anybody may
-    write this name.
+    worker_name: the worker on which the job had begun; "" if it had not begun. It serves only for messages, because
+    anybody may write this name.
     """
 
     queue_name: str

@@ -247,7 +247,7 @@ class WorkerRecord:
     def show(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
-        """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour.
+        """Write the heartbeat, the state, one running job, and the statistics. Redis keeps the statistics for an hour.
 
         A full Redis refuses these writes. But it lets the worker prolong the time to live of what is written already,
         so that the worker does not count as silent.

@@ -114,7 +114,7 @@ class FunctionPool:
         If the call is given up, `done` is called by the thread that gives it up.
         is_interruptible: whether an interrupt is raised within the call; False for our own code, which checks for
         interrupts itself.
-        discard: called in the thread with the late value of a call that was given up.
+        discard: called in the thread with the value of a call that was given up but has returned after all.
         order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
         call = Call(function, done, is_interruptible, self._clock, discard)

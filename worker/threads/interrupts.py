@@ -49,7 +49,7 @@ class Call:
     import's end, because otherwise other threads would get a half-imported module.
     is_interruptible: False for our own code, which an error at any bytecode could leave half done. That code calls
     `check_interrupted` instead.
-    discard: called with the late value of a call that was given up.
+    discard: called with the value if the call was given up but has returned after all.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ _LIGHT_BYTES = 1 << 11
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: how many bytes the hash's values have, with the payload packed. After `without_payload`, only the fields
-    that remain count.
+    hash_bytes: how many bytes the hash's values have, with the payload packed. After `without_payload`, only the
+    remaining fields are counted.
     timeout_s: the job's timeout; None if the job has none of its own.
     """
 

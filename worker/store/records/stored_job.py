@@ -88,7 +88,7 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    # Set without RQ's check, because a job with an id that RQ's client would refuse must be ended too.
+    # RQ's check of the id is left out. A job must be ended even if RQ's client would refuse its id.
     job._id = claimed.job_id
     with suppress(Exception):  # the error was noted as the job's damage when the record was read
         job.restore(record.fields)
