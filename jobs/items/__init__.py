@@ -1,1 +1,1 @@
-"""Items: what is asked of one prompt, row or batch line, and the runner that drives many of them."""
+"""Items, each of which asks one prompt, row or batch line, and the runner that drives the items of a job."""

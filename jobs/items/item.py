@@ -94,7 +94,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
             answers[number] = end.value
 
     for number in range(len(items)):
-        advance(number, None)
+        advance(number, None)  # starts the generator
 
     while steps:
         for number in sorted(steps):

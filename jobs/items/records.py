@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record can hold all values of this progress, and has anything to hold."""
+        """Whether there is any progress, and a record can hold all values of it."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples

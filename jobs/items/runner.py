@@ -22,10 +22,11 @@ PromptTokens = Mapping[int, Tokens]
 
 @dataclass(slots=True)
 class Counts:
-    """Counts what a runner has done. Each prompt or row of the job has a place.
+    """Counts what a runner has done.
 
-    done: places with an answer. open: places whose items are under way. resumed: places that an earlier execution had
-    begun. resumed_tokens: tokens that an earlier execution had generated.
+    done: the prompts or rows with an answer. open: the prompts or rows whose items are under way.
+    resumed: the prompts or rows that an earlier execution had begun.
+    resumed_tokens: the tokens that an earlier execution had generated.
     """
 
     done: int = 0
@@ -43,7 +44,7 @@ class ItemRunner(Generic[T]):
     requests of an item come before items that are not begun. An item that another job of the process is computing comes
     last. If that job has no answer by then, this runner computes the item as well, so that no job waits for another.
 
-    answers: for each place, the answer that is known already, or None. memo: holds the answers of other jobs.
+    answers: for each prompt or row, the answer that is already known, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` also holds the replies that each item was sent, for a journal that holds replies
     in place of answers. expired: returns None before the deadline, and afterwards the answer of items that were not
     begun. answered: the answers that this runner has found, in the order in which it found them.
@@ -73,7 +74,7 @@ class ItemRunner(Generic[T]):
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._to_send: deque[tuple[Sent[T], Request]] = deque()
-        # Items under way, by their first place.
+        # Items under way, by the number of the first prompt or row that the item answers.
         self._open: dict[int, Entry[T]] = {}
         self._claimed_keys: set[bytes] = set()
         # Items that are not begun.
@@ -113,7 +114,7 @@ class ItemRunner(Generic[T]):
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests; see OpenTask."""
-        postponed: deque[Entry[T]] = deque()  # items that other jobs compute too
+        postponed: deque[Entry[T]] = deque()  # items that other jobs are computing
         while True:
             if self._to_send:
                 sent, request = self._to_send.popleft()
@@ -166,7 +167,8 @@ class ItemRunner(Generic[T]):
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
         """Go on with items that another execution has begun. Must be called before `requests`. Raises JobsError.
 
-        progress_of: how far the other execution has come with each of these items, by the item's first place.
+        progress_of: how far the other execution has come with each of these items, by the number of the first prompt or
+        row that the item answers.
         """
         already_begun = []
         not_begun: deque[Entry[T]] = deque()
@@ -186,7 +188,7 @@ class ItemRunner(Generic[T]):
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
-        """Return the progress of the items under way, by their first places.
+        """Return the progress of each begun item, by the number of the first prompt or row that the item answers.
 
         tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
@@ -213,7 +215,7 @@ class ItemRunner(Generic[T]):
         return progress_of
 
     def answers(self) -> list[T]:
-        """Return the answers in the order of the places, once every request was delivered."""
+        """Return the answers in the order of the job's prompts or rows. Call this once all requests were delivered."""
         answers = [answer for answer in self._answers if answer is not None]
         assert len(answers) == self.num_places, "answers() before every request was delivered"
         return answers
@@ -312,7 +314,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
-        """Put an answer into an item's places, and into `answered`. The tokens count for the first place only."""
+        """Note the answer to each prompt or row of an item. The item's tokens count for the first of them only."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -320,15 +322,15 @@ class ItemRunner(Generic[T]):
             num_tokens = 0
 
     def _settle(self, entry: Entry[T], answer: T) -> None:
-        """Put the answer into the item's places. Drop the item if it was not begun."""
+        """Set the answer of each prompt or row of the item. Drop the item if it was not begun."""
         for place in entry.places:
             self._answers[place] = answer
         self.counts.done += len(entry.places)
         make = entry.make
         entry.make = None
         if make is not None:
-            # No answer of the item is needed. But `make` must be called, because this call ends the counting of the
-            # row's memory, see row_runner.
+            # The item is not run, but `make` must be called all the same: until this call, the memory of the item's row
+            # counts as used.
             make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:

@@ -43,7 +43,7 @@ class ItemUnderWay(Generic[T]):
 
         Raises the errors of the item.
         """
-        step = self._next(None)
+        step = self._next(None)  # starts the generator
         for reply in replies:
             if step is None:
                 return
@@ -107,16 +107,17 @@ class ItemUnderWay(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """An item of a runner. It answers one place, or several places with equal prompts.
+    """An item of a runner. It answers one prompt or row, or several equal ones.
 
-    places: the places of its prompts or rows. The first place names the item in a journal.
+    places: the numbers of its prompts or rows within the job. The first number names the item in a journal.
     make: returns the item. It is called once, to begin or to drop the item, and is None afterwards.
     memo_key: names the answer in the memo; None if no other job may use the answer.
     item: the item once it is begun, until it has returned.
     num_awaited: how many requests of the present step are not delivered yet.
     resumed: the progress at which another execution left the item; NOTHING once the item has come that far.
-    replies: what was delivered for the steps that are over. received: what was delivered for the present step; see
-    Progress. num_tokens: the tokens that were generated for the item, by any execution.
+    replies: what was delivered for the steps that are over.
+    received: what was delivered for the present step; see Progress.
+    num_tokens: the tokens that were generated for the item, by any execution.
     """
 
     places: list[int]
@@ -131,7 +132,7 @@ class Entry(Generic[T]):
 
     @property
     def first_place(self) -> int:
-        """The place that names the item in a journal. The opening item has none."""
+        """The number of the item's first prompt or row. It names the item in a journal. The opening item has none."""
         return self.places[0]
 
     @property
@@ -159,9 +160,10 @@ class Sent(NamedTuple, Generic[T]):
 
 
 class Answered(NamedTuple, Generic[T]):
-    """The answer of one place.
+    """The answer to one prompt or row.
 
-    num_tokens: how many tokens were generated for the answer; 0 for each further place with the same answer.
+    place: the number of the prompt or row within the job.
+    num_tokens: how many tokens were generated for the answer. If several prompts share an answer, all but one have 0.
     replies: the replies that the item was sent, if the runner keeps replies.
     """
 

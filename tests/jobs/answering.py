@@ -104,7 +104,7 @@ def keep(task: OpenTask, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> b
 
 def keyed(ask: RowAsk, spec: RunSpec) -> RowAsk:
     """Return what is asked with the keys of its rows."""
-    ask.keys = RowKeys(spec, ask.before, "")
+    ask.keys = RowKeys(spec, ask.opening_request, "")
     return ask
 
 

@@ -105,7 +105,7 @@ class EngineLoop:
             if self._followed:
                 self._report_texts(finished)
         else:
-            self._report_step([], [], began_at)
+            self._report_step(finished=[], started=[], began_at=began_at)
         return True
 
     def _take_orders(self) -> bool:
@@ -114,7 +114,7 @@ class EngineLoop:
         If there is nothing else to do, wait for an order.
         """
         has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
-        # Wait for the first order only. Then take the orders that are in the queue already, until Empty.
+        # Wait for the first order only. Then take the orders that are in the queue already, without waiting.
         may_wait = self._is_stopped or not has_work
         while True:
             try:
@@ -156,8 +156,8 @@ class EngineLoop:
             return
         texts = self._engine.texts_so_far(self._followed)
         # A request with several samples is followed until its last sample ends. Until then it has a growing text.
-        all_samples_ended = self._newly_ended - texts.keys()
-        self._followed -= all_samples_ended
+        ended_ids = self._newly_ended - texts.keys()
+        self._followed -= ended_ids
         self._newly_ended.clear()
         if texts:
             self._report(Texts(texts))

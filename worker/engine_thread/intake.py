@@ -32,7 +32,8 @@ MAX_MEDIUM_CHARS = 65_536
 wait for them."""
 
 MAX_TURN_CHARS = 65_536
-"""The most characters of short prompts that one turn tokenizes, about 50 ms of work. One engine step reads fewer."""
+"""The most characters of short prompts that one turn tokenizes, about 50 ms of work. One step of the engine reads fewer
+characters."""
 
 OVERHEAD_CHARS = 64
 """The extra work for each prompt and each message of a chat, counted in characters."""
@@ -88,7 +89,7 @@ class _WaitingRequest:
             prompt, params = prepared_request(self.engine, self.request)
             self.prepared = prompt, params
             self.grammar = self.engine.prepare_grammar(params)
-        except BaseException as error:  # noqa: BLE001  # the engine's thread decides by its type
+        except BaseException as error:  # noqa: BLE001  # the engine's thread looks at the error's type
             self.error = error.with_traceback(None)  # a traceback would keep this request in memory
         self.awaits_thread = False
 
@@ -118,7 +119,7 @@ class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
     A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is larger by URGENT_TURNS ** lane than that of the request before it. This is start-time fair
+    request's order is larger by URGENT_TURNS ** lane than the order of the request before it. This is start-time fair
     queueing (Goyal et al. 1996).
     """
 
@@ -160,7 +161,7 @@ class Intake:
         self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
-        # By request id: the lane of each request with decoded pictures that does not run yet.
+        # The requests whose pictures are being decoded or are decoded, and which do not run yet. Maps ids to lanes.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
@@ -344,7 +345,7 @@ class Intake:
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
-        return [_refusal(request_id, error)]
+        return [_refused_completion(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
         """Return the requests that this worker could not prepare for lack of memory, descriptors or disk.
@@ -363,7 +364,7 @@ def _without(
     return deque(waiting for waiting in queue if waiting not in dropped)
 
 
-def _refusal(request_id: str, error: BaseException) -> Completion:
+def _refused_completion(request_id: str, error: BaseException) -> Completion:
     """Return the completion of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)
@@ -389,7 +390,8 @@ def _size(request: Request) -> int:
 def _chars(value: object) -> int:
     """Count the characters and token ids in a value, at any depth.
 
-    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts OVERHEAD_CHARS more.
+    A picture counts as PICTURE_CHARS characters. An object, such as a message, counts as OVERHEAD_CHARS characters and
+    its values.
     """
     size = 0
     uncounted = [value]

@@ -82,7 +82,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """Report: the engine raised this error. None of its requests will be completed."""
+    """Report: the engine raised this error. None of the engine's requests will be completed."""
 
     error: BaseException
 

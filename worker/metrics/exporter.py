@@ -45,7 +45,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers from now on. Called once its model is loaded.
+        """Show a worker's numbers from now on. Called when the worker's model is loaded.
 
         facts: the values of the worker's Redis key.
         """
@@ -218,7 +218,7 @@ class _WorkerCollector(Collector):
         )
 
     def _token_metrics(self) -> Iterator[_Metric]:
-        """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
+        """Yield the metrics of tokens. The prefix cache is asked for every token of a prompt."""
         point = self._counts.statistics.point
         counters = (
             ("prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),
@@ -249,7 +249,7 @@ class _WorkerCollector(Collector):
             stats.get("adapter_steps", 0),
         )
 
-        # The element at i counts steps with at most 2**i sequences but more than 2**(i - 1). The last one counts all
+        # Element i counts the steps with at most 2**i sequences but more than 2**(i - 1). The last element counts all
         # larger steps.
         num_steps_by_size = stats.get("batch_sizes", ())
         if num_steps_by_size:

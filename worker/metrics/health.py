@@ -20,7 +20,7 @@ class WatchedEngine(Protocol):
 class WatchedIo(WatchedEngine, Protocol):
     """What Health needs of the I/O thread.
 
-    redis_ok_at: monotonic seconds when all its duties in Redis last succeeded; None if they never have.
+    redis_ok_at: monotonic seconds when all of the thread's duties in Redis last succeeded; None if they never have.
     """
 
     redis_ok_at: float | None
@@ -31,7 +31,7 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def warning(self) -> str:
-        """What is wrong while the worker still claims jobs; empty if nothing is wrong."""
+        """A problem that does not keep the worker from claiming jobs; empty if there is none."""
 
 
 class Health:
@@ -43,7 +43,7 @@ class Health:
         self._io: WatchedIo | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops from now on. Called once the model is loaded."""
+        """Watch these two loops from now on. Called when the model is loaded."""
         self._engine = engine
         self._io = io
 

@@ -64,7 +64,7 @@ class MetricsServer:
         engine: WatchedEngine,
         io: WatchedIo,
     ) -> None:
-        """Serve a worker's numbers from now on. Called once its model is loaded.
+        """Serve a worker's numbers from now on. Called when the worker's model is loaded.
 
         facts: the values of the worker's Redis key.
         """

@@ -37,7 +37,7 @@ class EndedJob:
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
     rows, row_errors: the counts of a finished shard.
-    rows_unasked: the row errors for which the engine got no request; None if not known.
+    rows_unasked: how many of the row errors came without a request to the engine; None if not known.
     """
 
     queue: str
@@ -107,8 +107,8 @@ class Tally:
     requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
-    ended, ended_badly, waited_ms, ran_ms: by queue, see Point.
-    num_answers: how many answers of Redis the I/O thread has had.
+    ended, ended_badly, waited_ms, ran_ms: totals by queue; see Point.
+    num_answers: how many answers the I/O thread has got from Redis.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
     A pool's thread sets them.
     """
@@ -141,7 +141,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
-        """Count a job that has ended. rows_done: the rows of its file that were answered here."""
+        """Count a job that has ended. rows_done: the rows of its file that this worker has answered."""
         if job.outcome == "finished":
             self.num_finished += 1
             self.rows_done += rows_done

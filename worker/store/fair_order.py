@@ -21,7 +21,7 @@ URGENT_SHARE = 0.9
 """The share of the workers for the urgent runs together."""
 
 MARGIN = 1.25
-"""A run counts as missing its deadline if it would miss the deadline by taking this many times the expected time."""
+"""A run counts as too slow if it would miss its deadline by taking this many times the expected time."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""
@@ -68,7 +68,7 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
     open_deadlines.sort()  # by deadline, then by the run's id, which is unique
 
     total_priority = sum(run.priority for run in runs)
-    rows_before = 0.0  # of the urgent runs so far
+    rows_before = 0.0  # rows left in the urgent runs so far
     urgent = []
     for deadline, run_id, run in open_deadlines:
         seconds_left = deadline - now
@@ -84,8 +84,9 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 class PlacedJob(NamedTuple):
     """A job with its place in the order. The job with the smallest end comes first.
 
-    end: the virtual time at which the job is done if each run gets its share. Virtual time counts the rows that a run
-    with priority 1 has had. number: the job's earlier position in the queue, which decides between equal ends.
+    end: the virtual time at which the job is done if each run gets its share. Virtual time is counted in rows: it is
+    the number of rows done so far for a run with priority 1.
+    number: the job's earlier position in the queue, which decides between equal ends.
     """
 
     end: float
@@ -105,11 +106,11 @@ class _Streams:
     ) -> None:
         self._urgent = urgent
         self._urgent_weight = urgent_weight
-        # By stream: the end of the last job that was placed.
+        # For each stream, the virtual time at which its last placed job ends.
         self._ends: defaultdict[str, float] = defaultdict(float)
-        # A run whose first job has waited begins earlier than the others.
-        for run, virtual_time in waited.items():
-            self._ends[f"run {run}"] = -virtual_time
+        # A run whose first job has waited begins earlier than the others, by the virtual time of the wait.
+        for run, virtual_wait in waited.items():
+            self._ends[f"run {run}"] = -virtual_wait
 
     def place(self, job: WaitingJob, not_before: float) -> float:
         """Place a job behind the earlier jobs of its stream. Returns the job's end, which is `not_before` or later."""
@@ -117,7 +118,7 @@ class _Streams:
         weight: float = job.priority
         if job.run in self._urgent:
             stream = "urgent"
-            weight = self._urgent_weight or 1  # 0 if no other run waits
+            weight = self._urgent_weight or 1  # `_urgent_weight` is 0 if no other run waits
         self._ends[stream] = max(not_before, self._ends[stream] + job.rows / weight)
         return self._ends[stream]
 
@@ -131,8 +132,8 @@ def fair_order(
     """Return a queue's jobs in the order in which they are to be claimed.
 
     in_order: jobs that were put in order before. They keep that order. new: the jobs behind them in the queue.
-    urgent: the runs that come first, in their order. When these runs or priorities have changed, the caller passes all
-    jobs as new.
+    urgent: the runs that come first, in their order. When the urgent runs or the priorities have changed, the caller
+    passes all jobs as new.
     waited: for each run, the virtual time for which its first job has waited. This time brings the run's jobs forward.
     Without it, small jobs that come again and again would pass a large one for ever.
     """
@@ -145,6 +146,7 @@ def fair_order(
     urgent_weight = priority_of_others * URGENT_SHARE / (1 - URGENT_SHARE)
     streams = _Streams(urgent, urgent_weight, waited or {})
 
+    # Jobs that were in order keep their order, so no such job ends before the job ahead of it.
     latest_end = 0.0
     placed = []
     for number, job in enumerate(in_order):
@@ -161,8 +163,8 @@ def fair_order(
 def _by_urgency(jobs: Sequence[WaitingJob], urgent: Sequence[str]) -> list[WaitingJob]:
     """Return the jobs, with the jobs of urgent runs in the order of `urgent`.
 
-    This order counts because the urgent runs are one stream. Each other run is a stream of its own, so its jobs may
-    stand anywhere among the jobs of urgent runs.
+    `fair_order` places the jobs of all urgent runs as one stream, so their order counts. Each other run is a stream of
+    its own. Its jobs keep their order, but may stand anywhere among the jobs of other runs.
     """
     positions = {run: position for position, run in enumerate(urgent)}
     return sorted(jobs, key=lambda job: positions.get(job.run, 0))

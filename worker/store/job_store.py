@@ -1,4 +1,4 @@
-"""JobStore: one worker claims, holds and ends the jobs of some queues in Redis."""
+"""JobStore, with which a worker claims, holds and ends the jobs of its queues in Redis."""
 
 import json
 import logging
@@ -64,8 +64,8 @@ class ReleasedJob:
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
     claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
-    worker_name: the worker on which the job had begun; "" if it had not begun. Only for messages, because anybody may
-    write this name.
+    worker_name: the worker on which the job had begun; "" if it had not begun. It serves only for messages, because
+    anybody may write this name.
     """
 
     queue_name: str
@@ -121,6 +121,7 @@ class JobStore:
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
+        # The epoch that claim.lua returned last. The next claim sends it, to find out if Redis has lost recent writes.
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
@@ -175,10 +176,10 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # A claim that was sent twice may still reach Redis a second time. Redis must remember what such a claim has
-        # taken, so only the other claims are reported as answered.
+        # The next call reports these tokens, and Redis forgets what their claims have taken. A claim that was sent
+        # twice is not reported, because it may still reach Redis a second time.
         self._answered_tokens = tokens_sent_once
-        *_, latest_epoch = replies[-1]
+        *_, latest_epoch = replies[-1]  # each reply ends with an epoch
         self._epoch = latest_epoch.decode()
         return [
             self._claim_of(request.queue, reply)
@@ -367,8 +368,8 @@ class JobStore:
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ReleasedJob]:
         """Put jobs back at the heads of their queues. Returns what became of each.
 
-        A job with which too many workers died, or whose end is written already, is not put back. Instead this worker
-        holds the job, to end it.
+        Two kinds of jobs are not put back: a job with which `max_deaths` workers have died, and a job whose end is
+        already written. This worker then holds such a job, and has to end it.
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         # Each job is pushed to the head of its queue, so the last job is pushed first.

@@ -1,4 +1,4 @@
-"""OrderMemory: what is remembered from one ordering of a queue to the next, such as how fast its runs go."""
+"""OrderMemory: what is remembered from one ordering of a queue to the next, such as the speed of the queue's runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +83,8 @@ class OrderMemory:
         return (last.rows - first.rows) / (last.at - first.at)
 
     def note_finished_rows(self, rows_of: dict[str, int], now: float) -> None:
-        """Add a sample. rows_of: the finished rows of each run. now: Unix seconds."""
+        """Add a sample of how many rows are finished. rows_of: the finished rows of each run. now: Unix seconds."""
+        # If no run has waited for some time, the earlier samples say nothing about the present rate.
         if self.samples and now - self.samples[-1].at > _RESTED_S:
             self.samples.clear()
         total_rows = self.samples[-1].rows if self.samples else 0.0
@@ -102,7 +103,7 @@ class OrderMemory:
     def note_heads(self, run_of: Mapping[str, str]) -> dict[str, float]:
         """Note each run's first job. Returns for each run the virtual time for which its first job has waited.
 
-        Virtual time counts the rows that a run with priority 1 has had meanwhile.
+        Virtual time is counted in rows: it is the number of rows done meanwhile for a run with priority 1.
         run_of: the run of each job in the queue, in the queue's order.
         """
         # Virtual time starts anew at each ordering. So the latest end of the jobs that were claimed since then says how
@@ -119,7 +120,7 @@ class OrderMemory:
                 waited = earlier_wait + time_passed
             heads[run] = (job_id, waited)
         self.heads = heads
-        return {run: waited for run, (_, waited) in heads.items()}
+        return {run: virtual_wait for run, (_, virtual_wait) in heads.items()}
 
     def note_order(
         self, placed: Sequence[PlacedJob], urgent: list[str], priorities: dict[str, int]

@@ -1,4 +1,4 @@
-"""Scheduler: RQ's scheduler. A worker runs one of its rounds each second, in a thread."""
+"""Scheduler: RQ's scheduler. A worker runs a round of the scheduler each second, in a thread."""
 
 from collections.abc import Sequence
 from datetime import datetime

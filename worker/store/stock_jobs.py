@@ -29,9 +29,9 @@ _SEEN_TTL_S = 24 * 3600
 class StockJobs:
     """Finds abandoned jobs as RQ's own cleanup does, and takes each over in one step.
 
-    A started job is abandoned if the time that is its score in rq:wip has passed. This happens after a minute without a
-    heartbeat. A job in an intermediate queue is abandoned if it stays there for a minute without an execution. RQ's
-    cleanup lock on the queue is taken first, so that RQ's cleanup does not end the same job.
+    A started job has a time as its score in rq:wip, and is abandoned once this time has passed. This happens after a
+    minute without a heartbeat. A job in an intermediate queue is abandoned if it stays there for a minute without an
+    execution. RQ's cleanup lock on the queue is taken first, so that RQ's cleanup does not end the same job.
     """
 
     def __init__(
@@ -63,9 +63,12 @@ class StockJobs:
         return [(claimed, AbandonedJobError(reason)) for claimed, reason in adopted]
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
-        """Find the started jobs whose scores have passed. Returns the reason for each, by job id and execution id."""
+        """Find the started jobs whose time in rq:wip has passed.
+
+        Returns the reason why each job fails, by its job id and execution id.
+        """
         members: Any = self._client.zrangebyscore(
-            QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS
+            QueueKeys(queue).started, min=0, max=self._clock(), start=0, num=_MAX_JOBS
         )
         reasons = {}
         for member in members:
@@ -76,7 +79,7 @@ class StockJobs:
     def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
         """Find abandoned jobs in the intermediate queue. Such a job has no execution yet.
 
-        Returns the reason for each job, by its id and an empty execution id.
+        Returns the reason why each job fails, by its job id and an empty execution id.
         """
         key = QueueKeys(queue).popped
         moment = self._clock()

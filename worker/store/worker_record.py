@@ -101,7 +101,7 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
     something in the last SILENT_S seconds and another process has its process id. In a restarted container, this
-    process itself may have the killed worker's id. Raises RedisError.
+    process itself may have the killed worker's process id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
@@ -221,14 +221,15 @@ class WorkerRecord:
         self._has_written = False
 
     def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        """Return the number of jobs by queue and status, and the number of workers that lately served each queue."""
+        """Return the number of jobs by queue and status, and the number of workers that serve each queue."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # The claimed jobs that have begun: their scores lie years ahead.
+                # A claimed job that has begun has a score FAR_S ahead of the time at which it was set. No other job
+                # has such a score.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())  # read below in the order of the commands above
@@ -246,7 +247,7 @@ class WorkerRecord:
     def show(
         self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
     ) -> None:
-        """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour.
+        """Write the heartbeat, the state, one running job, and the statistics. Redis keeps the statistics for an hour.
 
         A full Redis refuses these writes. But it lets the worker prolong the time to live of what is written already,
         so that the worker does not count as silent.

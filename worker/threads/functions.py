@@ -26,7 +26,7 @@ class FunctionPool:
     ) -> None:
         self._name = name
         self._clock = clock
-        # The waiting calls, by their order and their number. None ends a thread.
+        # The waiting calls, each with its order and its number. A None in place of a call ends a thread.
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
@@ -89,8 +89,8 @@ class FunctionPool:
         """
         for thread, call in list(self._running.items()):
             with self._lock:
-                is_slow = thread not in self._relieved and call.running_s > slow_s
-                if not is_slow or len(self._threads) >= max_threads:
+                needs_relief = call.running_s > slow_s and thread not in self._relieved
+                if not needs_relief or len(self._threads) >= max_threads:
                     continue
                 self._relieved.add(thread)
             self._add_thread()
@@ -114,7 +114,7 @@ class FunctionPool:
         If the call is given up, `done` is called by the thread that gives it up.
         is_interruptible: whether an interrupt is raised within the call; False for our own code, which checks for
         interrupts itself.
-        discard: called in the thread with the late value of a call that was given up.
+        discard: called in the thread with the value of a call that was given up but has returned after all.
         order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
         call = Call(function, done, is_interruptible, self._clock, discard)
@@ -143,10 +143,10 @@ class FunctionPool:
         return threads_and_lines
 
     def end(self) -> None:
-        """Let the threads end after all calls that were submitted so far."""
-        last = float("inf")  # an order after that of every call
+        """Let the threads end once they have run all calls that were submitted so far."""
+        after_all_calls = float("inf")
         for _ in list(self._threads):
-            self._calls.put((last, next(self._numbers), None))
+            self._calls.put((after_all_calls, next(self._numbers), None))  # None ends a thread
 
     def join(self, timeout_s: float) -> None:
         """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""
@@ -155,6 +155,6 @@ class FunctionPool:
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads after all calls that were submitted so far. Waits at most `timeout_s` seconds for that."""
+        """Let the threads run all submitted calls, then end them. Wait at most `timeout_s` seconds for their end."""
         self.end()
         self.join(timeout_s)

@@ -49,7 +49,7 @@ class Call:
     import's end, because otherwise other threads would get a half-imported module.
     is_interruptible: False for our own code, which an error at any bytecode could leave half done. That code calls
     `check_interrupted` instead.
-    discard: called with the late value of a call that was given up.
+    discard: called with the value if the call was given up but has returned after all.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call now, or once the call begins or checks for interrupts.
+        """Raise `error` in the call now, or as soon as the call begins or checks for interrupts.
 
         Any thread may call this. After the call's end it does nothing.
         """
@@ -114,9 +114,10 @@ class Call:
         self._alive_at = self._clock()
 
     def check_while_waiting_for(self, holder: "Call | None") -> None:
-        """Raise the call's interrupt, if there is one. Otherwise count `holder`'s last sign of life as this call's own.
+        """Raise the call's interrupt, if there is one. Otherwise, take over the last sign of life of `holder`.
 
-        A waiting call repeats this. holder: the call for which it waits; None if that call is not known.
+        A call that waits for another call does this again and again. As long as the other call is alive, the waiting
+        call counts as alive too. holder: the other call; None if it is not known.
         """
         if self.error is not None:
             raise self.error
@@ -188,7 +189,7 @@ class Call:
                 # it never hits what the thread does next. Without an earlier error, `_raise_in` must not be called: in
                 # CPython 3.11 that would stop profilers, debuggers and coverage in all threads after one more call.
                 if self._has_raised:
-                    _raise_in(threading.get_ident(), None)
+                    _raise_in(threading.get_ident(), error=None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
         """Call `load`, which imports a module, and return its value. Interrupts wait for the end of the import."""
@@ -230,7 +231,7 @@ def _code_line(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Call `load` once no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
+    """Call `load` as soon as no other interruptible thread imports, or after a wait of _IMPORT_WAIT_S.
 
     If the imports of two threads waited for each other, Python would give one of them a half-imported module.
     """

@@ -38,7 +38,7 @@ Attributes = Mapping[str, str | int | tuple[str, ...]]
 
 
 class _Ids(NamedTuple):
-    """A job's contexts.
+    """The trace contexts of a job.
 
     span: the context of the job's span. parent: the context of the producer's span, if there is one.
     carrier: the trace context for the jobs that this job enqueues.

@@ -1,4 +1,4 @@
-"""Defines RowAsk, the base class for each kind of ask, and functions that its subclasses share."""
+"""Defines RowAsk, which says what a run asks of each row, and functions that its subclasses share."""
 
 import abc
 import json
@@ -80,14 +80,14 @@ class RowAsk(Ask[Answer]):
 
     source: makes the rows.
     keys: makes the rows' keys.
-    before: the request that is sent before all rows are asked, if any.
+    opening_request: the request that is sent before the rows are asked; None if the run has no such request.
     adapters: the adapters that the run has pinned.
     now: the Unix seconds that chats take as the present time; None if the model's template writes no time.
     """
 
     source: RowSource
     keys: RowKeys
-    before: Request | None = None
+    opening_request: Request | None = None
     now: float | None = None
     adapters: Adapters = PlannedAdapters()
 
@@ -99,7 +99,10 @@ class RowAsk(Ask[Answer]):
     @staticmethod
     @abc.abstractmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns that a run adds, without its prefix. embedding_size: how many numbers an embedding has."""
+        """Return the columns that a run adds. Their names do not have the run's prefix yet.
+
+        embedding_size: how many numbers an embedding has.
+        """
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
@@ -146,7 +149,7 @@ class RowAsk(Ask[Answer]):
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})
 
-    def is_greedy(self, row: Row) -> bool:
+    def is_deterministic(self, row: Row) -> bool:
         """Return whether equal rows have equal answers."""
         return True
 
@@ -168,7 +171,7 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
     return prompt
 
 
-def no_answer(completion: Completion, n: int = 1) -> Answer:
+def answer_of_failed_request(completion: Completion, n: int = 1) -> Answer:
     """Return the answer of a row whose request failed. n: how many completions the row should have."""
     reason = completion.error or NO_REASON
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)

@@ -60,8 +60,8 @@ class BatchLines(RowAsk):
         """Return False: a response holds the time at which it was made, so no two responses are equal."""
         return False
 
-    def is_greedy(self, row: Row) -> bool:
-        """Return False: equal lines do not share an answer, because a response holds the id of its own line."""
+    def is_deterministic(self, row: Row) -> bool:
+        """Return False: a response holds the id of its own line, so equal lines do not have equal answers."""
         return False
 
     def key_of(self, row: Row) -> bytes:
@@ -71,7 +71,7 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        deciding_row = Row(json.dumps(line), values=version)  # all fields of a row are hashed
+        deciding_row = Row(json.dumps(line), values=version)  # a key covers all fields
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:

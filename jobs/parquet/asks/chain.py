@@ -55,9 +55,9 @@ class Chain(RowAsk):
                 fields.append(field.with_name(column))
         return [*fields, *ROW_FIELDS]
 
-    def is_greedy(self, row: Row) -> bool:
+    def is_deterministic(self, row: Row) -> bool:
         """Return whether nothing is drawn at random for any prompt."""
-        return all(ask.is_greedy(row) for ask in self._asks)
+        return all(ask.is_deterministic(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask one prompt after the other, up to an answer with an error. Prompts may hold the earlier answers."""

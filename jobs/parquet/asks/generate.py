@@ -16,7 +16,7 @@ from jobs.items.item import Item, Samples
 from jobs.parquet.asks.ask import (
     OUTPUT_FIELDS,
     RowAsk,
-    no_answer,
+    answer_of_failed_request,
     output_fields,
     prompt_of,
     row_seed,
@@ -84,9 +84,10 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
-        self._control_tokens = () if allows_control_tokens else control_tokens
-        #: The way in which several requests lead to an answer, such as tool calls; None if one request does.
+        # If control tokens are not split into plain text, the prompt allows them.
+        splits_tokens = chat.get(SPLIT_TOKENS, True)
+        self._control_tokens = control_tokens if splits_tokens else ()
+        #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.
         self._way = spec.way
         way_has_checks = spec.way is not None and spec.way.has_checks
         self.has_checks = spec.repairs.check is not None or way_has_checks
@@ -122,10 +123,10 @@ class Generate(RowAsk):
 
     @staticmethod
     def is_tried(spec: RunSpec) -> bool:
-        """Return True: preview and dry run ask some rows."""
+        """Return True: a preview or dry run may ask some of the run's rows."""
         return True
 
-    def is_greedy(self, row: Row) -> bool:
+    def is_deterministic(self, row: Row) -> bool:
         """Return whether nothing is drawn at random for a row."""
         run_temperature = self._sampling.get("temperature")
         return row.own_sampling.get("temperature", run_temperature) == 0
@@ -134,7 +135,7 @@ class Generate(RowAsk):
         """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
         check_values = json.loads(row.values) if row.values else None  # for a check function
-        if self._way is not None:
+        if self._way is not None:  # the row's answer takes several requests, such as tool calls
             item = self._way.item(request)
         else:
             item = generated(request, self._repairs, check_values, self._control_tokens)
@@ -176,7 +177,7 @@ class Generate(RowAsk):
         """Return a row's answer. If the row has several samples, a field with a value for each sample is a tuple."""
         failed_sample = prompt_answer.failed_sample
         if failed_sample is not None:
-            failed = no_answer(failed_sample, self._n)
+            failed = answer_of_failed_request(failed_sample, self._n)
             return replace(failed, attempts=1)  # a request that failed is not asked again
         samples = prompt_answer.samples
         first = prompt_answer.first

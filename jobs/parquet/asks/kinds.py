@@ -1,4 +1,4 @@
-"""Chooses the kind of ask by a run's arguments."""
+"""Chooses the class that asks a run's rows, by the run's arguments."""
 
 from jobs.context import JobContext
 from jobs.context.adapters import PlannedAdapters
@@ -32,12 +32,12 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = kind_of(spec).of_plan(plan, context, source)
     ask.source = source
     ask.adapters = PlannedAdapters(plan.model.adapters)
-    # An empty tuple says that the model's template writes no time. None says that its formats are unknown.
+    # An empty tuple says that the model's template writes no time. None says that nobody knows whether it does.
     may_write_time = context.model.clock_formats != ()
     ask.now = plan.planned_at if may_write_time else None
     ask.keys = RowKeys(
         spec,
-        ask.before,
+        ask.opening_request,
         check=spec.functions_version(context.checks),
         max_model_len=plan.model.max_model_len,
         seed=plan.given_seed,

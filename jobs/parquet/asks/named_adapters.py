@@ -32,7 +32,7 @@ def names_in_row(row: Row, spec: RunSpec) -> Iterator[str]:
     try:
         line = json.loads(row.prompt)
     except (ValueError, RecursionError):
-        return  # the ask reports what is wrong with the line
+        return  # the row's answer says what is wrong with the line
     body = line.get("body") if isinstance(line, dict) else None
     if not isinstance(body, dict):
         return

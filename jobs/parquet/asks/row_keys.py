@@ -87,7 +87,8 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 class RowKeys:
     """The keys of a run's rows.
 
-    before: the request that is asked before all rows, if any. check: the version of the run's check function.
+    opening_request: the request that is sent before the rows are asked; None if the run has no such request.
+    check: the version of the run's check function.
     max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt.
     seed: Plan.given_seed. adapters: the adapters that the run has pinned.
     """
@@ -95,7 +96,7 @@ class RowKeys:
     def __init__(
         self,
         spec: RunSpec,
-        before: Request | None,
+        opening_request: Request | None,
         check: str,
         max_model_len: int = 0,
         seed: int | None = None,
@@ -108,8 +109,8 @@ class RowKeys:
         self._is_batch_file = spec.input_format == OPENAI_BATCH
         deciding = _deciding_arguments(spec)
         deciding |= {"chat": spec.is_chat, "lines": self._is_batch_file, "function": check}
-        if before is not None:
-            deciding["before"] = [before.prompt, before.messages]
+        if opening_request is not None:
+            deciding["before"] = [opening_request.prompt, opening_request.messages]
 
         #: Part of the key wherever a prompt may be truncated.
         self._length_text = f"{_TRUNCATION}={max_model_len}"
@@ -125,7 +126,10 @@ class RowKeys:
         self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
-        """Return a row's key, which does not cover the model. The prompt holds a hash of each of the row's pictures."""
+        """Return a row's key, which does not cover the model.
+
+        The key covers the row's pictures, because the prompt's text holds a hash of each picture.
+        """
         texts = [row.prompt, row.sampling, row.values]
         if self._pinned:
             texts += self._adapters_of(row)
@@ -245,16 +249,20 @@ def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Ke
 
 
 def model_mark(model: PinnedModel) -> Keys:
-    """Return the mark of a model, as an array of shape [1, 2]. `whole_keys` joins it to the keys of rows."""
+    """Return a model's mark, which is a hash of its identity, as an array of shape [1, 2].
+
+    `whole_keys` joins the mark to the keys of the rows that the model answers.
+    """
     digest = blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest()
     return as_keys(digest)
 
 
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
-    """Return the whole keys of rows: the keys joined with the marks of the models that answer. See the module.
+    """Join the keys of rows with the marks of the models that answer the rows.
 
-    keys: the rows' keys without a model. marks: one mark for all rows, or one for each row. A row that asks nothing has
-    the key of zeros, which stays as it is.
+    Rows whose joined keys are equal have equal answers.
+    keys: the rows' keys without a model. marks: one model's mark for all rows, or one mark for each row. A row that
+    asks nothing has a key of zeros, which stays as it is.
     """
     asks_something = keys.any(axis=1, keepdims=True)
     joined_keys = keys ^ marks

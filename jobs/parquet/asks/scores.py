@@ -35,7 +35,8 @@ class Scores(RowAsk):
     """Asks each row once, to score it. Nothing is generated.
 
     chat: the options of rows that are chats; None for other rows.
-    prior: a row without content, which is asked before the run's rows.
+    prior: a row without content. It is asked before the run's rows, to calibrate their scores. None for a run that
+    does not calibrate.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Scores(RowAsk):
         self._scoring = scoring
         self._chat = chat
         if prior is not None:
-            self.before = self.request(prior)
+            self.opening_request = self.request(prior)
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
@@ -83,7 +84,9 @@ class Scores(RowAsk):
 
     def opening(self) -> Item[None] | None:
         """Return an item that asks a row without content before the run's rows; None if the run does not calibrate."""
-        return None if self.before is None else self._calibrate(self.before)
+        if self.opening_request is None:
+            return None
+        return self._calibrate(self.opening_request)
 
     def _calibrate(self, request: Request) -> Item[None]:
         """Ask for the score of a row without content. This score then corrects the scores of the run's rows."""

@@ -428,7 +428,7 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
         shorter_spec = replace(spec, sampling=sampling)
         shorter_keys = RowKeys(
             shorter_spec,
-            before=None,
+            opening_request=None,
             check=check,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,

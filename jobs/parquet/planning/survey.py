@@ -396,14 +396,14 @@ class _Counts:
     def _add_equal(self, row: Row, numbers: list[int]) -> None:
         """Count equal rows. If nothing is drawn at random, equal rows of all shards share one request."""
         key = self._ask.key_of(row)
-        is_greedy = self._ask.is_greedy(row)
+        is_deterministic = self._ask.is_deterministic(row)
         known_request = self._by_key.get(key)  # of equal rows of earlier shards
-        if known_request is not None and is_greedy:
+        if known_request is not None and is_deterministic:
             known_request.rows += len(numbers)
             tokens = known_request.tokens
         else:
             try:
-                requests = self._planned_requests(row, numbers, is_greedy)
+                requests = self._planned_requests(row, numbers, is_deterministic)
             except (InvalidJob, _Unanswerable) as error:
                 self._reasons.add(str(error), numbers)
                 return
@@ -418,17 +418,17 @@ class _Counts:
         self._counts["prompt_tokens"] += len(numbers) * tokens
 
     def _planned_requests(
-        self, row: Row, numbers: list[int], is_greedy: bool
+        self, row: Row, numbers: list[int], is_deterministic: bool
     ) -> list[PlannedRequest]:
-        """Return the requests for equal rows: one for all if is_greedy, else one for each. Counts their cached tokens.
+        """Return the requests for equal rows: one for all if is_deterministic, else one for each.
 
-        Raises InvalidJob or _Unanswerable.
+        Counts their cached tokens. Raises InvalidJob or _Unanswerable.
         """
         first_requests = self._first_requests(row, numbers[0])
         prompts = [self._meter.token_ids(request) for request in first_requests]
         tokens = sum(map(len, prompts))
         limit = max(_limit_of(request) for request in first_requests)
-        if is_greedy:
+        if is_deterministic:
             requests = [PlannedRequest(numbers[0], tokens, limit, rows=len(numbers))]
         else:
             requests = [PlannedRequest(number, tokens, limit, rows=1) for number in numbers]

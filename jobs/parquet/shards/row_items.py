@@ -80,7 +80,7 @@ def _entries(
             shared_entries[row].places.append(place)
             continue
         entry: Entry[Answer] = Entry([place], partial(begin, row, place))
-        if ask.is_greedy(row):
+        if ask.is_deterministic(row):
             if memo_keys is not None:
                 entry.memo_key = memo_keys[place].tobytes()
             shared_entries[row] = entry

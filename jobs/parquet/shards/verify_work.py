@@ -165,7 +165,7 @@ class VerifyWork(RowsTask):
                 self._num_other_models += 1
                 return False
         # A reused answer may come from a run in which the row had another number, and so another seed.
-        return self._plan.reused is None or ask.is_greedy(row)
+        return self._plan.reused is None or ask.is_deterministic(row)
 
     def result(self) -> dict[str, Any]:
         """Return how many rows now got another answer than the run has recorded, and the first differences."""

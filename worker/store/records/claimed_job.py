@@ -134,7 +134,7 @@ def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
     """Return the hash that job_hash.lua read. Raises TooLarge if it returned the size of the hash instead."""
     if isinstance(fields, int):
         limit = max_hash_bytes(max_job_bytes)
-        if fields <= limit:  # the size is allowed, so the number of fields is not
+        if fields <= limit:  # the size is not the problem, so there are too many fields
             raise TooLarge(
                 f"the job's hash in Redis has more than the limit of {MAX_HASH_FIELDS} fields: enqueue it "
                 "again, and keep what is your own in its meta"

@@ -64,8 +64,8 @@ _LIGHT_BYTES = 1 << 11
 class JobRecord:
     """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: how many bytes the hash's values have, with the payload packed. After `without_payload`, only the fields
-    that remain count.
+    hash_bytes: how many bytes the hash's values have, with the payload packed. After `without_payload`, only the
+    remaining fields are counted.
     timeout_s: the job's timeout; None if the job has none of its own.
     """
 
@@ -257,7 +257,7 @@ _NEVER_EMPTY = {
     b"enqueue_at_front",
     *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
 }
-"""The fields that RQ parses even if they are empty, which fails. RQ skips other empty fields."""
+"""RQ parses these fields even if they are empty, and fails then. RQ skips other empty fields."""
 
 _POLICY_FIELDS = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _STREAM = STREAM_FIELD.encode()
@@ -340,7 +340,8 @@ def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
             "the payload is not JSON: enqueue with the JSON serializer (rq enqueue -S json, or "
             'Queue(..., serializer="json")); other payloads are never loaded'
         ) from error
-    if not (isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)):
+    is_call = isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)
+    if not is_call:
         raise BadPayload(
             "the payload is JSON, but not [function name, null, [arguments], {keywords}]"
         )

@@ -18,13 +18,13 @@ from worker.store.records.next_step import NextStep, Policy, next_step
 
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
-"""Redis' reply to an end, see finish.lua. "refused" means that the server takes this end in no form."""
+"""Redis' reply to an end, see finish.lua. "refused" means that Redis takes this end in no form."""
 
 MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters that a shortened traceback keeps of its beginning. All others are from its end, which says most."""
+"""Characters that a shortened traceback keeps of its beginning. The others are from its end, which says most."""
 
 _MAX_FRAMES = 30
 """The most calls of a traceback that are logged."""
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """Whether a job that failed or was stopped is not retried."""
+        """Whether a failed or stopped job has ended for good, because it is not retried."""
         return not (self.may_retry and self.policy.has_retries)
 
     @property
@@ -92,8 +92,8 @@ class Outcome:
     def with_policy_of(self, job: Job | None) -> Outcome:
         """Return the outcome with the policy that user code has left in its copy of the job.
 
-        job: the copy; None if there is none. Raises an error of any class if the copy holds a value with which no end
-        can be written, such as a text for `result_ttl`.
+        job: the copy; None if there is none.
+        Raises an error of any class if the policy cannot be used, for example if `result_ttl` is a text.
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when the job was read
@@ -103,7 +103,7 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome of a job whose outcome could not be written: a failure with this error, as in RQ.
+        """Return a failure with this error in place of this outcome, which could not be written. RQ does the same.
 
         error: what `with_policy_of` raised.
         """

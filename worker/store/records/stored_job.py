@@ -1,4 +1,4 @@
-"""StoredJob: a held job as RQ's `Job`, for the user's code. Also the time limits of the user's code."""
+"""StoredJob, which shows user code a held job as RQ's `Job`; and the time limits of user code."""
 
 import threading
 from contextlib import suppress
@@ -41,7 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
-            # Call RQ's own property.
+            # RQ or user code has set the data since, so RQ's own property returns it.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack_payload(self._packed, self.max_bytes)
 
@@ -88,7 +88,7 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    # Set without RQ's check, because a job with an id that RQ's client would refuse must be ended too.
+    # RQ's check of the id is left out. A job must be ended even if RQ's client would refuse its id.
     job._id = claimed.job_id
     with suppress(Exception):  # the error was noted as the job's damage when the record was read
         job.restore(record.fields)
@@ -104,7 +104,8 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
 class ThreadDeathPenalty(TimerDeathPenalty):
     """RQ's time limit for callbacks, made safe for the threads of a pool.
 
-    RQ's own class keeps the error's message in a class that all threads share. Its timer may interrupt a later call.
+    RQ's own class has two faults in a pool: it keeps the error's message in a class that all threads share, and its
+    timer may interrupt a later call.
     """
 
     def __init__(
@@ -124,7 +125,10 @@ class ThreadDeathPenalty(TimerDeathPenalty):
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """End the time limit, and let the rest of the call run. RQ swallows an error that the limit raises here."""
+        """End the time limit, and let the rest of the call run.
+
+        If the limit still raises its error in here, RQ swallows the error.
+        """
         try:
             with self._lock:
                 self._is_over = True
@@ -135,7 +139,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
-    """Return the class of the error that is raised in a job that is over its timeout."""
+    """Return the class of the error that is raised in a job that exceeds its timeout."""
     return as_class(
         JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)")
     )

@@ -13,7 +13,7 @@ class TextPiece(NamedTuple):
     sample: the sample's index. part: "reasoning" or "text". offset: how many characters of this part came before the
     piece.
     token_ids: the tokens since the sample's last piece. num_tokens_before: how many tokens came before these.
-    owner: identifies the owner of the tokens, see JobJournal.
+    owner: a hash that identifies the job, its payload and its model (see JobJournal.owner_digest).
     """
 
     sample: int
@@ -45,18 +45,21 @@ NUM_VALUES = 14
 """Fields and values of one piece."""
 
 
-def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
-    """Return the tokens of an owner's pieces. entries: the job's stream. Damaged entries are left out."""
+def sent_tokens(entries: Sequence[Any], owner_digest: str) -> list[SentTokens]:
+    """Return the tokens in the pieces of one owner. Damaged entries are left out.
+
+    entries: the job's stream. owner_digest: see TextPiece.owner.
+    """
     tokens = []
     for _, names_and_values in entries:
         fields = dict(zip(names_and_values[::2], names_and_values[1::2], strict=False))
-        if fields.get(b"owner") != owner.encode():
+        if fields.get(b"owner") != owner_digest.encode():
             continue
         try:
             token_ids = array("i", fields[b"tokens"]).tolist()
             tokens.append(
                 SentTokens(int(fields[b"sample"]), int(fields[b"num_tokens_before"]), token_ids)
             )
-        except (KeyError, ValueError):  # clients that read this text get an error
+        except (KeyError, ValueError):  # damaged
             continue
     return tokens
