@@ -146,9 +146,11 @@ class Call:
                 return None
             self._given_up = True
             code_line = _code_line(self._thread_id)
+            interrupt = self.error
+            assert interrupt is not None, "interrupted without an error"
+            # The interrupt is reported. The thread has ignored it, so another error is raised in the thread.
             self._raise(ThreadGivenUp)
-            error_class = ThreadGivenUp if self.error is None else self.error
-        self._done(None, error_class())
+        self._done(None, interrupt())
         return code_line
 
     def run(self) -> bool:

@@ -65,7 +65,7 @@ def _stored_path(scheme: str, bucket: str, uri_path: str, query: str, safe: str)
         raise InvalidJob(
             f"{safe} has an empty segment, '.' or '..': name the object as the store lists it"
         )
-    _check_text(key or "/")
+    _check_text(key)
     return f"{scheme}://{bucket}/{key}".rstrip("/")
 
 

@@ -123,23 +123,24 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     spans: the work that was done so far. now: Unix seconds.
     Returns 0 if no work is left. Otherwise, returns None if no worker is busy, or if too little has been observed.
     """
-    without_rate = 0.0 if work <= 0 else None  # the result if no rate is known
+    if work <= 0:
+        return 0.0
     if not spans:
-        return without_rate
+        return None
     began_at = min(span.began_at for span in spans)
     known_until = max(span.ended_at for span in spans)
     half_time = (began_at + known_until) / 2
-    rate = _rate(spans, since=half_time)
-    if rate == 0:  # nothing was done in the last half of the time
-        rate = _rate(spans, since=began_at)
+    rate_per_worker = _rate(spans, since=half_time)
+    if rate_per_worker == 0:  # nothing was done in the last half of the time
+        rate_per_worker = _rate(spans, since=began_at)
 
     busy_workers = set()
     for span in spans:
         if span.is_under_way or now - span.ended_at < LATELY_S:
             busy_workers.add(span.worker)
-    if rate <= 0 or not busy_workers or known_until - began_at < LEAST_S:
-        return without_rate
-    return work / rate / len(busy_workers)
+    if rate_per_worker <= 0 or not busy_workers or known_until - began_at < LEAST_S:
+        return None
+    return work / rate_per_worker / len(busy_workers)
 
 
 def _rate(spans: Sequence[Span], since: float) -> float:
