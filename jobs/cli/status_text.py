@@ -17,7 +17,7 @@ from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.failures import failure_text
-from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
+from jobs.runs.watching.follow import REFUSED_BUT_FINISHED, End, Watch, follow
 from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, left_text, needs, obstacles, verdict
@@ -227,7 +227,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
             snapshot = watch()
     if snapshot.plan_status in REFUSED:
         click.echo(f"planning: {snapshot.plan_error}", err=True)
-        problem = REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
+        problem = REFUSED_BUT_FINISHED if snapshot.finished else End.PLAN_FAILED.value
         raise click.ClickException(problem)
     click.echo(run)
     for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:

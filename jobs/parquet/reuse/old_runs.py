@@ -216,14 +216,14 @@ class OldPart:
     """The answers of one shard of an old run.
 
     first: the index of the shard's first row among all old rows. reused: what the new run has taken from the shard's
-    run. journal: the paths of the shard's logs of answers; empty if the shard has a part.
+    run. logs: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
     plan: Plan
     shard: int
     first: int
     reused: ReusedRun
-    journal: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -265,8 +265,8 @@ class OldRuns:
             # `part_keys` is a view of `keys`, so writing into it fills `keys`.
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
-                if part.journal:
-                    hash_arrays += self._read_journal(part, part_keys)
+                if part.logs:
+                    hash_arrays += self._read_logs(part, part_keys)
                 else:
                     run = part.reused.run
                     known_keys, known_hashes = read_keys(storage, part.plan, part.shard, run)
@@ -315,7 +315,7 @@ class OldRuns:
             self.parts.append(part)
             first += part.num_rows
 
-    def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
+    def _read_logs(self, part: OldPart, keys: Keys) -> list[Keys]:
         """Read the keys of a shard's answers from its logs. Returns hashes of the models that answered.
 
         keys: the key of each answered row, which also covers the model, is written into this array. A damaged log is
@@ -323,7 +323,7 @@ class OldRuns:
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         model_hashes = []
-        for path in part.journal:
+        for path in part.logs:
             try:
                 with open_log(self._storage, path, columns) as (file, _):
                     for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
@@ -352,7 +352,7 @@ class OldRuns:
                 continue
             wanted = places[begin:end] - part.first  # the numbers of these rows within the shard
             is_missing = np.ones(len(wanted), bool)
-            paths = part.journal or [part.plan.part_path(part.shard)]
+            paths = part.logs or [part.plan.part_path(part.shard)]
             for path in paths:
                 try:
                     for indices, batch in self._answers_in_file(part, path, wanted, schema):
@@ -369,8 +369,8 @@ class OldRuns:
 
         wanted: rows of the shard, ascending. Raises PartDamaged, AnswersDamaged, or one of UNREADABLE.
         """
-        prefix = ""
-        if not part.journal:
+        prefix = ""  # a log names its columns without the run's prefix
+        if not part.logs:  # the file is the shard's part
             prefix = part.plan.spec.output_prefix
             # Raises PartDamaged unless the part has as many rows as its file of keys.
             read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
@@ -381,7 +381,7 @@ class OldRuns:
             cut_columns = [f"{prefix}{name}" for name in _columns_of_cuts(part.plan.spec)]
 
         names = (*answer_schema.names, *cut_columns)
-        open_file = self._opened_log if part.journal else self._opened_part
+        open_file = self._opened_log if part.logs else self._opened_part
         with open_file(part, path, names) as (file_schema, batches):
             _check_fields(path, file_schema, answer_schema)
             for rows, batch in batches:

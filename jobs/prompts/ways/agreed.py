@@ -53,8 +53,8 @@ class Agreement(Way):
     columns: ClassVar = {"votes": "float64", "samples": "int64"}
 
     @property
-    def questions(self) -> Sequence[RepairOptions]:
-        """Return the question by which a child finds the part of a text to compare; () for whole texts."""
+    def child_checks(self) -> Sequence[RepairOptions]:
+        """Return the check by which a child finds the part of a text to compare; () for whole texts."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)
@@ -96,8 +96,8 @@ class Agreement(Way):
         """Return the part of a sample that is compared; None if the sample has nothing to compare."""
         if sample.finish_reason != "stop":
             return None
-        if not self.questions:
+        if not self.child_checks:
             return sample.text.strip()
-        [question] = self.questions
-        part: str | None = yield Check(question, sample.text)
+        [child_check] = self.child_checks
+        part: str | None = yield Check(child_check, sample.text)
         return part

@@ -44,8 +44,8 @@ class ToolUse(Way):
     columns: ClassVar = {"messages": "string", "turns": "int64"}
 
     @property
-    def questions(self) -> Sequence[RepairOptions]:
-        """Return a question for each function. A child process answers the question by calling the function."""
+    def child_checks(self) -> Sequence[RepairOptions]:
+        """Return a check of kind TOOL for each function. A child process carries it out by calling the function."""
         return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:

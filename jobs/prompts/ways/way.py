@@ -54,25 +54,25 @@ class Way(abc.ABC):
         """Return the item that asks a prompt in this way."""
 
     @property
-    def questions(self) -> Sequence[RepairOptions]:
-        """Return the questions that the way's items ask child processes. Each names a check or a tool."""
+    def child_checks(self) -> Sequence[RepairOptions]:
+        """Return the checks that the way leaves to child processes. A call of a tool counts as a check."""
         return ()
 
     @property
     def has_checks(self) -> bool:
-        """Whether the way's items ask child processes for checks or tool calls."""
-        return bool(self.questions)
+        """Whether the way leaves checks or tool calls to child processes."""
+        return bool(self.child_checks)
 
     def admit(self, checks: Checks) -> None:
         """Raise InvalidJob if the way needs a function that this worker does not allow."""
-        for question in self.questions:
-            checks.admit(question)
+        for child_check in self.child_checks:
+            checks.admit(child_check)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob if no child could answer a question. This may take as long as importing a function."""
-        for question in self.questions:
-            checks.prepare(question)
+        """Raise InvalidJob if one of the checks can never work. This may take as long as importing a function."""
+        for child_check in self.child_checks:
+            checks.prepare(child_check)
 
     def version(self, checks: Checks) -> str:
         """Return a text that changes when the files of the way's functions change. Raises InvalidJob."""
-        return " ".join(checks.version(question) for question in self.questions)
+        return " ".join(checks.version(child_check) for child_check in self.child_checks)

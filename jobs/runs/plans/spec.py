@@ -420,7 +420,7 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     # `spec.steps` raises InvalidJob if the prompts are not valid.
     sampling_of_requests = [step.sampling for step in spec.steps] or [spec.sampling]
     has_logprobs = any(sampling.keys() & set(LOGPROBS) for sampling in sampling_of_requests)
-    _check_used(
+    _check_usable(
         "logprob_type" in options,
         has_logprobs,
         "logprob_type is for log probabilities, and none are asked for: name logprobs too",
@@ -435,7 +435,7 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
     )
     # With labels and several prompts, only the last prompt is scored. The answers to the other prompts are generated.
     has_generated_prompt = not spec.labels or spec.prompts is not None
-    _check_used(
+    _check_usable(
         spec.parse,
         spec.task == checks.GENERATE and has_generated_prompt,
         "parse is for generated answers: leave it out",
@@ -446,44 +446,44 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
 
 
-def _check_used(option: object, is_usable: object, message: str) -> None:
-    """Raise InvalidJob if an option has a value where it cannot be used."""
+def _check_usable(option: object, is_usable: object, message: str) -> None:
+    """Raise InvalidJob if an option is given where it cannot be used."""
     if option and not is_usable:
         raise InvalidJob(message)
 
 
 def _check_task_options(spec: RunSpec) -> None:
     """Raise InvalidJob for an option that belongs to another task or another kind of input."""
-    _check_used(
+    _check_usable(
         spec.model_alias,
         spec.single_file == OPENAI_BATCH,
         "model_alias is for batch files: give input_format openai-batch, or leave it out",
     )
-    _check_used(
+    _check_usable(
         spec.inline_pictures,
         spec.single_file == OPENAI_BATCH,
         "inline_pictures is for batch files: give input_format openai-batch, or leave it out",
     )
-    _check_used(
+    _check_usable(
         spec.batch_endpoint,
         spec.single_file == OPENAI_BATCH,
         "batch_endpoint is for batch files: give input_format openai-batch, or leave it out",
     )
-    _check_used(
+    _check_usable(
         spec.drop_unsupported,
         spec.single_file == OPENAI_BATCH or spec.messages_column,
         "drop_unsupported is for batch files and for columns of chats: leave it out",
     )
-    _check_used(
+    _check_usable(
         spec.check_columns,
         spec.repairs.function,
         "check_columns are for a function that checks, and there is none",
     )
-    _check_used(
+    _check_usable(
         spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"
     )
     has_struct = spec.probabilities == checks.STRUCT
-    _check_used(
+    _check_usable(
         has_struct,
         spec.labels,
         "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
@@ -496,22 +496,22 @@ def _check_task_options(spec: RunSpec) -> None:
             "a struct of probabilities has {} labels",
             "leave probabilities out, for a map",
         )
-    _check_used(
+    _check_usable(
         spec.dimensions,
         spec.task == checks.EMBED,
         "dimensions is for embeddings: give task 'embed' too",
     )
-    _check_used(
+    _check_usable(
         spec.prompt_name,
         spec.task == checks.EMBED,
         "prompt_name is for embeddings: give task 'embed' too",
     )
-    _check_used(
+    _check_usable(
         spec.query_column or spec.document_column,
         spec.task == checks.RERANK,
         "query_column and document_column are for reranking: give task 'rerank' too",
     )
-    _check_used(
+    _check_usable(
         "tools" in spec.sampling_columns,
         spec.is_chat and spec.prompts is None,
         "tools from a column are for chats, with one prompt for each row: give messages_column or a chat's template",
@@ -521,17 +521,17 @@ def _check_task_options(spec: RunSpec) -> None:
 def _check_images(spec: RunSpec) -> None:
     """Raise InvalidJob if the run has a column of pictures, and cannot have one."""
     images = spec.image_column
-    _check_used(
+    _check_usable(
         images,
         spec.task == checks.GENERATE,
         f"image_column and task {spec.task!r} do not go together",
     )
-    _check_used(
+    _check_usable(
         images,
         spec.prompts is None,
         "image_column and prompts do not go together: ask one prompt with a template",
     )
-    _check_used(
+    _check_usable(
         images,
         not spec.calibrate,
         "image_column and calibrate do not go together: calibrate asks a prompt without content, and a picture is "
@@ -543,22 +543,22 @@ def _check_escalation(spec: RunSpec) -> None:
     """Raise InvalidJob for a cascade that lacks an option, or that is not for labels."""
     margin = spec.escalate_below
     second = spec.escalate_to or spec.escalate_model
-    _check_used(
+    _check_usable(
         margin,
         spec.labels and not spec.prompts,
         "escalate_below is for labels of one prompt: name labels, no prompts",
     )
-    _check_used(
+    _check_usable(
         margin,
         ADAPTER not in spec.sampling,
         "escalate_below asks a second model, which lacks the first one's adapter: leave adapter or escalate_below out",
     )
-    _check_used(
+    _check_usable(
         margin,
         second,
         "escalate_below asks a second model, but none is named: give escalate_to or escalate_model too",
     )
-    _check_used(
+    _check_usable(
         second,
         margin,
         "escalate_to and escalate_model name the second model that is asked: give escalate_below too",
@@ -569,17 +569,17 @@ def _check_template(spec: RunSpec) -> None:
     """Raise InvalidJob for a template that is not valid, and for a template's options without a template."""
     is_jinja = spec.template_format == "jinja"
     has_template = spec.template is not None
-    _check_used(
+    _check_usable(
         is_jinja,
         spec.prompts is None,
         "template_format is 'jinja', and prompts have {column} templates: leave template_format out",
     )
-    _check_used(
+    _check_usable(
         is_jinja,
         has_template,
         "template_format says how a template is written, but there is no template: give one too",
     )
-    _check_used(
+    _check_usable(
         spec.defaults,
         has_template or spec.prompts is not None,
         "defaults stand for null in a template, but there is no template: give one too",

@@ -25,7 +25,7 @@ class End(enum.Enum):
 
 
 #: The sentence for a finished run whose new submission was refused.
-REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
+REFUSED_BUT_FINISHED = "this submit was refused, as is named above; the run is finished as before"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Followed:
         if self.end is End.CANCELLED and snapshot.stopped is not None:
             return f"it was stopped: {snapshot.stopped}"
         if self.end is End.PLAN_FAILED and snapshot.finished:
-            return REFUSED_AS_BEFORE
+            return REFUSED_BUT_FINISHED
         return str(self.end.value)
 
 

@@ -128,13 +128,13 @@ class HeldJob:
         self.state = JobState.FUNCTION
         self.is_function = True
 
-    def withdraw(self, reason: type[BaseException]) -> None:
-        """Await nothing more from the engine or a thread. If a thread makes a call, interrupt it with `reason`."""
+    def withdraw(self, error: type[BaseException]) -> None:
+        """Await nothing more from the engine or threads. Interrupt the job's call in a thread, if any, with `error`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
         self.being_inspected.clear()
         if self.call is not None:
-            self.call.interrupt(reason)
+            self.call.interrupt(error)
         self._awaited = None
 
     def count_requests(self) -> None:
@@ -167,11 +167,11 @@ class HeldJob:
         """Whether the job still waits for the call that got this key from `await_call`."""
         return self._awaited is call_key
 
-    def interrupt_function(self, reason: type[BaseException]) -> None:
-        """Interrupt the job's function with `reason`, because it is overdue. Its thread reports the end."""
+    def interrupt_function(self, error: type[BaseException]) -> None:
+        """Interrupt the job's function with `error`, because it is overdue. Its thread reports the end."""
         assert self.call is not None
         self.is_overdue = True
-        self.call.interrupt(reason)
+        self.call.interrupt(error)
 
     # Derived state
 
