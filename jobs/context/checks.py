@@ -220,7 +220,8 @@ class Checks:
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = self._pool.call(lambda child: self._reply(child, options, question))
-        # A reply is stale if the child imported the function before the function's files changed.
+        # A reply is stale if the child imported the function before the function's files changed. `_reply` has then
+        # closed the child, so the next call gets another one.
         while "is_stale" in reply:
             reply = self._pool.call(lambda child: self._reply(child, options, question))
         if "problem" in reply:

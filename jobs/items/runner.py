@@ -196,6 +196,7 @@ class ItemRunner(Generic[T]):
         new_tokens_of: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
         for index, tokens_by_sample in tokens_of.items():
             sent = self._sent[index]
+            # A delivered request needs no tokens. The opening item is recorded nowhere: each execution asks it again.
             if sent is None or sent.entry.is_opening:
                 continue
             new_tokens = {

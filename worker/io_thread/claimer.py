@@ -176,9 +176,9 @@ class Claimer:
         return num_queued <= num_for_other_workers
 
     def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether a lane should claim now. If so, its next period begins.
+        """Whether a lane should claim now. If so, its timer starts again.
 
-        A lane without room for a file polls less often, because it looks only for jobs of prompts. A lane is also due
+        A lane that may claim no file has a slower timer, because it looks only for jobs of prompts. A lane is also due
         when half of the jobs that it held after its last claim have ended.
         """
         may_claim_files = self._packer.claimable_files(lane) > 0

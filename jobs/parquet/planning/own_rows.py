@@ -40,7 +40,7 @@ from jobs.runs.redis_state.submission import Submission
 
 FINISH_REASON = "finish_reason"
 ATTEMPTS = "attempts"
-#: The values in columns of finish reasons and attempts if no answer was cut.
+#: Finish reasons of answers that were not cut. Also 1, for a single attempt: a further attempt may follow a cut answer.
 _UNCUT = {"stop", "tool_calls", 1}
 
 
@@ -444,12 +444,12 @@ def _shows_cuts(column: str) -> bool:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers ended by themselves, each at the first attempt. See _UNCUT."""
+    """Return for each row whether all its answers ended by themselves, each at the first attempt."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
-            values = value if isinstance(value, list) else [value]
-            if not set(values) <= _UNCUT:
+            values = value if isinstance(value, list) else [value]  # several samples give a list
+            if not _UNCUT.issuperset(values):
                 has_stopped[row] = False
     return has_stopped
 

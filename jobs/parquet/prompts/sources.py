@@ -229,6 +229,7 @@ class RowSource:
         read: returns the bytes of a picture's file. The default is never called: it is for sources without pictures.
         """
         batch = with_own_json(batch)
+        # The column PROBLEM says why a line of a file is no row.
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
