@@ -322,7 +322,9 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         columns = arguments.get(columns_name, {})
         if not isinstance(columns, dict) or ADAPTER in columns:
             raise wrong_value_error(
-                columns_name, columns, "a mapping without adapter, because adapter_column names it"
+                columns_name,
+                columns,
+                "a mapping without adapter, because adapter_column names the column of adapters",
             )
         arguments[columns_name] = {**columns, ADAPTER: adapter_column}
 

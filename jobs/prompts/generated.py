@@ -1,4 +1,4 @@
-"""Generates the answer to a prompt. Asks again if a check refuses the answer, and goes on if the answer was cut."""
+"""Generates the answer to a prompt. Asks again if a check refuses the answer, and continues an answer that was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -21,7 +21,7 @@ def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
     """Return the metric of the queues' jobs. jobs: the number of jobs, by queue and status."""
     family = GaugeMetricFamily(
         "rq_jobs",
-        "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum.",
+        "Jobs of a queue by status. Each worker of a queue reports all of them: take the maximum, not the sum.",
         labels=["queue", "status"],
     )
     for queue, by_status in jobs.items():

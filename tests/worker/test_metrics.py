@@ -145,7 +145,7 @@ def test_a_worker_lives_while_both_its_threads_turn_and_is_ready_while_it_claims
         "its model is being loaded"
     )
     engine.last_turn_at = io.last_turn_at = moment
-    health.serve(engine, io)
+    health.watch(engine, io)
     assert "Redis" in health.why_not_ready()
     io.redis_ok_at = moment - REACHED_S
     assert (health.why_dead(), health.why_not_ready()) == ("", "")

@@ -117,7 +117,7 @@ class _BatchCollector(Collector):
     def _family() -> GaugeMetricFamily:
         return GaugeMetricFamily(
             "tokenmill_api_batches",
-            "Batches of the last 8 days by state. Every server tells the same: take the maximum.",
+            "Batches of the last 8 days by state. Each server reports all of them: take the maximum, not the sum.",
             labels=("project", "status"),
         )
 

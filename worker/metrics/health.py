@@ -42,7 +42,7 @@ class Health:
         self._engine: WatchedEngine | None = None
         self._io: WatchedIo | None = None
 
-    def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
+    def watch(self, engine: WatchedEngine, io: WatchedIo) -> None:
         """Watch these two loops from now on. Called when the model is loaded."""
         self._engine = engine
         self._io = io

@@ -69,7 +69,7 @@ class MetricsServer:
         facts: the values of the worker's Redis key.
         """
         self._exporter.serve(facts, queue_names, counts)
-        self.health.serve(engine, io)
+        self.health.watch(engine, io)
 
     def close(self) -> None:
         """Stop listening, and close the connections of requests under way."""

@@ -29,9 +29,11 @@ _SEEN_TTL_S = 24 * 3600
 class StockJobs:
     """Finds abandoned jobs as RQ's own cleanup does, and takes each over in one step.
 
-    A started job has a time as its score in rq:wip, and is abandoned once this time has passed. This happens after a
-    minute without a heartbeat. A job in an intermediate queue is abandoned if it stays there for a minute without an
-    execution. RQ's cleanup lock on the queue is taken first, so that RQ's cleanup does not end the same job.
+    A started job has a time as its score in rq:wip, and is abandoned once this time has passed. Each heartbeat of the
+    job's worker moves this time on. Without heartbeats, the time passes after about a minute.
+
+    A job in an intermediate queue is abandoned if it stays there for a minute without an execution. RQ's cleanup lock
+    on the queue is taken first, so that RQ's cleanup does not end the same job.
     """
 
     def __init__(

@@ -24,7 +24,11 @@ from jobs.runs.plans.spec import RunSpec
 
 
 class Chain(RowAsk):
-    """Asks the prompts of each row, one after the other. seed: the run's seed. control_tokens: see row_source."""
+    """Asks the prompts of each row, one after the other.
+
+    seed: the run's seed. control_tokens: the texts of the model's control tokens. In the values that fill a prompt they
+    are read as plain text, unless the prompt allows them.
+    """
 
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps

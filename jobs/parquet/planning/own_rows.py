@@ -247,11 +247,14 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
 
 
 def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
-    """Remove the files of a plan that came too late, because another plan is in place."""
+    """Remove the files that were written for a plan, because another planner put its plan in place first.
+
+    These files hold the answers taken from earlier runs, and the chosen rows with their numbers.
+    """
     if plan.reused is None:
         return
     if plan_in_place.reused is not None and plan_in_place.reused.name == plan.reused.name:
-        return  # the plan in place is this plan, and the reply to its writing was lost
+        return  # the plan in place is this one: it was written, but the storage's reply was lost
     paths = [plan.reused_path(shard) for shard in range(len(plan.shards))]
     first_file = plan.files[0]
     if first_file.num_chosen:

@@ -288,7 +288,7 @@ class RunReader:
             awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
             awaited_second=awaited_second,
-            planned_by=self._planned_by(workers),
+            awaited_version=self._awaited_version(workers),
             stopped=_safe_fact(facts, "stopped"),
             reuse_differs=_safe_fact(facts, REUSE_DIFFERS),
             too_many_errors=self._too_many_errors(),
@@ -458,7 +458,7 @@ class RunReader:
             return None
         return safe_name(", ".join(missing), MAX_TEXT_CHARS)
 
-    def _planned_by(self, workers: Collection[Worker]) -> str | None:
+    def _awaited_version(self, workers: Collection[Worker]) -> str | None:
         """Return whether the plan's format is "newer" or "older" than those that the queue's workers can read.
 
         Returns None if a worker can read the plan, or if the formats are not known.

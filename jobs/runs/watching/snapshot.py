@@ -51,7 +51,8 @@ class RunSnapshot:
     is_suspended: whether `rq suspend` holds all workers.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
-    planned_by: "newer" or "older" if only workers of a newer or older version can take the run; else None.
+    awaited_version: "newer" or "older" if no worker of the run's queue can read the plan, because a newer or older
+    version of Tokenmill planned the run; else None.
     listened: the queues that have workers.
     stopped: why the run was stopped, if its errors stopped it.
     submitted_by: the user and machine that submitted the run last, which nobody has checked; None if a worker enqueued
@@ -94,7 +95,7 @@ class RunSnapshot:
     listened: tuple[str, ...] = ()
     awaited_adapters: str | None = None
     awaited_second: str | None = None
-    planned_by: str | None = None
+    awaited_version: str | None = None
     second_queue: str | None = None
     model: str | None = None
     submitted_at: float | None = None
@@ -282,10 +283,10 @@ def needs(snapshot: RunSnapshot) -> list[str]:
     if snapshot.awaited_second is not None:
         second = _not_served(snapshot.second_queue, snapshot.awaited_second)
         sentences.append(f"rows with a low margin wait for the second model: {second}")
-    if snapshot.planned_by is not None:
+    if snapshot.awaited_version is not None:
         sentences.append(
-            f"it was planned by a {snapshot.planned_by} version of Tokenmill than that of the workers on queue "
-            f"{queue!r}, which leave its jobs there: start a worker of that version"
+            f"it was planned by a {snapshot.awaited_version} version of Tokenmill, and no worker on queue {queue!r} "
+            f"can read its plan: start a worker of the {snapshot.awaited_version} version"
         )
     elif not snapshot.workers:
         sentences.append(no_worker_text(queue, snapshot.listened))

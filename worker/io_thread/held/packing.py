@@ -158,15 +158,15 @@ class Packer:
         """Return for how many more sequences the lane should claim jobs now.
 
         While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
-        left than the engine has slots. It claims that early because opening the next file takes many steps. Functions
-        and unopened files take no room.
+        left than the engine has slots. It claims that early because opening the next file takes many steps. Functions,
+        and files that are not open yet, do not count: they have no requests in the lane.
         """
         num_unread = sum(job.num_unread for job in self._streaming[lane])
         if num_unread == 0:
             return self._refill_room(lane)
         newest_job = self._streaming[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
-            return self.slots - int(num_unread)
+            return self.slots - int(num_unread)  # a float, because it may be infinite
         return 0
 
     def _room(self, lane: int) -> int:
