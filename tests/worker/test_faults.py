@@ -92,9 +92,7 @@ def test_what_a_users_function_lacks_fails_its_job_as_in_rq(workers: Workers) ->
     assert workers.result(last).return_value == 3
 
 
-def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_against_the_job() -> (
-    None
-):
+def test_a_jobs_first_fault_counts_against_it_and_its_second_in_a_row_may_be_the_workers() -> None:
     faults = WorkerFaults()
     shard, function = ClaimedJob("shard", "e", "bulk", "w"), "jobs.score_shard"
     assert faults.note(shard, function, MemoryError()).counts_against_job
