@@ -8,10 +8,6 @@ from torch import Tensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights
 
-#: Bits of a code, by kind.
-BITS = {"int4": 4, "int8": 8, "fp4": 4, "fp8": 8}
-#: The kinds whose codes are floats, which have no zero points.
-FLOAT_KINDS = ("fp4", "fp8")
 #: The largest magnitude of a code less its zero point, by kind. A kernel reads e2m1 as a float16, which has another
 #: bias, and multiplies the scale by 2^14.
 LARGEST_CODE = {"int4": 15.0, "int8": 255.0, "fp4": 6.0 * 2**14, "fp8": 448.0}

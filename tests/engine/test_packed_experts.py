@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.checkpoint.mxfp4 import NUMBERS
-from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
+from engine.checkpoint.packed_form import PackedForm, PackedPart
+from engine.kernels.products.codes import BITS, NUMBERS
 from engine.layers.grouped_linear import ExpertGroups, GroupedLinear, PackedGroupedLinear
 from engine.layers.moe import ExpertMLPs
 from engine.layers.packed import PackedLayout
@@ -67,7 +67,7 @@ def make_layer(
     zeros = None
     if kind == "fp4":
         scales = 2 ** torch.floor(8 * scales - 8)
-        values = torch.tensor(NUMBERS, dtype=torch.float64)[codes.int()]
+        values = torch.tensor(NUMBERS[kind], dtype=torch.float64)[codes.int()]
     else:
         zeros = torch.randint(0, 1 << BITS[kind], scales.shape, generator=generator)
         zeros = zeros.to(torch.uint8)

@@ -13,8 +13,8 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.base import KernelBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.mxfp4 import NUMBERS
-from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
+from engine.checkpoint.packed_form import PackedForm, PackedPart
+from engine.kernels.products.codes import BITS, NUMBERS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
@@ -67,7 +67,7 @@ def make_product(
         codes[(codes & 127) == 127] = 1  # no NaN
         values = codes.view(torch.float8_e4m3fn).double()
     elif kind == "fp4":
-        values = torch.tensor(NUMBERS, dtype=torch.float64)[codes.int()]
+        values = torch.tensor(NUMBERS[kind], dtype=torch.float64)[codes.int()]
     else:
         zeros = draw(num_codes, out_features, in_features // size)
         values = codes.double() - zeros.double().repeat_interleave(size, 1)
