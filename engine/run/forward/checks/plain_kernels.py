@@ -84,7 +84,7 @@ def plain_packed_product(
     if kind == "fp8":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     elif kind in NUMBERS:
-        values = torch.tensor(NUMBERS[kind], device=codes.device)[codes]
+        values = torch.tensor(NUMBERS[kind], dtype=x.dtype, device=codes.device)[codes].float()
     else:
         values = codes.float() - zeros.t().repeat_interleave(group, 1)
     weight = values * scales.t().float().repeat_interleave(group, 1)
