@@ -52,6 +52,7 @@ CHECKPOINTS = [
     ("mixtral", "ct_fp8_channel", "fp8"),
     ("qwen3_moe", "fp8_blocks_of_24x32", "fp8"),
     ("gpt_oss", "mxfp4", "fp4"),
+    ("mixtral", "bnb_nf4_blocks_of_32", "nf4"),
 ]
 
 

@@ -149,7 +149,7 @@ def test_a_product_takes_the_memory_of_its_codes_and_scales(kind: str, group: in
     assert taken <= 0.35 * 2 * weight.numel()
 
 
-@pytest.fixture(scope="module", params=["awq"])
+@pytest.fixture(scope="module", params=["awq", "bnb_nf4_nested", "bnb_fp4", "bnb_int8"])
 def quantized(
     request: pytest.FixtureRequest,
     folders: dict[str, Path],
