@@ -5,8 +5,8 @@ from torch import Tensor
 
 from engine.checkpoint.packed_form import PackedForm, PackedPart, check_scales, damaged
 from engine.checkpoint.weights import CheckpointTensor
+from engine.kernels.products.codes import NUMBERS
 
-NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32
 
 
@@ -49,8 +49,8 @@ class Mxfp4Tensor(CheckpointTensor):
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
-    low = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat(16)
-    high = torch.tensor(NUMBERS, dtype=torch.bfloat16).repeat_interleave(16)
+    low = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat(16)
+    high = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat_interleave(16)
     pairs = torch.stack((low, high), -1)[blocks.int()]
     return (pairs.flatten(2) * _factors(scales)[:, :, None]).flatten(1).t()
 

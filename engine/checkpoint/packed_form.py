@@ -8,21 +8,19 @@ from torch import Tensor
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights
 
-#: Bits of a code, by kind.
-BITS = {"int4": 4, "int8": 8, "fp4": 4, "fp8": 8}
-#: The kinds whose codes are floats, which have no zero points.
-FLOAT_KINDS = ("fp4", "fp8")
 #: The largest magnitude of a code less its zero point, by kind. A kernel reads e2m1 as a float16, which has another
 #: bias, and multiplies the scale by 2^14.
-LARGEST_CODE = {"int4": 15.0, "int8": 255.0, "fp4": 6.0 * 2**14, "fp8": 448.0}
+LARGEST_CODE = {
+    "int4": 15.0, "int8": 255.0, "fp4": 6.0 * 2**14, "fp8": 448.0, "nf4": 1.0, "bnb_fp4": 12.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PackedForm:
     """The form in which weights [out, in] may stay in memory as they are stored.
 
-    kind: "int4", "int8", "fp4" (e2m1) or "fp8" (e4m3). group: columns of a row that share a scale, None for all of
-    them. scale_dtype: of the scales, which keeps them exactly.
+    kind: "int4", "int8", "fp4" (e2m1), "fp8" (e4m3), or bitsandbytes' "nf4" and "bnb_fp4". group: columns of a row
+    that share a scale, None for all of them. scale_dtype: of the scales, which keeps them exactly.
     """
 
     kind: str
@@ -35,7 +33,7 @@ class PackedPart:
     """Some rows and columns of a weight, not unpacked: a weight is (code - zero) * scale.
 
     codes: [rows, columns] uint8, of floats their bits.  scales: [rows, groups].  zeros: [rows, groups] uint8, None
-    for floats.
+    for codes that are no integers.
     """
 
     codes: Tensor

@@ -10,10 +10,11 @@ from engine.errors import ConfigError, UnsupportedModel
 
 SUPPORTED = (
     "supported are fp8 (float8_e4m3fn, a scale for a tensor or a block), compressed-tensors (fp8, int8, "
-    "packed int4 and int8), awq (int4, gemm), gptq (int4, int8) and gpt-oss' mxfp4"
+    "packed int4 and int8), awq (int4, gemm), gptq (int4, int8), bitsandbytes (nf4, fp4, int8) and gpt-oss' mxfp4"
 )
 PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
+USUAL_BLOCK = 64  # of bitsandbytes' four bits; each tensor has its own, in the files
 #: compressed-tensors' strategies (the weights that share a scale), by (layout, kind, bits).
 STRATEGIES = {
     ("plain", "float", 8): ("tensor", "channel", "block"),
@@ -28,7 +29,7 @@ class Scheme:
     """The way in which some modules of a checkpoint keep their weights [out, in].
 
     layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
-    or "mxfp4". kind: "float" or "int".
+    "mxfp4"; or bitsandbytes' "bitsandbytes4" and "bitsandbytes8". kind: "float", "int", "nf" or "fp".
     block: the (rows, columns) of weights that share a scale, None for all of them.
     zero_points: whether each scale must have a zero point beside it. zero_shift: is added to the stored ones.
     column_groups: whether the file must say which scale each column has.
@@ -138,6 +139,21 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     )
 
 
+def _read_bitsandbytes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Read what transformers' BitsAndBytesConfig has written; the size of blocks stands in the files alone."""
+    is_four_bits = values.get("load_in_4bit") is True
+    if is_four_bits == (values.get("load_in_8bit") is True):
+        found = f"load_in_4bit {values.get('load_in_4bit')!r}, load_in_8bit {values.get('load_in_8bit')!r}"
+        raise UnsupportedModel(
+            f"quantization_config: {found}; one of them must be true for weights of bitsandbytes"
+        )
+    if not is_four_bits:
+        return (Scheme("bitsandbytes8", "int", 8, (1, None)),)
+    _refuse_unless(values, "bnb_4bit_quant_type", (None, "nf4", "fp4"))
+    kind = "nf" if values.get("bnb_4bit_quant_type") == "nf4" else "fp"
+    return (Scheme("bitsandbytes4", kind, 4, (1, USUAL_BLOCK)),)
+
+
 def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
     if form not in (*PLAIN_FORMATS, PACKED_FORMAT):
         raise UnsupportedModel(f"compressed-tensors' format {form!r} is not supported; {SUPPORTED}")
@@ -213,5 +229,6 @@ READERS: dict[str, Callable[[Mapping[str, Any]], tuple[Scheme, ...]]] = {
     "awq": _read_awq,
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
+    "bitsandbytes": _read_bitsandbytes,
     "mxfp4": lambda values: (Scheme("mxfp4", "float", 4, (1, 32)),),
 }

@@ -1,4 +1,4 @@
-"""Quantized weights (AWQ, GPTQ, compressed-tensors, fp8, mxfp4), read as they are or unpacked."""
+"""Quantized weights (AWQ, GPTQ, compressed-tensors, bitsandbytes, fp8, mxfp4), read as they are or unpacked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint.bitsandbytes import (
+    FOUR_BIT_PARTS,
+    INT8_PARTS,
+    FourBitCodes,
+    open_four_bits,
+    open_row_scales,
+)
 from engine.checkpoint.mxfp4 import Mxfp4Tensor
 from engine.checkpoint.packed_form import PackedForm, PackedPart, check_scales, damaged
+from engine.checkpoint.parts import FLOATS, Parts
 from engine.checkpoint.quantization import Quantization, Scheme
 from engine.checkpoint.weights import CheckpointTensor
-from engine.errors import MissingWeights, WeightMismatch
+from engine.errors import WeightMismatch
+from engine.kernels.products.codes import INTEGERS, NUMBERS
 
 #: Weights that are unpacked together: their temporaries stay in the processor's cache.
 AT_ONCE = 1 << 20
@@ -25,6 +34,8 @@ NAN_MAGNITUDE = 0x7F  # of e4m3
 
 class QuantizedTensor(CheckpointTensor):
     """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
+
+    Some kinds of codes stand for the numbers of a table, and have no zero points.
 
     block: rows and columns that share a scale, None for all of a dimension.
     scale: a matrix with one for each block; if `transposed`, its transpose.
@@ -59,9 +70,9 @@ class QuantizedTensor(CheckpointTensor):
 
     @property
     def _kind(self) -> str:
-        if isinstance(self._codes, PackedIntegers):
-            return f"int{self._codes.bits}"
-        return "int8" if self._codes.dtype == "I8" else "fp8"
+        if isinstance(self._codes, CheckpointTensor):
+            return "int8" if self._codes.dtype == "I8" else "fp8"
+        return self._codes.kind
 
     def packed_part(self, rows: slice, columns: slice) -> PackedPart:
         """Read these rows and whole groups of columns, on the CPU. Raises DamagedWeights."""
@@ -78,6 +89,7 @@ class QuantizedTensor(CheckpointTensor):
             codes = codes.contiguous().view(torch.uint8)
             if ((codes & NAN_MAGNITUDE) == NAN_MAGNITUDE).any():
                 raise damaged(self, "has numbers that are NaN or infinite")
+        if self._kind not in INTEGERS:
             return PackedPart(codes, scales, None)
         shift = 0
         if codes.dtype == torch.int8:
@@ -113,8 +125,7 @@ class QuantizedTensor(CheckpointTensor):
         for first in range(0, len(codes), step):
             some = unpacked[first : first + step]
             piece = codes[first : first + step]
-            # the way over float16 is exact, and several times faster than straight to float32
-            some.copy_(piece.half() if piece.dtype == torch.float8_e4m3fn else piece)
+            some.copy_(self._numbers(piece))
             rows = groups[0][first : first + step]
             some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
             some *= _spread(scale, rows, groups[1])
@@ -122,6 +133,13 @@ class QuantizedTensor(CheckpointTensor):
                 culprit = self if scale.isfinite().all() else self._scale
                 raise damaged(culprit, "has numbers that are NaN or infinite")
         return unpacked
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        """Return the numbers that codes stand for, before zero points are subtracted."""
+        if self._kind in NUMBERS:
+            return torch.tensor(NUMBERS[self._kind])[codes.int()]
+        # the way over float16 is exact, and several times faster than straight to float32
+        return codes.half() if codes.dtype == torch.float8_e4m3fn else codes
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
@@ -179,6 +197,10 @@ class PackedIntegers:
     def path(self) -> Path:
         return self.words.path
 
+    @property
+    def kind(self) -> str:
+        return f"int{self.bits}"
+
     def part(self, *ranges: slice) -> Tensor:
         """Return these rows and columns, uint8; all of them without a range."""
         numbers = unpack(
@@ -188,7 +210,7 @@ class PackedIntegers:
         return numbers[: self.shape[0], : self.shape[1]][ranges]
 
 
-Codes = CheckpointTensor | PackedIntegers  # a matrix [out, in] of small numbers
+Codes = CheckpointTensor | PackedIntegers | FourBitCodes  # a matrix [out, in] of small numbers
 #: Quantized weights that may stay as they are stored.
 PackableTensor = QuantizedTensor | Mxfp4Tensor
 
@@ -197,53 +219,14 @@ CODES = ("weight_packed", "qweight", "weight")
 BESIDE = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("scales", "qzeros", "g_idx"),
+    *FOUR_BIT_PARTS,
+    *INT8_PARTS,
 )
 #: Names of tensors for quantized activations and KV caches: these are not quantized here.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
 ONE_BYTE = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-FLOATS = ("F32", "BF16", "F16")
-
-
-class Parts:
-    """The tensors of one quantized module."""
-
-    def __init__(self, tensors: Mapping[str, CheckpointTensor], module: str) -> None:
-        self._tensors, self.module = tensors, module
-
-    def holds(self, part: str) -> bool:
-        """Whether the files have this part."""
-        return f"{self.module}.{part}" in self._tensors
-
-    def matrix(self, part: str, dtype: str) -> CheckpointTensor:
-        """Return a part that is a matrix. Raises MissingWeights or WeightMismatch, as `get` does."""
-        tensor = self.get(part, (dtype,))
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise WeightMismatch(
-                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's"
-            )
-        return tensor
-
-    def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
-        """Return a part, which must have one of these dtypes, and one of these shapes if there are any."""
-        name = f"{self.module}.{part}"
-        if name not in self._tensors:
-            raise MissingWeights(
-                f"{self.module!r} is quantized and {name!r} is in no file of the checkpoint; fetch it again"
-            )
-        tensor = self._tensors[name]
-        if tensor.dtype not in dtypes:
-            raise WeightMismatch(
-                f"{name!r} in {tensor.path} holds {tensor.dtype}, {' or '.join(dtypes)} expected by "
-                "quantization_config in config.json"
-            )
-        if shapes and tensor.shape not in shapes:
-            raise WeightMismatch(
-                f"{name!r} in {tensor.path} has shape {list(tensor.shape)}, {list(shapes[0])} expected by "
-                "its weight and quantization_config in config.json"
-            )
-        return tensor
 
 
 def unpacked(
@@ -259,11 +242,10 @@ def unpacked(
     taken = set()
     for name in tensors:
         module, _, part = name.rpartition(".")
-        scaled = f"{module}.weight_scale" in tensors or f"{module}.weight_scale_inv" in tensors
         if quantization.method == "mxfp4" and part.endswith(BLOCKS):
             weights[name.removesuffix(BLOCKS)] = _open_mxfp4(tensors, name.removesuffix(BLOCKS))
             taken |= {name, name.removesuffix(BLOCKS) + SCALES}
-        elif part in CODES and (part != "weight" or scaled or tensors[name].dtype in ONE_BYTE):
+        elif part in CODES and (part != "weight" or _is_quantized(tensors, module)):
             scheme = quantization.scheme_of(module)
             if scheme is None:
                 raise WeightMismatch(
@@ -275,6 +257,14 @@ def unpacked(
         elif PASSED_OVER.fullmatch(part):
             taken.add(name)
     return weights | {name: tensor for name, tensor in tensors.items() if name not in taken}
+
+
+def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str) -> bool:
+    """Whether a module's tensor `weight` is quantized: it has a dtype of codes, or something beside it."""
+    if tensors[f"{module}.weight"].dtype in ONE_BYTE:
+        return True
+    beside = ("weight_scale", "weight_scale_inv", *FOUR_BIT_PARTS)
+    return any(f"{module}.{part}" in tensors for part in beside)
 
 
 def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
@@ -371,9 +361,24 @@ def _open_mxfp4(tensors: Mapping[str, CheckpointTensor], name: str) -> Checkpoin
     return Mxfp4Tensor(name, blocks, parts.get(last + SCALES, ("U8",), blocks.shape[:3]))
 
 
+def _open_four_bits(parts: Parts, scheme: Scheme) -> CheckpointTensor:
+    """Open bitsandbytes' nf4 or fp4; the files say which one it is, and how large blocks are."""
+    codes, scales = open_four_bits(parts)
+    return QuantizedTensor(f"{parts.module}.weight", codes, (1, scales.group), scales)
+
+
+def _open_int8_rows(parts: Parts, scheme: Scheme) -> CheckpointTensor:
+    """Open bitsandbytes' int8."""
+    codes = parts.matrix("weight", "I8")
+    scales = open_row_scales(parts, codes.shape[0])
+    return QuantizedTensor(codes.name, codes, scheme.block, scales)
+
+
 OPENERS: dict[str, Callable[[Parts, Scheme], CheckpointTensor]] = {
     "plain": _open_plain,
     "packed": _open_packed,
     "awq": _open_transposed,
     "gptq": _open_transposed,
+    "bitsandbytes4": _open_four_bits,
+    "bitsandbytes8": _open_int8_rows,
 }

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add, helper
 from engine.kernels import weight_constants
+from engine.kernels.products import codes
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -259,7 +260,11 @@ def _digest(function: Callable[[Any], None]) -> str:
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()
     names = (function.__qualname__, constants, written, processor, numba.__version__, sys.version)
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(weight_constants.__file__)]
+    sources = [
+        *sorted(Path(__file__).parent.glob("*.py")),
+        Path(weight_constants.__file__),
+        Path(codes.__file__),
+    ]
     parts = [repr(names).encode(), *(path.read_bytes() for path in sources)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 

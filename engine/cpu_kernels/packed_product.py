@@ -28,6 +28,7 @@ from engine.cpu_kernels.scalars import (
     wide,
 )
 from engine.cpu_kernels.vectors import FEATURES, LONGEST_VECTOR, Emitter
+from engine.kernels.products.codes import BITS, INTEGERS, NUMBERS
 
 LANES = LONGEST_VECTOR  # output features of a vector
 VECTORS = 4  # of output features of a tile; with ROWS of sums they fill the registers
@@ -39,15 +40,11 @@ VECTOR_BYTES = LANES * FLOAT_BYTES
 LEAST_COLUMNS = 16
 HAS_LONG_VECTORS = "+avx512f" in FEATURES  # else the sums do not fit into the registers
 LOOKS_UP_WORDS = "+avx512bw" in FEATURES  # 32 words of 16 bits by their index, in one instruction
-LOOK_UP = "llvm.x86.avx512.permvar.hi.512"
+LOOK_UP_WORDS = "llvm.x86.avx512.permvar.hi.512"
+LOOK_UP_FLOATS = "llvm.x86.avx512.permvar.sf.512"  # 16 of them
 
-#: Bits of a code, by kind; see engine.checkpoint.packed_form.
-BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
-#: A half that has a code's bits is smaller than the code by a factor, as its exponent has another bias.
-#: By kind: the bits of the code's mantissa, and that factor.
-AS_HALVES = {"fp4": (1, 2.0**14), "fp8": (3, 2.0**8)}
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
+#: A half that has the bits of an fp8 is smaller by a factor, as its exponent has another bias.
+FP8_MANTISSA_BITS, FP8_FACTOR = 3, 2.0**8
 #: Scales may be in these dtypes.
 SCALES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
@@ -220,7 +217,7 @@ class _Unpacker(Emitter):
 
     def load_zeros(self, address: Any, vector: int) -> Any:
         """Load a tile's zero points as `unpack` needs them."""
-        if self._kind in AS_HALVES:
+        if self._kind not in INTEGERS:
             return None
         stored = ir.VectorType(I8, LANES)
         loaded = self._builder.load(self._pointer(address, vector * LANES, stored))
@@ -250,9 +247,9 @@ class _Unpacker(Emitter):
         if self._looks_up():
             if self._kind == "int4":
                 return self._look_up_int4(words, zeros)
-            if self._kind == "fp4":
-                return self._look_up_fp4(words)
-            return self._look_up_fp8(words)
+            if self._kind == "fp8":
+                return self._look_up_fp8(words)
+            return self._look_up_numbers(words)
         numbers = [
             self._number(words, half + self._bits * step, zeros)
             for step in range(16 // self._bits)
@@ -276,11 +273,10 @@ class _Unpacker(Emitter):
         places += [builder.lshr(each, self._all(8)) for each in places]
         return [self._look_up(range(-16, 16), each) for each in places]
 
-    def _look_up_fp4(self, words: Any) -> list[Any]:
+    def _look_up_numbers(self, words: Any) -> list[Any]:
         """The code is the place of its number; the fifth bit of a place is another code's, and does not count."""
-        numbers = E2M1 + tuple(-number for number in E2M1)
         shifted = [self._builder.lshr(words, self._all(shift)) for shift in (0, 4, 8, 12)]
-        return [self._look_up(numbers * 2, each) for each in shifted]
+        return [self._look_up(NUMBERS[self._kind] * 2, each) for each in shifted]
 
     def _look_up_fp8(self, words: Any) -> list[Any]:
         """The bits of e4m3 are those of a bfloat16 with another bias, except in numbers below 2^-6."""
@@ -305,28 +301,36 @@ class _Unpacker(Emitter):
         words16 = ir.VectorType(I16, 2 * LANES)
         bits = torch.tensor(list(numbers), dtype=torch.bfloat16).view(torch.int16).tolist()
         kind = ir.FunctionType(words16, [words16, words16])
-        function = cgutils.get_or_insert_function(self._builder.module, kind, LOOK_UP)
+        function = cgutils.get_or_insert_function(self._builder.module, kind, LOOK_UP_WORDS)
         found = self._builder.call(
             function, (words16(bits), self._builder.bitcast(places, words16))
         )
         return self._builder.bitcast(found, self._lanes)
 
+    def _look_up_floats(self, places: Any) -> Any:
+        """Return the number at each place, of which the four lowest bits count; as bfloat16 holds it for pairs."""
+        dtype = torch.bfloat16 if self._pairs else torch.float32
+        numbers = torch.tensor(NUMBERS[self._kind], dtype=dtype).tolist()
+        kind = ir.FunctionType(self._floats, [self._floats, self._lanes])
+        function = cgutils.get_or_insert_function(self._builder.module, kind, LOOK_UP_FLOATS)
+        return self._builder.call(function, (self._floats(numbers), places))
+
     def _number(self, words: Any, shift: int, zeros: Any) -> Any:
         """Return the numbers from bit `shift` on, as float32."""
         builder = self._builder
-        codes = builder.and_(
-            builder.lshr(words, self._all(shift)), self._all((1 << self._bits) - 1)
-        )
-        if self._kind not in AS_HALVES:
+        shifted = builder.lshr(words, self._all(shift))
+        if self._kind in NUMBERS:
+            return self._look_up_floats(shifted)
+        codes = builder.and_(shifted, self._all((1 << self._bits) - 1))
+        if self._kind in INTEGERS:
             return builder.sitofp(builder.sub(codes, zeros), self._floats)
-        sign_bit = 1 << (self._bits - 1)
-        mantissa_bits, factor = AS_HALVES[self._kind]
-        sign = builder.shl(builder.and_(codes, self._all(sign_bit)), self._all(16 - self._bits))
-        magnitude = builder.and_(codes, self._all(sign_bit - 1))
-        rest = builder.shl(magnitude, self._all(10 - mantissa_bits))
+        sign = builder.shl(builder.and_(codes, self._all(0x80)), self._all(8))
+        magnitude = builder.and_(codes, self._all(0x7F))
+        rest = builder.shl(magnitude, self._all(10 - FP8_MANTISSA_BITS))
         bits = builder.trunc(builder.or_(sign, rest), ir.VectorType(I16, LANES))
         halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
-        return builder.fmul(builder.fpext(halves, self._floats), self._floats([factor] * LANES))
+        factors = self._floats([FP8_FACTOR] * LANES)
+        return builder.fmul(builder.fpext(halves, self._floats), factors)
 
     def _cut(self, low: Any, high: Any) -> Any:
         """Return pairs of bfloat16, which hold these numbers exactly."""
@@ -348,7 +352,7 @@ def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
     scale_bytes = scale_dtype.itemsize
     per_word = 32 // BITS[kind]
     factors = 1 if dtype == torch.float32 else 2
-    zero_bytes = 0 if kind in AS_HALVES else 1
+    zero_bytes = 1 if kind in INTEGERS else 0
 
     def multiply_tiles(parameters: Any) -> None:
         num_rows, x, row_step = parameters[3], parameters[4], parameters[5] * element_bytes

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.packed_form import BITS, FLOAT_KINDS, PackedForm, PackedPart
+from engine.checkpoint.packed_form import PackedForm, PackedPart
 from engine.checkpoint.quantized import PackableTensor
+from engine.kernels.products.codes import BITS, INTEGERS
 
 WORD_BYTES = 4
 #: The order of a word's columns: those of two bytes apart are multiplied together.
@@ -67,11 +68,11 @@ def empty_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return words [out, in / w, 4], scales [out, groups] and zeros [out, groups] to be filled.
 
-    Floats have no zeros: theirs are [out, 0].
+    Codes that are no integers have no zeros: theirs are [out, 0].
     """
     num_groups = 1 if form.group is None else in_features // form.group
     num_words = in_features * BITS[form.kind] // (8 * WORD_BYTES)
-    num_zeros = 0 if form.kind in FLOAT_KINDS else num_groups
+    num_zeros = num_groups if form.kind in INTEGERS else 0
     return (
         torch.empty(out_features, num_words, WORD_BYTES, dtype=torch.uint8),
         torch.empty(out_features, num_groups, dtype=form.scale_dtype),

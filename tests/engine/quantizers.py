@@ -16,6 +16,19 @@ BLOCK = (32, 40)
 #: Column j of eight stands in nibble AWQ_NIBBLE[j] of its word.
 AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: bitsandbytes' numbers in the order of their codes, up to a factor.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4 = (0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, 0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0)
+BNB_TYPES = {"nf4": NF4, "fp4": FP4}
+BNB_BLOCK = 64
+NESTED_BLOCK = (
+    16  # bitsandbytes has 256; so the small weights here have several, the last of them short
+)
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,74 @@ def mxfp4(weight: Tensor) -> Quantized:
     )
 
 
+def bnb4(
+    weight: Tensor,
+    quant_type: str,
+    *,
+    block: int = BNB_BLOCK,
+    nested: bool = False,
+    storage: torch.dtype = torch.uint8,
+) -> Quantized:
+    """bitsandbytes' quantize_4bit: blocks of the numbers of all rows, one after another, the last one short.
+
+    nested: each largest magnitude is a code itself, from which their mean was subtracted before.
+    """
+    flat = weight.flatten()
+    numbers = torch.tensor(BNB_TYPES[quant_type])
+    largest = float(numbers.max())
+    absmax = torch.stack([part.abs().max() for part in flat.split(block)])
+    state = {"quant_type": quant_type, "blocksize": block, "dtype": "float32"}
+    state["shape"] = list(weight.shape)
+    parts = {"absmax": absmax, "quant_map": numbers / largest}
+    if nested:
+        offset = float(absmax.mean())
+        levels = torch.linspace(-1, 1, 256)
+        scales = torch.stack([part.abs().max() for part in (absmax - offset).split(NESTED_BLOCK)])
+        of_block = scales.repeat_interleave(NESTED_BLOCK)[: len(absmax)]
+        chosen = ((absmax - offset) / of_block)[:, None] - levels
+        parts["absmax"] = chosen.abs().argmin(1).to(torch.uint8)
+        parts |= {"nested_absmax": scales, "nested_quant_map": levels}
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+        state["nested_offset"] = offset
+        absmax = levels[parts["absmax"].int()] * of_block + offset
+    scale = (absmax / largest).repeat_interleave(block)[: len(flat)]
+    codes = ((flat / scale)[:, None] - numbers).abs().argmin(1)
+    parts[f"quant_state.bitsandbytes__{quant_type}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
+    padded = torch.cat((codes, codes.new_zeros(len(codes) % 2))).to(torch.uint8)
+    stored = {f"weight.{name}": tensor for name, tensor in parts.items()}
+    stored["weight"] = (padded[::2] << 4 | padded[1::2]).view(storage)[:, None]
+    unpacked = (numbers[codes] * scale).view(weight.shape)
+    return Quantized(stored, unpacked, 0.2 * weight.abs().max())
+
+
+def bnb8(weight: Tensor) -> Quantized:
+    """bitsandbytes' LLM.int8."""
+    largest = weight.abs().amax(1)
+    codes = (weight / largest[:, None] * 127).round()
+    scales = largest / 127
+    parts = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Quantized(parts, codes * scales[:, None], scales[:, None])
+
+
+def bnb4_config(quant_type: str, **more: Any) -> dict[str, Any]:
+    """What transformers writes of BitsAndBytesConfig, or most of it."""
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_type": quant_type,
+        "llm_int8_skip_modules": None,
+        **more,
+    }
+
+
 def group(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
     """compressed-tensors' configuration of one group."""
     return {
@@ -277,6 +358,19 @@ FORMATS = {
     "gptq": Format(GPTQ, gptq),
     "gptq_act_order": Format(GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
     "gptq_v2": Format(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less_one=False)),
+    "bnb_nf4": Format(bnb4_config("nf4"), lambda w: bnb4(w, "nf4")),
+    "bnb_nf4_nested": Format(
+        bnb4_config("nf4", bnb_4bit_use_double_quant=True), lambda w: bnb4(w, "nf4", nested=True)
+    ),
+    "bnb_fp4": Format(bnb4_config("fp4"), lambda w: bnb4(w, "fp4")),
+    "bnb_fp4_nested_stored_as_bfloat16": Format(
+        bnb4_config("fp4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage="bfloat16"),
+        lambda w: bnb4(w, "fp4", nested=True, storage=torch.bfloat16),
+    ),
+    "bnb_nf4_blocks_of_32": Format(bnb4_config("nf4"), lambda w: bnb4(w, "nf4", block=32)),
+    "bnb_int8": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, bnb8
+    ),
     "gptq8": Format(GPTQ | {"bits": 8}, lambda w: gptq(w, 8)),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
@@ -33,6 +34,7 @@ from engine.run.forward.checks.kernel_check import (
     find_fault,
     with_checked_kernels,
 )
+from tests.engine.quantizers import bnb4_config
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -106,20 +108,36 @@ def test_a_wrong_kernel_is_the_last_one_named(
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("section", "takes"),
+    [
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32},
+            lambda scales, zeros: (scales, zeros + 1),
+        ),
+        (bnb4_config("nf4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
+        (bnb4_config("fp4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
+    ],
+    ids=["awq", "bnb_nf4", "bnb_fp4"],
+)
 def test_products_with_packed_weights_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, Any],
+    takes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
-    """A right one passes, and one that takes another zero point is named."""
+    """A right one passes, and one that takes another zero point, or another row's scale, is named."""
     model = write_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    config["quantization_config"] = section
     (tmp_path / "config.json").write_text(json.dumps(config))
     right = triton_backend.PACKED
     named: list[str] = []
 
     def product(x: Any, words: Any, scales: Any, zeros: Any, *rest: Any) -> Any:
-        is_last = named.count("products with packed weights") == 4
-        return right.product(x, words, scales, zeros + int(is_last), *rest)
+        if named.count("products with packed weights") == 4:
+            scales, zeros = takes(scales, zeros)
+        return right.product(x, words, scales, zeros, *rest)
 
     monkeypatch.setattr(triton_backend, "PACKED", replace(right, product=product))
     with pytest.raises(KernelDiffers):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.checkpoint.mxfp4 import NUMBERS
-from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
+from engine.checkpoint.packed_form import PackedForm, PackedPart
+from engine.kernels.products.codes import BITS, NUMBERS
 from engine.layers.grouped_linear import ExpertGroups, GroupedLinear, PackedGroupedLinear
 from engine.layers.moe import ExpertMLPs
 from engine.layers.packed import PackedLayout
@@ -52,22 +52,31 @@ CHECKPOINTS = [
     ("mixtral", "ct_fp8_channel", "fp8"),
     ("qwen3_moe", "fp8_blocks_of_24x32", "fp8"),
     ("gpt_oss", "mxfp4", "fp4"),
+    ("mixtral", "bnb_nf4_blocks_of_32", "nf4"),
 ]
 
 
 def make_layer(
-    kind: str, out_features: int, in_features: int, group: int, way: str
+    kind: str,
+    out_features: int,
+    in_features: int,
+    group: int,
+    way: str,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PackedGroupedLinear, Tensor]:
-    """A layer of random experts, and their weights [experts, out, in] in float64."""
+    """A layer of random experts, and their weights [experts, out, in] in float64.
+
+    dtype: in which numbers of tables are rounded.
+    """
     kernels = packed_kernels(way)
     generator = torch.Generator().manual_seed(out_features)
     shape = (EXPERTS, out_features, in_features)
     codes = torch.randint(0, 1 << BITS[kind], shape, generator=generator).to(torch.uint8)
     scales = torch.rand(EXPERTS, out_features, in_features // group, generator=generator).half()
     zeros = None
-    if kind == "fp4":
-        scales = 2 ** torch.floor(8 * scales - 8)
-        values = torch.tensor(NUMBERS, dtype=torch.float64)[codes.int()]
+    if kind in NUMBERS:
+        scales = 2 ** torch.floor(8 * scales - 8) if kind == "fp4" else scales
+        values = torch.tensor(NUMBERS[kind], dtype=dtype).double()[codes.int()]
     else:
         zeros = torch.randint(0, 1 << BITS[kind], scales.shape, generator=generator)
         zeros = zeros.to(torch.uint8)
@@ -94,17 +103,19 @@ def make_layer(
         ("cpu", "int4", 70, 64, 32),
         ("cpu", "int8", 64, 96, 48),
         ("cpu", "fp4", 72, 96, 32),
+        ("cpu", "nf4", 72, 128, 64),
         ("triton", "int4", 70, 64, 32),
         ("triton", "int8", 32, 64, 64),
         ("triton", "fp4", 40, 96, 32),
         ("triton", "fp4", 40, 128, 32),
+        ("triton", "nf4", 40, 128, 64),
     ],
 )
 def test_each_row_meets_the_weight_of_its_expert(
     way: str, kind: str, out_features: int, in_features: int, group: int, dtype: torch.dtype
 ) -> None:
     """With experts that have no row, one, and more than a tile; with a bias, or none."""
-    layer, weights = make_layer(kind, out_features, in_features, group, way)
+    layer, weights = make_layer(kind, out_features, in_features, group, way, dtype)
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(EXPERTS, out_features, generator=generator).to(dtype)
     for counts in ([0, 1, 0, 70, 3], [2, 0, 0, 0, 0], [0] * EXPERTS):

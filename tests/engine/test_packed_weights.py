@@ -13,8 +13,8 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.base import KernelBackend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.layer_kernels import PackedKernels
-from engine.checkpoint.mxfp4 import NUMBERS
-from engine.checkpoint.packed_form import BITS, PackedForm, PackedPart
+from engine.checkpoint.packed_form import PackedForm, PackedPart
+from engine.kernels.products.codes import BITS, NUMBERS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
@@ -49,10 +49,19 @@ def packed_kernels(way: str = "cpu") -> PackedKernels:
     return found
 
 
+#: The kinds that bitsandbytes writes, with scales in float32.
+OF_BITSANDBYTES = ("nf4", "bnb_fp4")
+
+
 def make_product(
-    kind: str, out_features: int, in_features: int, group: int | None, way: str = "cpu"
+    kind: str,
+    out_features: int,
+    in_features: int,
+    group: int | None,
+    way: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PackedProduct, Tensor]:
-    """A product with random codes, and its weight in float64."""
+    """A product with random codes, and its weight in float64. dtype: in which numbers of tables are rounded."""
     kernels = packed_kernels(way)
     size = group or in_features
     generator = torch.Generator().manual_seed(out_features)
@@ -66,19 +75,20 @@ def make_product(
     if kind == "fp8":
         codes[(codes & 127) == 127] = 1  # no NaN
         values = codes.view(torch.float8_e4m3fn).double()
-    elif kind == "fp4":
-        values = torch.tensor(NUMBERS, dtype=torch.float64)[codes.int()]
+    elif kind in NUMBERS:
+        values = torch.tensor(NUMBERS[kind], dtype=dtype).double()[codes.int()]
     else:
         zeros = draw(num_codes, out_features, in_features // size)
         values = codes.double() - zeros.double().repeat_interleave(size, 1)
-    scales = torch.rand(out_features, in_features // size, generator=generator).half()
+    scale_dtype = torch.float32 if kind in OF_BITSANDBYTES else torch.float16
+    scales = torch.rand(out_features, in_features // size, generator=generator).to(scale_dtype)
     if kind == "fp4":
         scales = 2 ** torch.floor(8 * scales - 8)  # as MXFP4 has them
     weight = values * scales.double().repeat_interleave(size, 1)
     block = kernels.block(kind, size)
     assert block is not None
     product = PackedProduct(
-        PackedForm(kind, group, torch.float16), in_features, out_features, kernels, block
+        PackedForm(kind, group, scale_dtype), in_features, out_features, kernels, block
     )
     cut = out_features // 3  # filled from two tensors, as queries and keys are
     for rows in (slice(0, cut), slice(cut, out_features)):
@@ -97,18 +107,22 @@ def make_product(
         ("cpu", "int8", 130, 96, 48),
         ("cpu", "fp8", 30, 128, None),
         ("cpu", "fp4", 70, 96, 32),
+        ("cpu", "nf4", 70, 192, 64),
+        ("cpu", "bnb_fp4", 40, 96, 16),
         ("triton", "int4", 70, 128, 32),
         ("triton", "int8", 30, 192, 96),
         ("triton", "fp8", 30, 64, None),
         ("triton", "fp4", 40, 64, 32),
         ("triton", "fp4", 70, 96, 32),
+        ("triton", "nf4", 70, 128, 64),
+        ("triton", "bnb_fp4", 40, 96, 32),
     ],
 )
 def test_a_product_is_that_of_the_unpacked_weight(
     way: str, kind: str, out_features: int, in_features: int, group: int | None, dtype: torch.dtype
 ) -> None:
     """For rows that meet codes, rows that meet an unpacked block, and a second task; with a bias, or none."""
-    product, weight = make_product(kind, out_features, in_features, group, way)
+    product, weight = make_product(kind, out_features, in_features, group, way, dtype)
     x = torch.randn(200, in_features + 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = x[:, 8:]  # rows with gaps between them
     bias = torch.randn(out_features).to(dtype)
@@ -127,17 +141,22 @@ def test_a_product_is_that_of_the_unpacked_weight(
             assert ((found.double() - expected).abs() <= allowed).all(), rows
 
 
-def test_a_product_takes_the_memory_of_its_codes_and_scales() -> None:
-    """Of bfloat16's: at most 0.35, with a scale and a zero point for 32 columns."""
-    product, weight = make_product("int4", 256, 512, 32)
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("nf4", 64), ("bnb_fp4", 64)])
+def test_a_product_takes_the_memory_of_its_codes_and_scales(kind: str, group: int) -> None:
+    """Of bfloat16's: at most 0.35, with a scale and a zero point for 32 columns, or a wide scale for 64."""
+    product, weight = make_product(kind, 256, 512, group)
     taken = sum(each.nbytes for each in product.parameters())
     assert taken <= 0.35 * 2 * weight.numel()
 
 
-@pytest.fixture(scope="module")
-def awq(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoint:
-    target = tmp_path_factory.mktemp("awq")
-    return quantize_checkpoint(folders["gqa1_untied"], target, FORMATS["awq"])
+@pytest.fixture(scope="module", params=["awq", "bnb_nf4_nested", "bnb_fp4", "bnb_int8"])
+def quantized(
+    request: pytest.FixtureRequest,
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> QuantizedCheckpoint:
+    target = tmp_path_factory.mktemp(request.param)
+    return quantize_checkpoint(folders["gqa1_untied"], target, FORMATS[request.param])
 
 
 def config(folder: Path, **changes: object) -> EngineConfig:
@@ -151,9 +170,9 @@ def packed_layers(engine: Engine) -> set[bool]:
     return {isinstance(each.instead, PackedProduct) for each in linears}
 
 
-def test_every_linear_layer_keeps_its_weight_packed(awq: QuantizedCheckpoint) -> None:
+def test_every_linear_layer_keeps_its_weight_packed(quantized: QuantizedCheckpoint) -> None:
     packed_kernels()
-    with Engine(config(awq.folder)) as engine:
+    with Engine(config(quantized.folder)) as engine:
         assert packed_layers(engine) == {True}
         names = dict(engine._open_runner().model.named_parameters())
     assert not any(name.endswith("_proj.weight") for name in names)
@@ -161,9 +180,12 @@ def test_every_linear_layer_keeps_its_weight_packed(awq: QuantizedCheckpoint) ->
 
 @pytest.mark.parametrize("changes", [{"attention_backend": "torch"}, {"deterministic": True}])
 def test_weights_are_unpacked_where_nothing_multiplies_with_packed_ones(
-    awq: QuantizedCheckpoint, caplog: pytest.LogCaptureFixture, changes: dict[str, object]
+    quantized: QuantizedCheckpoint, caplog: pytest.LogCaptureFixture, changes: dict[str, object]
 ) -> None:
-    with caplog.at_level(logging.INFO, "engine"), Engine(config(awq.folder, **changes)) as engine:
+    with (
+        caplog.at_level(logging.INFO, "engine"),
+        Engine(config(quantized.folder, **changes)) as engine,
+    ):
         assert packed_layers(engine) == {False}
     assert "8 layers are unpacked when they are read" in caplog.text
 
@@ -187,13 +209,13 @@ def test_a_layer_of_which_a_part_is_quantized_is_unpacked(
 
 @pytest.mark.parametrize("changes", [{}, {"attention_backend": "torch"}])
 def test_doctor_counts_weights_as_a_start_takes_them(
-    awq: QuantizedCheckpoint, changes: dict[str, object]
+    quantized: QuantizedCheckpoint, changes: dict[str, object]
 ) -> None:
     """Packed ones, and those that are unpacked."""
-    asked = config(awq.folder, **changes)
-    model, path = read_supported(awq.folder, "native")
+    asked = config(quantized.folder, **changes)
+    model, path = read_supported(quantized.folder, "native")
     assert path.decoder is not None
-    counted = loaded_bytes(asked, model, path.decoder, awq.folder, "float32")
+    counted = loaded_bytes(asked, model, path.decoder, quantized.folder, "float32")
     with Engine(asked) as engine:
         parameters = list(engine._open_runner().model.parameters())
     taken = sum(

@@ -27,13 +27,17 @@ from engine import (
     WeightMismatch,
 )
 from engine.checkpoint import quantized
+from engine.checkpoint.packed_form import PackedForm
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import QuantizedTensor, unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
+from engine.kernels.products.codes import NUMBERS
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.quantizers import (
     FORMATS,
     QuantizedCheckpoint,
+    bnb4,
+    bnb4_config,
     mxfp4,
     quantize_checkpoint,
     quantize_experts,
@@ -96,7 +100,16 @@ def relative(error: Tensor, of: Tensor) -> float:
     return float(error.norm() / of.norm())
 
 
-KINDS = ("fp8_blocks", "ct_int8_channel", "ct_packed4", "awq", "gptq_act_order")
+KINDS = (
+    "fp8_blocks",
+    "ct_int8_channel",
+    "ct_packed4",
+    "awq",
+    "gptq_act_order",
+    "bnb_nf4_nested",
+    "bnb_fp4",
+    "bnb_int8",
+)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +163,18 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
 
 
+@pytest.mark.parametrize("name", ["bnb_nf4_nested", "bnb_fp4", "bnb_int8"])
+def test_in_bfloat16_packed_weights_of_bitsandbytes_are_as_near_as_unpacked_ones(
+    checkpoints: Callable[[str], QuantizedCheckpoint], name: str
+) -> None:
+    """Of nf4 the numbers are rounded before they are scaled, and unpacked weights when they are scaled."""
+    made = checkpoints(name)
+    exact = answers(made.unpacked)[0]
+    packed = relative(answers(made.folder, dtype="bfloat16")[0].float() - exact, exact)
+    plain = relative(answers(made.unpacked, dtype="bfloat16")[0].float() - exact, exact)
+    assert 0 < packed < 1.5 * plain
+
+
 @pytest.mark.parametrize(("family", "name"), [("phi3", "awq"), ("mixtral", "ct_fp8_channel")])
 def test_weights_of_other_families_may_be_quantized(family: str, name: str, tmp_path: Path) -> None:
     """Also where one tensor of the files is several layers, or one of a layer's many experts."""
@@ -177,7 +202,7 @@ def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", ["gptq_act_order", "awq"])
+@pytest.mark.parametrize("name", ["gptq_act_order", "awq", "bnb_nf4_nested", "bnb_int8"])
 def test_two_ranks_answer_as_one(
     checkpoints: Callable[[str], QuantizedCheckpoint], name: str
 ) -> None:
@@ -251,7 +276,14 @@ def put(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def state(tensor: Tensor, **changes: Any) -> Tensor:
+    """The tensor in which bitsandbytes describes a weight, with other values."""
+    values = json.loads(bytes(tensor.tolist())) | changes
+    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+
+
 NAN, INF = float("nan"), float("inf")
+STATE = "weight.quant_state.bitsandbytes__nf4"
 DAMAGES = [
     ("fp8_blocks", "weight_scale_inv", None, MissingWeights, "is quantized and"),
     ("fp8_blocks", "weight_scale_inv", put(NAN), DamagedWeights, "NaN or infinite"),
@@ -266,6 +298,22 @@ DAMAGES = [
     ("awq", "qzeros", lambda t: t.long(), WeightMismatch, "holds I64, I32 expected"),
     ("gptq_act_order", "g_idx", None, MissingWeights, "is quantized and"),
     ("gptq_act_order", "g_idx", put(6), DamagedWeights, "other groups than the 6"),
+    ("bnb_nf4", "weight.absmax", None, MissingWeights, "is quantized and"),
+    ("bnb_nf4", "weight.absmax", put(NAN), DamagedWeights, "NaN or infinite"),
+    ("bnb_nf4", "weight.absmax", lambda t: t[:-1], WeightMismatch, r"shape \[71\], \[72\] expected"),
+    ("bnb_nf4", "weight", lambda t: t[:-1], WeightMismatch, "has 2303 bytes, 2304 expected: its .* 48 x 96"),
+    ("bnb_nf4", "weight", lambda t: t.int(), WeightMismatch, "holds I32, U8 or I8 or F16"),
+    ("bnb_nf4", "weight.quant_map", put(0.5), DamagedWeights, "other numbers than those of nf4"),
+    ("bnb_nf4", STATE, None, MissingWeights, "is quantized and"),
+    ("bnb_nf4", STATE, lambda t: t[:-1], DamagedWeights, "describes no matrix in nf4"),
+    ("bnb_nf4", STATE, lambda t: state(t, shape=[48, -96]), DamagedWeights, "no positive integers"),
+    ("bnb_nf4", STATE, lambda t: state(t, blocksize=10**30), DamagedWeights, "no positive integers"),
+    ("bnb_nf4", STATE, lambda t: state(t, quant_type="fp4"), DamagedWeights, "quant_type is 'fp4'"),
+    ("bnb_nf4_nested", "weight.absmax", lambda t: t.float(), WeightMismatch, "holds F32, U8 expected"),
+    ("bnb_nf4_nested", "weight.nested_absmax", None, MissingWeights, "is quantized and"),
+    ("bnb_int8", "SCB", None, MissingWeights, "is quantized and"),
+    ("bnb_int8", "SCB", put(INF), DamagedWeights, "NaN or infinite"),
+    ("bnb_int8", "weight_format", put(2), UnsupportedModel, "is 2, 0 expected"),
 ]  # fmt: skip
 
 
@@ -287,6 +335,37 @@ def test_a_damaged_tensor_is_named(
     with pytest.raises(kind, match=message) as raised:
         Engine(config(folder))
     assert f"'{MODULE}.{part}'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "group", "num_groups"),
+    [
+        ((4, 128), 64, 64, 2),
+        ((4, 64), 64, None, 1),
+        ((6, 32), 64, None, 1),  # two rows share a scale
+        ((6, 96), 64, 32, 3),  # every third block goes over the end of a row
+        ((3, 7), 64, 1, 7),  # with half a byte that is not used
+        ((3, 10), 4, 2, 5),
+    ],
+)
+def test_columns_of_bitsandbytes_share_a_scale_as_far_as_they_are_always_in_one_block(
+    tmp_path: Path, shape: tuple[int, int], block: int, group: int | None, num_groups: int
+) -> None:
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    made = bnb4(weight, "nf4", block=block)
+    file = tmp_path / "model.safetensors"
+    save_file({f"layer.{part}": tensor for part, tensor in made.parts.items()}, file)
+    quantization = read_quantization({"quantization_config": bnb4_config("nf4")})
+    with open_tensors([file]) as tensors:
+        (found,) = unpacked(tensors, quantization).values()
+        assert isinstance(found, QuantizedTensor)
+        assert found.packed_form == PackedForm("nf4", group, torch.float32)
+        assert torch.equal(found.whole(), made.weight)
+        part = found.packed_part(slice(1, shape[0]), slice(0, shape[1]))
+    numbers = torch.tensor(NUMBERS["nf4"])[part.codes.int()]
+    assert part.scales.shape == (shape[0] - 1, num_groups)
+    spread = part.scales.repeat_interleave(shape[1] // num_groups, 1)
+    assert torch.equal(numbers * spread, made.weight[1:])
 
 
 def test_experts_in_mxfp4_are_unpacked_exactly(tmp_path: Path) -> None:
@@ -342,10 +421,9 @@ def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("quantization_config", "message"),
     [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "'bitsandbytes' are not supported",
-        ),
+        ({"quant_method": "hqq"}, "'hqq' are not supported; .* bitsandbytes"),
+        (bnb4_config("af4"), "bnb_4bit_quant_type 'af4' is not supported; supported: 'nf4', 'fp4'"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit None, load_in_8bit None; one of them"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         (GPTQ | {"bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),

@@ -6,7 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.products.grouped_product import find_tile, most_tiles
-from engine.kernels.products.packed_product import choose_tile, multiply_packed, widest_block
+from engine.kernels.products.packed_product import (
+    choose_tile,
+    code_numbers,
+    multiply_packed,
+    widest_block,
+)
 
 
 @triton.jit
@@ -14,7 +19,8 @@ def grouped_packed_product_kernel(
     out_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, ends_ptr, x_stride,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     GROUP: tl.constexpr, NUM_WORDS: tl.constexpr, NUM_ZEROS: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TABLE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of one expert's rows, columns). NUM_WORDS, NUM_ZEROS: of one expert."""
     expert, row, end = find_tile(ends_ptr, tl.program_id(0), EXPERTS, EXPERTS_PAD, ROWS)
@@ -25,7 +31,7 @@ def grouped_packed_product_kernel(
         acc = multiply_packed(
             x_ptr, words_ptr + expert64 * NUM_WORDS, scales_ptr + expert64 * (IN // GROUP * OUT),
             zeros_ptr + expert64 * NUM_ZEROS, row, inside_rows, column, inside_columns, x_stride,
-            IN, OUT, GROUP, KIND, ROWS, COLUMNS, DEPTH,
+            IN, OUT, GROUP, KIND, TABLE, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * OUT + column, mask=inside_columns, other=0.0)
@@ -66,7 +72,8 @@ def grouped_packed_product(
             out, x, words, scales, zeros, out if bias is None else bias, ends, x.stride(0),
             EXPERTS=num_experts, EXPERTS_PAD=triton.next_power_of_2(num_experts), IN=in_features,
             OUT=out_features, GROUP=group, NUM_WORDS=words[0].numel(),
-            NUM_ZEROS=zeros[0].numel(), KIND=kind, HAS_BIAS=bias is not None,
-            ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=num_warps, num_stages=3,
+            NUM_ZEROS=zeros[0].numel(), KIND=kind, TABLE=code_numbers(kind, x.dtype),
+            HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, DEPTH=depth,
+            num_warps=num_warps, num_stages=3,
         )  # fmt: skip
     return out

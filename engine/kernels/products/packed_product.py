@@ -1,11 +1,14 @@
 """Products with weights in 4 or 8 bits, unpacked in registers on the way to the matrix instructions."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention.kv_tile import DOT_MIN, WIDEN
+from engine.kernels.products.codes import NUMBERS
 
 #: Columns of a block: powers of two, which share a scale.
 BLOCKS = (128, 64, 32)
@@ -27,18 +30,25 @@ def lay_out(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tenso
 def multiply_packed(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, row, inside_rows, column, inside_columns, x_stride,
     IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TABLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Return x W^T of these rows and columns, [ROWS, COLUMNS] float32.
 
     A weight is code - zero in the product, exactly, and the sum over DEPTH of them is multiplied by their scale. Where
     DEPTH spans groups, weights are multiplied by their scales first: only powers of two, in bfloat16, which is exact.
+    TABLE: as `code_numbers` returns them. Threads of a warp hold them, and take them from each other.
     """
-    PER_WORD: tl.constexpr = 8 if KIND == "int4" or KIND == "fp4" else 4
+    PER_WORD: tl.constexpr = 4 if KIND == "int8" or KIND == "fp8" else 8
     depth, word = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_WORD)
     x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
     word_places = words_ptr + column[:, None].to(tl.int64) * (IN // PER_WORD) + word[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if TABLE is not None:
+        place = tl.arange(0, 16)
+        numbers = tl.zeros([16], tl.float32)
+        for i in tl.static_range(16):
+            numbers = tl.where(place == i, TABLE[i], numbers)
+        table = tl.broadcast_to(numbers.to(x_ptr.dtype.element_ty)[None, :], (COLUMNS, 16))
     for done in tl.range(0, IN, DEPTH):
         x = tl.load(x_places + done, mask=inside_rows[:, None], other=0.0)
         words = tl.load(word_places + done // PER_WORD, mask=inside_columns[:, None], other=0)
@@ -55,7 +65,9 @@ def multiply_packed(
             codes = tl.interleave(words, words >> 16) & 15
         else:
             codes = tl.interleave(words, words >> 16) & 255
-        if KIND == "fp8":
+        if TABLE is not None:
+            weight = tl.gather(table, codes, 1)
+        elif KIND == "fp8":
             # e4m3's bits are those of a float16 with another bias: it is less by 2^8
             bits = ((codes & 128) << 8) | ((codes & 127) << 7)
             weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
@@ -83,7 +95,8 @@ def multiply_packed(
 def packed_product_kernel(
     out_ptr, x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, num_rows, x_stride,
     IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TABLE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, tile of columns)."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -91,7 +104,7 @@ def packed_product_kernel(
     inside_rows, inside_columns = row < num_rows, column < OUT
     acc = multiply_packed(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, row, inside_rows, column, inside_columns, x_stride,
-        IN, OUT, GROUP, KIND, ROWS, COLUMNS, DEPTH,
+        IN, OUT, GROUP, KIND, TABLE, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=inside_columns, other=0.0)
@@ -123,10 +136,19 @@ def packed_product(
         packed_product_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(out_features, columns))](
             out, x, words, scales, zeros, out if bias is None else bias, num_rows, x.stride(0),
             IN=in_features, OUT=out_features, GROUP=group, KIND=kind,
-            HAS_BIAS=bias is not None, ROWS=rows, COLUMNS=columns, DEPTH=depth,
+            TABLE=code_numbers(kind, x.dtype), HAS_BIAS=bias is not None,
+            ROWS=rows, COLUMNS=columns, DEPTH=depth,
             num_warps=num_warps, num_stages=3,
         )  # fmt: skip
     return out
+
+
+@cache
+def code_numbers(kind: str, dtype: torch.dtype) -> tuple[float, ...] | None:
+    """Return the numbers that the kernel looks up for a kind's codes, rounded; None if it computes with the codes."""
+    if kind == "fp4" or kind not in NUMBERS:
+        return None
+    return tuple(torch.tensor(NUMBERS[kind], dtype=dtype, device="cpu").tolist())
 
 
 def widest_block(x: Tensor, group: int, block: int, kind: str) -> int:

@@ -294,7 +294,8 @@ def multiply_packed(kind: str, group: int, dtype: torch.dtype, num_rows: int) ->
     block = packed_product.block(kind, group)
     assert block is not None
     with META:
-        scale_dtype = torch.float32 if dtype == torch.float32 else torch.float16
+        has_wide_scales = dtype == torch.float32 or kind in ("nf4", "bnb_fp4")
+        scale_dtype = torch.float32 if has_wide_scales else torch.float16
         form = PackedForm(kind, group, scale_dtype)
         product = PackedProduct(form, in_features, out_features, PACKED, block)
         product.finish_loading()
@@ -355,8 +356,13 @@ CASES = (
     packed_case("int4", 128, torch.float32),
     packed_case("int8", 128),
     packed_case("fp8", 128),
+    packed_case("nf4", 64),
+    packed_case("nf4", 64, torch.float16),
+    packed_case("nf4", 64, torch.float32),
+    packed_case("bnb_fp4", 64),
     Case("packed experts, fp4", partial(multiply_packed_experts, "fp4", 32)),
     Case("packed experts, int4, groups of 64", partial(multiply_packed_experts, "int4", 64)),
+    Case("packed experts, nf4, groups of 64", partial(multiply_packed_experts, "nf4", 64)),
     Case("adapters, Llama-3-8B", add_adapters),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.attention.state_pool import StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend, TritonMetadata
+from engine.checkpoint.bitsandbytes import KINDS
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.checkpoint.packed_form import PackedForm
-from engine.checkpoint.quantization import Scheme
+from engine.checkpoint.quantization import USUAL_BLOCK, Scheme
 from engine.errors import AttentionRefused
 from engine.kernels.upload import Arrays
 from engine.layers.gated_delta_net import mix
@@ -413,7 +415,7 @@ def _packed_layers(
         if scheme.layout == "mxfp4":
             continue  # only experts have it
         for layer in by_shape.values():
-            yield _random_form(scheme), layer
+            yield _random_form(scheme, layer.in_features), layer
 
 
 def _packed_experts(
@@ -424,13 +426,16 @@ def _packed_experts(
     if config.quantization is None or experts is None:
         return
     for scheme in config.quantization.schemes:
-        yield _random_form(scheme), experts
+        yield _random_form(scheme, experts.hidden_size), experts
 
 
-def _random_form(scheme: Scheme) -> PackedForm:
-    """Return the form of a scheme's weights; their scales' dtype is that which checkpoints mostly have."""
+def _random_form(scheme: Scheme, columns: int) -> PackedForm:
+    """Return the form of a scheme's weights of so many columns; their scales have the usual dtype."""
     if scheme.layout == "mxfp4":
         return PackedForm("fp4", scheme.block[1], torch.bfloat16)
+    if scheme.layout == "bitsandbytes4":
+        kind = KINDS[f"{scheme.kind}{scheme.bits}"]
+        return PackedForm(kind, gcd(columns, USUAL_BLOCK), torch.float32)
     kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
     return PackedForm(kind, scheme.block[1], torch.float16)
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.kv_cache import LayerKVCache
-from engine.checkpoint.mxfp4 import NUMBERS
-from engine.checkpoint.packed_form import BITS
+from engine.kernels.products.codes import BITS, NUMBERS
 from engine.layers.grouped_linear import ExpertGroups, GroupedLinear
 from engine.layers.rotary import apply_rotary
 from engine.layers.stream import RMSNorm
@@ -84,8 +83,8 @@ def plain_packed_product(
     group = codes.shape[1] // len(scales)
     if kind == "fp8":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    elif kind == "fp4":
-        values = torch.tensor(NUMBERS, device=codes.device)[codes]
+    elif kind in NUMBERS:
+        values = torch.tensor(NUMBERS[kind], dtype=x.dtype, device=codes.device)[codes].float()
     else:
         values = codes.float() - zeros.t().repeat_interleave(group, 1)
     weight = values * scales.t().float().repeat_interleave(group, 1)

@@ -1,0 +1,198 @@
+"""Weights as bitsandbytes stores them: codes of four bits whose blocks share a scale, and rows in int8 (LLM.int8)."""
+
+import json
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.packed_form import damaged
+from engine.checkpoint.parts import FLOATS, Parts
+from engine.checkpoint.weights import CheckpointTensor
+from engine.errors import UnsupportedModel, WeightMismatch
+from engine.kernels.products.codes import NUMBERS
+
+#: The kinds in which four bits stay packed, by bitsandbytes' quant_type.
+KINDS = {"nf4": "nf4", "fp4": "bnb_fp4"}
+#: The tensor that says how a module is quantized, by quant_type.
+STATES = {quant_type: f"weight.quant_state.bitsandbytes__{quant_type}" for quant_type in KINDS}
+FOUR_BIT_PARTS = (
+    *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    *STATES.values(),
+)
+INT8_PARTS = ("SCB", "weight_format")
+#: Bytes of the dtypes in which packed codes may be stored: all of them are views of the same bytes.
+STORAGE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+ROW_MAJOR = 0  # of weight_format; older versions stored int8 as a GPU's tiles too
+LARGEST_INT8 = 127
+MOST_NUMBERS = 1 << 62  # more than any tensor has
+MAP_TOLERANCE = 1e-4  # versions have computed the numbers of nf4 in more than one way
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """How largest magnitudes are quantized themselves. block: codes that share a scale. offset: is added to each."""
+
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True)
+class QuantState:
+    """What a file says of a module's four-bit weight.
+
+    shape: (out, in). block: numbers that share a scale, row after row. nesting: None if magnitudes are plain.
+    """
+
+    shape: tuple[int, int]
+    block: int
+    nesting: Nesting | None
+
+
+class FourBitCodes:
+    """A matrix of codes, row after row, two to a byte: the first one has the upper half.
+
+    kind: of NUMBERS.
+    """
+
+    def __init__(self, stored: CheckpointTensor, shape: tuple[int, int], kind: str) -> None:
+        self.path, self.shape, self.kind = stored.path, shape, kind
+        self._stored = stored
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Return these rows and columns, uint8; all of them without a range."""
+        stored = self._stored.whole().flatten().view(torch.uint8)
+        codes = torch.stack((stored >> 4, stored & 15), -1).flatten()
+        rows, columns = self.shape
+        return codes[: rows * columns].view(self.shape)[ranges]
+
+
+class NestedMagnitudes(CheckpointTensor):
+    """The largest magnitude of each block, [blocks] float32, stored as a code.
+
+    scales: of blocks of codes. numbers: what the codes stand for.
+    """
+
+    def __init__(
+        self,
+        codes: CheckpointTensor,
+        scales: CheckpointTensor,
+        numbers: CheckpointTensor,
+        nesting: Nesting,
+    ) -> None:
+        self.name, self.path, self.dtype, self.shape = codes.name, codes.path, "F32", codes.shape
+        self._codes, self._scales, self._numbers = codes, scales, numbers
+        self._nesting = nesting
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Unpack them, on the CPU."""
+        codes = self._codes.whole().int()
+        scales = self._scales.whole()[torch.arange(len(codes)) // self._nesting.block]
+        magnitudes = self._numbers.whole()[codes] * scales + self._nesting.offset
+        return magnitudes[ranges]
+
+
+class BlockScales(CheckpointTensor):
+    """The scales of a matrix's groups of columns, [rows, groups] float32.
+
+    Blocks go on over the ends of rows. A group is the most columns that are always in one block.
+    magnitudes: the largest one of each block. largest: the largest number that a code stands for.
+    """
+
+    def __init__(self, magnitudes: CheckpointTensor, state: QuantState, largest: float) -> None:
+        rows, columns = state.shape
+        self.group = gcd(columns, state.block)
+        self.name, self.path, self.dtype = magnitudes.name, magnitudes.path, "F32"
+        self.shape = (rows, columns // self.group)
+        self._magnitudes, self._block, self._largest = magnitudes, state.block, largest
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Read these rows and groups, on the CPU."""
+        rows, groups = self.shape
+        first_numbers = torch.arange(rows * groups) * self.group
+        scales = self._magnitudes.whole()[first_numbers // self._block] / self._largest
+        return scales.view(self.shape)[ranges]
+
+
+class RowScales(CheckpointTensor):
+    """The scales of int8 rows, [rows] float32, of which the file has 127 times as much."""
+
+    def __init__(self, stored: CheckpointTensor) -> None:
+        self.name, self.path, self.dtype, self.shape = stored.name, stored.path, "F32", stored.shape
+        self._stored = stored
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Read these rows, on the CPU."""
+        return self._stored.part(*ranges).float() / LARGEST_INT8
+
+
+def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
+    """Open the codes of a module's weight, and their scales.
+
+    Raises MissingWeights or WeightMismatch as `get` of Parts does, DamagedWeights for a description of no such weight.
+    """
+    quant_type = next((each for each, part in STATES.items() if parts.holds(part)), "nf4")
+    state = _read_state(parts.get(STATES[quant_type], ("U8",)), quant_type)
+    rows, columns = state.shape
+    stored = parts.get("weight", tuple(STORAGE_BYTES))
+    num_bytes = prod(stored.shape) * STORAGE_BYTES[stored.dtype]
+    expected_bytes = -(-rows * columns // 2)
+    if num_bytes != expected_bytes:
+        raise WeightMismatch(
+            f"{stored.name!r} in {stored.path} has {num_bytes} bytes, {expected_bytes} expected: its quant_state "
+            f"says {rows} x {columns} numbers of four bits"
+        )
+    numbers = NUMBERS[KINDS[quant_type]]
+    largest = max(numbers)
+    stored_numbers = parts.get("weight.quant_map", ("F32",), (len(numbers),))
+    expected = torch.tensor(numbers) / largest
+    if not torch.allclose(stored_numbers.whole(), expected, rtol=0, atol=MAP_TOLERANCE):
+        raise damaged(stored_numbers, f"holds other numbers than those of {quant_type}")
+    codes = FourBitCodes(stored, state.shape, KINDS[quant_type])
+    return codes, BlockScales(_open_magnitudes(parts, state), state, largest)
+
+
+def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
+    """Open the largest magnitude of each block."""
+    num_blocks = -(-prod(state.shape) // state.block)
+    nesting = state.nesting
+    if nesting is None:
+        return parts.get("weight.absmax", ("F32",), (num_blocks,))
+    return NestedMagnitudes(
+        parts.get("weight.absmax", ("U8",), (num_blocks,)),
+        parts.get("weight.nested_absmax", ("F32",), (-(-num_blocks // nesting.block),)),
+        parts.get("weight.nested_quant_map", ("F32",), (256,)),
+        nesting,
+    )
+
+
+def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
+    """Open the scales of a module's int8 weight. Raises UnsupportedModel if it does not lie row after row."""
+    if parts.holds("weight_format"):
+        found = parts.get("weight_format", ("U8",), ())
+        if int(found.whole()) != ROW_MAJOR:
+            raise UnsupportedModel(
+                f"{found.name!r} in {found.path} is {int(found.whole())}, {ROW_MAJOR} expected (rows): int8 in a "
+                "GPU's tiles is not supported; save the model again with a newer bitsandbytes"
+            )
+    return RowScales(parts.get("SCB", FLOATS, (num_rows,)))
+
+
+def _read_state(tensor: CheckpointTensor, quant_type: str) -> QuantState:
+    """Read a JSON object from a tensor of its bytes. Raises DamagedWeights if it describes no such weight."""
+    try:
+        values = json.loads(bytes(tensor.whole().tolist()))
+        rows, columns = values["shape"]
+        sizes = [rows, columns, values["blocksize"]]
+        nesting = None
+        if "nested_blocksize" in values:
+            nesting = Nesting(values["nested_blocksize"], float(values["nested_offset"]))
+            sizes.append(nesting.block)
+        if any(type(size) is not int or not 0 < size < MOST_NUMBERS for size in sizes):
+            raise ValueError("sizes are no positive integers")
+        if values["quant_type"] != quant_type:
+            raise ValueError(f"quant_type is {values['quant_type']!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(tensor, f"describes no matrix in {quant_type} ({error!r})") from error
+    return QuantState((rows, columns), values["blocksize"], nesting)
