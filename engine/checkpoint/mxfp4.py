@@ -28,12 +28,15 @@ class Mxfp4Tensor(CheckpointTensor):
         """The form in which each expert's matrix [out, in] may stay packed."""
         return PackedForm("fp4", BLOCK, torch.bfloat16)
 
-    def packed_part(self, expert: int, rows: slice, columns: slice) -> PackedPart:
-        """Read these rows and whole blocks of columns of an expert's [out, in]. Raises DamagedWeights."""
-        groups = slice(columns.start // BLOCK, columns.stop // BLOCK)
-        blocks = self._blocks.part(slice(expert, expert + 1))[0][rows, groups]
-        exponents = self._scales.part(slice(expert, expert + 1))[0][rows, groups]
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    def packed_part(self, expert: int, rows: slice, columns: slice, group: int) -> PackedPart:
+        """Read these rows and columns of an expert's [out, in]. Raises DamagedWeights.
+
+        group: columns of the result that share a scale, a divisor of BLOCK.
+        """
+        blocks = self._blocks.part(slice(expert, expert + 1))[0][rows]
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)[:, columns]
+        groups = torch.arange(columns.start, columns.stop, group) // BLOCK
+        exponents = self._scales.part(slice(expert, expert + 1))[0][rows][:, groups]
         scales = _factors(exponents)
         check_scales(self._scales, scales, "fp4")
         return PackedPart(codes, scales, None)

@@ -74,15 +74,18 @@ class QuantizedTensor(CheckpointTensor):
             return "int8" if self._codes.dtype == "I8" else "fp8"
         return self._codes.kind
 
-    def packed_part(self, rows: slice, columns: slice) -> PackedPart:
-        """Read these rows and whole groups of columns, on the CPU. Raises DamagedWeights."""
+    def packed_part(self, rows: slice, columns: slice, group: int | None) -> PackedPart:
+        """Read these rows and columns, on the CPU. Raises DamagedWeights.
+
+        group: columns of the result that share a scale, a divisor of the stored group; None if a row has one scale.
+        """
         scale = self._scale.whole()
         check_scales(self._scale, scale, self._kind)
         scale = scale.t() if self._transposed else scale.reshape(self._num_scales)
         row_groups = torch.arange(self.shape[0])[rows] // self._block[0]
-        groups = slice(None)
-        if self._num_scales[1] > 1:
-            groups = slice(columns.start // self._block[1], -(-columns.stop // self._block[1]))
+        groups = torch.zeros(1, dtype=torch.int64)
+        if group is not None:
+            groups = torch.arange(columns.start, columns.stop, group) // self._block[1]
         codes = self._codes.part(rows, columns)
         scales = scale[:, groups][row_groups]
         if self._kind == "fp8":

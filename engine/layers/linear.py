@@ -89,7 +89,8 @@ class ReplicatedLinear(WeightedModule):
         assert isinstance(self.instead, PackedProduct)
         assert isinstance(tensor, QuantizedTensor)
         for place in self.places_of(tensor.shape, shard):
-            self.instead.fill(place.start, tensor.packed_part(place.rows, place.columns))
+            part = tensor.packed_part(place.rows, place.columns, self.instead.form.group)
+            self.instead.fill(place.start, part)
 
     def quantize(self, quantize_rows: QuantizeRows) -> None:
         """Replace the weight by one in int8; once, when it is loaded and before it is packed."""

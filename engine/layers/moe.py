@@ -193,17 +193,21 @@ class ExpertMLPs(WeightedModule):
         """Copy this rank's rows and columns of an expert's matrix, or of all experts', as they are packed."""
         packed = self.packed[name]
         assert isinstance(packed, PackedGroupedLinear)
+        group = packed.layout.form.group
         if isinstance(tensor, QuantizedTensor):
             assert shard is not None
             expert, _, part = shard.partition(".")
             place = self._packed_place(part)
-            packed.fill(int(expert), place.start, tensor.packed_part(place.rows, place.columns))
+            found = tensor.packed_part(place.rows, place.columns, group)
+            packed.fill(int(expert), place.start, found)
             return
+        assert group is not None
         for part in PARTS[name]:
             place = self._packed_place(part)
             rows = self._stored_rows(part, place.rows)
             for i in range(self.experts.num_experts):
-                packed.fill(i, place.start, tensor.packed_part(i, rows, place.columns))
+                found = tensor.packed_part(i, rows, place.columns, group)
+                packed.fill(i, place.start, found)
 
     def finish_loading(self) -> None:
         """Hand the weights to the grouped layers."""

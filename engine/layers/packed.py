@@ -1,6 +1,8 @@
 """Products with a weight that stays in 4 or 8 bits, as a checkpoint stores it."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -114,18 +116,33 @@ def shared_layout(
 ) -> PackedLayout | None:
     """Return the layout of a matrix that is filled from these tensors; None if they cannot stay packed.
 
-    Their forms must be equal, and groups of columns must be whole in every place.
+    Their forms must be equal.
     """
     forms = {tensor.packed_form for tensor in tensors}
     form = forms.pop()
     if forms or form is None:
         return None
-    group = in_features if form.group is None else form.group
-    cuts = [at for place in places for at in (place.columns.start, place.columns.stop)]
-    if any(cut % group for cut in cuts if form.group is not None) or in_features % group:
-        return None
+    cuts: list[int] = []
+    for place in places:
+        cuts += (place.columns.start, place.columns.stop)
+    return layout_of(form, in_features, kernels, cuts)
+
+
+def layout_of(
+    form: PackedForm, in_features: int, kernels: PackedKernels, cuts: Sequence[int] = ()
+) -> PackedLayout | None:
+    """Return the layout of rows of `in_features` columns; None if the kernels cannot multiply such rows packed.
+
+    cuts: the columns of stored rows at which parts of them begin and end. A part, such as a rank's, may begin or end
+    inside a group. Then groups are smaller, and several have the scale of the stored group.
+    """
+    group = in_features if form.group is None else gcd(form.group, in_features, *cuts)
     block = kernels.block(form.kind, group)
-    return None if block is None else PackedLayout(form, block)
+    if block is None:
+        return None
+    if form.group is not None:
+        form = replace(form, group=group)
+    return PackedLayout(form, block)
 
 
 def pack_product(

@@ -41,16 +41,16 @@ SIZES = {
     "num_hidden_layers": 2,
 }
 LINEAR = ("_proj", ".w1", ".w2", ".w3")
-#: As Qwen3-30B-A3B-FP8 is quantized. A rank's rows begin within a block, its columns with one.
+#: As Qwen3-30B-A3B-FP8 is quantized. A rank's rows and columns begin within a block.
 BLOCKS = Format(
-    FP8_BLOCKS | {"weight_block_size": [24, 32]},
-    lambda weight: fp8(weight, (24, 32), "weight_scale_inv", "matrix"),
+    FP8_BLOCKS | {"weight_block_size": [24, 64]},
+    lambda weight: fp8(weight, (24, 64), "weight_scale_inv", "matrix"),
 )
 #: A family, how its experts are quantized, and the kind in which they stay.
 CHECKPOINTS = [
     ("mixtral", "awq", "int4"),
     ("mixtral", "ct_fp8_channel", "fp8"),
-    ("qwen3_moe", "fp8_blocks_of_24x32", "fp8"),
+    ("qwen3_moe", "fp8_blocks_of_24x64", "fp8"),
     ("gpt_oss", "mxfp4", "fp4"),
     ("mixtral", "bnb_nf4_blocks_of_32", "nf4"),
 ]

@@ -361,7 +361,7 @@ def test_columns_of_bitsandbytes_share_a_scale_as_far_as_they_are_always_in_one_
         assert isinstance(found, QuantizedTensor)
         assert found.packed_form == PackedForm("nf4", group, torch.float32)
         assert torch.equal(found.whole(), made.weight)
-        part = found.packed_part(slice(1, shape[0]), slice(0, shape[1]))
+        part = found.packed_part(slice(1, shape[0]), slice(0, shape[1]), group)
     numbers = torch.tensor(NUMBERS["nf4"])[part.codes.int()]
     assert part.scales.shape == (shape[0] - 1, num_groups)
     spread = part.scales.repeat_interleave(shape[1] // num_groups, 1)

@@ -40,7 +40,7 @@ from engine.layers.linear import ReplicatedLinear
 from engine.layers.lora import Block, LowRank
 from engine.layers.lora_tables import Linear, LowRankTables, block_rows
 from engine.layers.moe import ExpertMLPs, choose_experts
-from engine.layers.packed import PackedLayout, PackedProduct
+from engine.layers.packed import PackedProduct, layout_of
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.stream import ClampedSwigluAndMul, GatedActivation
@@ -173,11 +173,10 @@ class CheckedBackend(TritonBackend):
         kernels = self.layer_kernels.packed
         in_features = layer.in_features
         out_features = layer.out_features
-        group = in_features if form.group is None else form.group
-        block = kernels.block(form.kind, group)
-        if block is None or in_features % group:
+        layout = layout_of(form, in_features, kernels)
+        if layout is None:
             return  # such a weight is unpacked
-        product = PackedProduct(form, in_features, out_features, kernels, block)
+        product = PackedProduct(layout.form, in_features, out_features, kernels, layout.block)
         generator = torch.Generator().manual_seed(0)
         _fill_randomly(product, form.kind, generator)
         product.finish_loading()
@@ -198,11 +197,9 @@ class CheckedBackend(TritonBackend):
         columns = experts.columns.length
         generator = torch.Generator().manual_seed(0)
         for in_features, out_features in ((hidden, 2 * columns), (columns, hidden)):
-            group = in_features if form.group is None else form.group
-            block = kernels.block(form.kind, group)
-            if block is None or in_features % group:
+            layout = layout_of(form, in_features, kernels)
+            if layout is None:
                 continue  # such weights are unpacked
-            layout = PackedLayout(form, block)
             product = PackedGroupedLinear(layout, num_experts, in_features, out_features, kernels)
             _fill_randomly(product, form.kind, generator)
             product.finish_loading()
