@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
+from jobs.cli import watch_commands
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import run_key
 from jobs.runs.watching.reading import list_runs, read_planned, run_reasons
@@ -51,7 +53,25 @@ def test_status_of_one_run_is_json_too_also_where_redis_lost_it(
     told = json.loads(invoke("status", runs.output, "--json").stdout)
     assert (told["run"], told["state"], told["rows"], told["errors"]) == (run, "finished", 5, 1)
     assert invoke("status", run, "--json").exit_code == 1
-    assert "--wait" in invoke("status", run, "--watch").stderr
+
+
+def test_one_run_is_watched_until_it_has_ended(
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs.plan(source)["run"]
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        runs.work()
+
+    monkeypatch.setattr(watch_commands, "show_or_watch", partial(show_or_watch, sleep=sleep))
+    shown = invoke("status", run, "--watch").stdout
+    assert [line for line in shown.splitlines() if line.startswith("run ")] == [
+        f"run {run}: running",
+        f"run {run}: finished",
+    ]
+    assert len(sleeps) == 1, "a run that has ended is shown once more, and no longer"
 
 
 def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis: Redis) -> None:
