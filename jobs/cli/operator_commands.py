@@ -254,12 +254,24 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     help="All failed jobs of the queue that another try may help, the oldest first.",
 )
 @click.option(
+    "--error",
+    metavar="TEXT",
+    default="",
+    help="With --all: only jobs whose error has this text, even if what they ask for was wrong.",
+)
+@click.option(
     "--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all."
 )
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
 def requeue_command(
-    connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
+    connection: redis.Redis,
+    /,
+    queue: str,
+    is_all: bool,
+    error: str,
+    limit: int,
+    job_ids: tuple[str, ...],
 ) -> None:
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
@@ -269,8 +281,12 @@ def requeue_command(
     """
     if bool(job_ids) == is_all:  # both or neither
         raise click.UsageError("name the jobs, or give --all")
+    if error and not is_all:
+        raise click.UsageError("--error goes with --all")
     requeued = (
-        requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
+        requeue_all(connection, queue, limit, error)
+        if is_all
+        else requeue(connection, queue, job_ids)
     )
     wrong = requeued.wrong
     cancelled = requeued.cancelled
@@ -281,7 +297,8 @@ def requeue_command(
     if wrong:
         problems.append(
             f"{len(wrong)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(wrong)}: to put one back all the same, name its id in place of --all"
+            f"{_names(wrong)}: to put some back all the same, say a part of their error with --error, or name their "
+            "ids in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")

@@ -763,3 +763,6 @@ def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path
         InvalidJob, match="delimiter is for csv, tsv files, and the input is jsonl: leave it out"
     ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")
+    (tmp_path / "from_excel.txt").write_text("prompt;n\na;1\n")
+    with pytest.raises(InvalidJob, match=r"the input is parquet: .* \(--input-format\)"):
+        score(make_context(), tmp_path / "from_excel.txt", tmp_path, delimiter=";")
