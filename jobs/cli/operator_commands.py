@@ -205,7 +205,12 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
     needs the workers' Redis user. Exits with 1 while workers claim nothing.
     """
-    stopped_since: Any = connection.get(RESTORED_KEY)
+    try:
+        stopped_since: Any = connection.get(RESTORED_KEY)
+    except NoPermissionError as error:
+        raise click.ClickException(
+            f"restore-check needs the workers' Redis user: {safe_name(str(error))}"
+        ) from error
     if stopped_since is None:
         click.echo("workers may claim jobs: none has seen Redis come back with older data")
         return

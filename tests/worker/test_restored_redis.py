@@ -112,6 +112,16 @@ def test_a_worker_that_starts_after_the_restore_does_not_hide_it(redis: Redis, b
     assert take(store).hold == "restored"
 
 
+def test_a_producer_is_told_whose_user_the_check_needs(redis: Redis, redis_url: str) -> None:
+    redis.acl_setuser("p", enabled=True, passwords=["+pw"], keys=["rq:*"], commands=["+@all"])
+    try:
+        told = run(redis_url.replace("unix://", "unix://p:pw@"), "restore-check")
+    finally:
+        redis.acl_deluser("p")
+    assert told.exit_code == 1
+    assert "needs the workers' Redis user" in told.output
+
+
 @pytest.mark.parametrize("num_seconds", [0, 2])
 def test_the_seconds_that_an_append_only_file_may_lose_hold_nothing(
     redis: Redis, bulk: Queue, num_seconds: int
