@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import click
 import redis
@@ -81,7 +82,6 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 
     def show() -> str:
         """Return the present table, or the JSON."""
-        print_troubles(connection)
         known_workers = read_workers(connection)
         samples = [worker.sample for worker in known_workers if worker.sample is not None]
         if not as_json:
@@ -92,7 +92,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
             objects.append({**sample.to_object(), **flags})
         return json.dumps(objects)
 
-    show_or_watch(show, watch)
+    show_or_watch(show, watch, warn=partial(print_troubles, connection))
 
 
 @click.command()
@@ -108,11 +108,12 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     RUN is a run's id or its output folder. A folder works even if Redis has lost the run. Without RUN, all open runs
     are shown, and the runs that ended last.
     """
+    warn = partial(print_troubles, connection)
     if run is None:
-        show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
+        show_or_watch(lambda: _runs_in_short(connection, as_json), watch, warn=warn)
     else:
         shown = _ShownRun(connection, run, as_json)
-        show_or_watch(shown.look, watch, is_over=shown.is_over)
+        show_or_watch(shown.look, watch, is_over=shown.is_over, warn=warn)
         shown.print_failures()
 
 
@@ -138,7 +139,6 @@ class _ShownRun:
     def look(self) -> str:
         """Return the present state, as text or JSON. Raises UnknownRun."""
         connection = self._connection
-        print_troubles(connection)
         run, output = named_run(connection, self._name)
         try:
             snapshot = read_planned(connection, run)
@@ -200,7 +200,6 @@ def _output_text(output: RunOutput) -> str:
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     """Return a table of the open runs and the runs that ended last. With `as_json`, return all listed runs as JSON."""
-    print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -219,13 +218,16 @@ def show_or_watch(
     watch: bool,
     sleep: Callable[[float], None] = time.sleep,
     is_over: Callable[[], bool] = lambda: False,
+    warn: Callable[[], None] = lambda: None,
 ) -> None:
     """Print the text that `show` returns.
 
     watch: whether to go on until Ctrl-C, with the present text every WATCH_EVERY_S. On a terminal, each text is printed
     at the top of a cleared screen.
     is_over: whether no other text than the last one will come.
+    warn: prints what is wrong with Redis, above each text. Of an outage the text itself speaks.
     """
+    warn()
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -237,6 +239,8 @@ def show_or_watch(
                 text = f"no answer from Redis ({safe_name(str(error))}); still trying"
             if is_terminal:
                 click.clear()
+            with suppress(redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+                warn()
             click.echo(text)
 
 

@@ -123,6 +123,18 @@ def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
 
 
+def test_a_warning_stands_above_each_text_of_a_cleared_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("click.clear", lambda: print("cleared"))
+    is_over = iter([False, True])
+    show_or_watch(
+        lambda: "text", True, lambda seconds: None, lambda: next(is_over), lambda: print("full")
+    )
+    assert capsys.readouterr().out.split() == ["full", "text", "cleared", "full", "text"]
+
+
 def commands(redis: Redis) -> int:
     found = redis.info("commandstats")
     return sum(each["calls"] for name, each in found.items() if name != "cmdstat_info")
