@@ -221,6 +221,11 @@ class OtherEncoding(CorruptTable):
     as UTF-8"""
 
 
+class MarkedAsUTF8(CorruptTable):
+    """{path} begins with the mark of UTF-8, and the run's encoding is {encoding}: leave encoding out, or write the file
+    again as {encoding}"""
+
+
 class OtherDelimiter(CorruptTable):
     """{path} has the one column {name}, and looks separated by {delimiter}: say so with delimiter
     (--delimiter {shown}), or write it again with the delimiter {expected}"""

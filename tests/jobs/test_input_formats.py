@@ -28,6 +28,7 @@ from jobs.errors import (
     InputChanged,
     InvalidJob,
     InvalidValue,
+    MarkedAsUTF8,
     MissingColumn,
     MixedFormats,
     NestedFolders,
@@ -750,6 +751,16 @@ def test_a_dialect_that_cannot_be_is_refused(
     (tmp_path / "in.csv").write_text("prompt\na\n")
     with pytest.raises(InvalidValue, match=text):
         score(make_context(), tmp_path / "in.csv", tmp_path, **options)
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
+def test_a_file_with_the_mark_of_utf8_is_refused_in_an_encoding_of_single_bytes(
+    make_context: MakeContext, tmp_path: Path, encoding: str
+) -> None:
+    (tmp_path / "in.csv").write_text("prompt\nschön\n", encoding="utf-8-sig")
+    with pytest.raises(MarkedAsUTF8, match=r"in.csv begins with the mark .* leave encoding out"):
+        score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding=encoding)
+    score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding="utf-8-sig")
 
 
 def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path: Path) -> None:
