@@ -375,8 +375,7 @@ def _check_names(names: Iterable[str]) -> None:
         closest = get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {closest[0]}? " if closest else ""
         raise InvalidValue(
-            f"{{}} is no argument of jobs.submit; {hint}it has {', '.join(sorted(known))}",
-            brief(name),
+            f"{{}} is no argument of submit; {hint}it has {', '.join(sorted(known))}", brief(name)
         )
 
 

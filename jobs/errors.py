@@ -224,6 +224,11 @@ class OtherEncoding(CorruptTable):
     UTF-8"""
 
 
+class MarkedAsUTF8(CorruptTable):
+    """{path} begins with the mark of UTF-8, and the run's encoding is {encoding}: leave encoding out, or write the file
+    again as {encoding}"""
+
+
 class OtherDelimiter(CorruptTable):
     """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {delimiter}),
     or write the file again with the delimiter {expected}"""

@@ -206,7 +206,12 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     Workers would answer these prompts twice. This command needs the workers' Redis user. Exits with 1 while workers
     claim nothing.
     """
-    stopped_since: Any = connection.get(RESTORED_KEY)
+    try:
+        stopped_since: Any = connection.get(RESTORED_KEY)
+    except NoPermissionError as error:
+        raise click.ClickException(
+            f"restore-check needs the workers' Redis user: {safe_name(str(error))}"
+        ) from error
     if stopped_since is None:
         click.echo("workers may claim jobs: none has seen Redis come back with older data")
         return
@@ -255,6 +260,12 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     help="All failed jobs of the queue that another try may help, the oldest first.",
 )
 @click.option(
+    "--error",
+    metavar="TEXT",
+    default="",
+    help="With --all: only jobs whose error has this text, even if what they ask for was wrong.",
+)
+@click.option(
     "--limit",
     type=click.IntRange(1),
     default=REQUEUE_LIMIT,
@@ -264,7 +275,13 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
 def requeue_command(
-    connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
+    connection: redis.Redis,
+    /,
+    queue: str,
+    is_all: bool,
+    error: str,
+    limit: int,
+    job_ids: tuple[str, ...],
 ) -> None:
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
@@ -275,8 +292,12 @@ def requeue_command(
     names_jobs = len(job_ids) > 0
     if names_jobs == is_all:  # both are given, or neither
         raise click.UsageError("name the jobs, or give --all")
+    if error and not is_all:
+        raise click.UsageError("--error goes with --all")
     requeued = (
-        requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
+        requeue_all(connection, queue, limit, error)
+        if is_all
+        else requeue(connection, queue, job_ids)
     )
     client_at_fault = requeued.client_at_fault
     cancelled = requeued.cancelled
@@ -287,7 +308,8 @@ def requeue_command(
     if client_at_fault:
         problems.append(
             f"{len(client_at_fault)} left, because what they ask for is wrong and they would fail again: "
-            f"{_names(client_at_fault)}: to put one back all the same, name its id in place of --all"
+            f"{_names(client_at_fault)}: to put some back all the same, give a part of their error with --error, or "
+            "name their ids in place of --all"
         )
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")

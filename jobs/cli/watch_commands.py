@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import click
 import redis
@@ -81,7 +82,6 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 
     def show() -> str:
         """Return the present table, or the JSON."""
-        print_troubles(connection)
         known_workers = read_workers(connection)
         samples = [worker.sample for worker in known_workers if worker.sample is not None]
         if not as_json:
@@ -92,13 +92,15 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
             objects.append({**sample.to_object(), **flags})
         return json.dumps(objects)
 
-    show_or_watch(show, watch)
+    show_or_watch(show, watch, warn=partial(print_troubles, connection))
 
 
 @click.command()
 @click.argument("run", required=False)
 @json_option
-@watch_option
+@click.option(
+    "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C or the end of RUN."
+)
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print the state of a run, or of all runs.
@@ -106,40 +108,62 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     RUN is a run's id or its output folder. A folder works even if Redis has lost the run. Without RUN, all open runs
     are shown, and the runs that ended last.
     """
+    warn = partial(print_troubles, connection)
     if run is None:
-        show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
-        return
-    if watch:
-        raise click.UsageError(
-            "--watch shows all runs: to follow one run, repeat its `tokenmill submit` with --wait"
-        )
-    print_troubles(connection)
-    _print_status(connection, run, as_json)
+        show_or_watch(lambda: _runs_in_short(connection, as_json), watch, warn=warn)
+    else:
+        shown = _ShownRun(connection, run, as_json)
+        show_or_watch(shown.look, watch, is_over=shown.is_over, warn=warn)
+        shown.print_failures()
 
 
-def _print_status(connection: redis.Redis, run: str, as_json: bool) -> None:
-    """Print the state of one run. run: the run's id or its output folder. Raises UnknownRun."""
-    run, output = named_run(connection, run)
-    try:
-        snapshot = read_planned(connection, run)
-    except UnknownRun:
+class _ShownRun:
+    """A run whose state is printed, once or again and again.
+
+    Attributes:
+        snapshot: what Redis knew of the run at the last look; None if it has lost the run.
+    """
+
+    snapshot: RunSnapshot | None = None
+
+    def __init__(self, connection: redis.Redis, name: str, as_json: bool) -> None:
+        """name: the run's id or its output folder."""
+        self._connection = connection
+        self._name = name
+        self._as_json = as_json
+
+    def is_over(self) -> bool:
+        """Whether the state at the last look is the run's last one."""
+        return self.snapshot is None or not self.snapshot.is_active
+
+    def look(self) -> str:
+        """Return the present state, as text or JSON. Raises UnknownRun."""
+        connection = self._connection
+        run, output = named_run(connection, self._name)
+        try:
+            snapshot = read_planned(connection, run)
+        except UnknownRun:
+            if output is None:
+                raise
+            self.snapshot = None
+            return output_json(output) if self._as_json else _output_text(output)
+        self.snapshot = snapshot
+        if self._as_json:
+            reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+            return json.dumps({**snapshot.to_object(), "reasons": reasons})
         if output is None:
-            raise
-        click.echo(output_json(output) if as_json else _output_text(output))
-        return
-    if as_json:
-        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
-        return
-    if output is None:
-        output = output_here(snapshot.output, snapshot.run)
-    num_gone_parts = 0
-    if output is not None and snapshot.finished:
-        num_gone_parts = output.num_gone_parts
-    click.echo(status_text(snapshot, num_gone_parts))
-    for obstacle in obstacles(connection, snapshot):
-        click.echo(f"waits    {obstacle}")
-    print_failures(connection, snapshot)
+            output = output_here(snapshot.output, snapshot.run)
+        num_gone_parts = 0
+        if output is not None and snapshot.finished:
+            num_gone_parts = output.num_gone_parts
+        lines = [status_text(snapshot, num_gone_parts)]
+        lines += [f"waits    {obstacle}" for obstacle in obstacles(connection, snapshot)]
+        return "\n".join(lines)
+
+    def print_failures(self) -> None:
+        """Print why shards failed, as of the last look."""
+        if self.snapshot is not None and not self._as_json:
+            print_failures(self._connection, self.snapshot)
 
 
 def output_json(output: RunOutput) -> str:
@@ -176,7 +200,6 @@ def _output_text(output: RunOutput) -> str:
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     """Return a table of the open runs and the runs that ended last. With `as_json`, return all listed runs as JSON."""
-    print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -191,16 +214,23 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 
 
 def show_or_watch(
-    show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
+    show: Callable[[], str],
+    watch: bool,
+    sleep: Callable[[float], None] = time.sleep,
+    is_over: Callable[[], bool] = lambda: False,
+    warn: Callable[[], None] = lambda: None,
 ) -> None:
     """Print the text that `show` returns.
 
     watch: whether to print it again every WATCH_EVERY_S, until Ctrl-C. On a terminal, the screen is cleared each time.
+    is_over: whether the text will not change any more.
+    warn: prints what is wrong with Redis, above each text. An outage is in the text itself.
     """
+    warn()
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
-        while watch:
+        while watch and not is_over():
             sleep(WATCH_EVERY_S)
             try:
                 text = show()
@@ -208,6 +238,8 @@ def show_or_watch(
                 text = f"no answer from Redis ({safe_name(str(error))}); still trying"
             if is_terminal:
                 click.clear()
+            with suppress(redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+                warn()
             click.echo(text)
 
 

@@ -308,7 +308,10 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
     lacks = " ".join(missing_rules)
-    mend = f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all)"
+    mend = (
+        f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all); if no {role} is to run "
+        "here, say with --role what is"
+    )
     yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
 
 

@@ -19,6 +19,7 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_of
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
+from jobs.runs.watching.failures import error_line
 
 #: The most jobs that are put back in one transaction.
 CHUNK = 100
@@ -62,46 +63,58 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     return result
 
 
-def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
+def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
     Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
     limit. Jobs that Redis has lost count against it.
+
+    error: requeue only jobs whose error has this text, even if their client is at fault. All other jobs stay failed.
     """
     result = Requeued()
+    num_other_errors = 0
     while True:
         num_left = limit - len(result.done) - len(result.missing)
         if num_left <= 0:
             break
         # Jobs that were not put back stay at the beginning of Redis' list. The next page begins after them.
-        first = len(result.cancelled) + len(result.missing) + len(result.client_at_fault)
+        first = (
+            len(result.cancelled)
+            + len(result.missing)
+            + len(result.client_at_fault)
+            + num_other_errors
+        )
         last = first + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, first, last)
         if not page:
             break
         job_ids = list(map(stored.text, page))
-        at_fault = _with_client_at_fault(connection, job_ids)
-        result.client_at_fault += [job_id for job_id in job_ids if job_id in at_fault]
-        to_requeue = [job_id for job_id in job_ids if job_id not in at_fault]
+        errors = _last_errors(connection, job_ids)
+        if error:
+            to_requeue = [job_id for job_id in job_ids if error in error_line(errors[job_id])]
+            num_other_errors += len(job_ids) - len(to_requeue)
+        else:
+            at_fault = [job_id for job_id in job_ids if fault_of(errors[job_id]) == "client"]
+            result.client_at_fault += at_fault
+            to_requeue = [job_id for job_id in job_ids if job_id not in at_fault]
         result.add(_requeue_chunk(connection, queue, to_requeue))
     return result
 
 
-def _with_client_at_fault(connection: Redis, job_ids: Sequence[str]) -> set[str]:
-    """Return the jobs whose last error says that the client is at fault."""
+def _last_errors(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
+    """Return each job's last error, with its traceback; "" where none is known."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
         # Anybody may have written a value of another type to a job's results key. Then the job's error is unknown.
         replies: list[Any] = pipe.execute(raise_on_error=False)
-    at_fault = set()
+    errors = dict.fromkeys(job_ids, "")
     for job_id, entries in zip(job_ids, replies, strict=True):
         if not isinstance(entries, list) or not entries:
             continue
         _entry_id, fields = entries[0]
-        if fault_of(rq_jobs.error_text(fields)) == "client":
-            at_fault.add(job_id)
-    return at_fault
+        errors[job_id] = rq_jobs.error_text(fields)
+    return errors
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:

@@ -154,6 +154,7 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
     (finding,) = bad(check_permissions(reach(as_user(redis, redis_url, role, rules)), role))
     assert f"ACL SETUSER {role}" in finding.mend
     assert missing in finding.mend
+    assert f"if no {role} is to run here, say with --role" in finding.mend
     redis.execute_command("ACL", "SETUSER", role, *finding.mend.partition(", ")[0].split()[3:])
     url = redis_url.replace("unix://", f"unix://{role}:{PASSWORD.replace(':', '%3A')}@")
     assert bad(check_permissions(reach(url), role)) == [], "what it says to do does not do"

@@ -28,6 +28,7 @@ from jobs.errors import (
     InputChanged,
     InvalidJob,
     InvalidValue,
+    MarkedAsUTF8,
     MissingColumn,
     MixedFormats,
     NestedFolders,
@@ -752,6 +753,16 @@ def test_a_dialect_that_cannot_be_is_refused(
         score(make_context(), tmp_path / "in.csv", tmp_path, **options)
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
+def test_a_file_with_the_mark_of_utf8_is_refused_in_an_encoding_of_single_bytes(
+    make_context: MakeContext, tmp_path: Path, encoding: str
+) -> None:
+    (tmp_path / "in.csv").write_text("prompt\nschön\n", encoding="utf-8-sig")
+    with pytest.raises(MarkedAsUTF8, match=r"in.csv begins with the mark .* leave encoding out"):
+        score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding=encoding)
+    score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding="utf-8-sig")
+
+
 def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path: Path) -> None:
     write_feather(tmp_path / "in.feather")
     write_jsonl(tmp_path / "in.jsonl")
@@ -763,3 +774,6 @@ def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path
         InvalidJob, match="delimiter is for csv, tsv files, and the input is jsonl: leave it out"
     ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")
+    (tmp_path / "from_excel.txt").write_text("prompt;n\na;1\n")
+    with pytest.raises(InvalidJob, match=r"the input is parquet: .* \(--input-format\)"):
+        score(make_context(), tmp_path / "from_excel.txt", tmp_path, delimiter=";")

@@ -112,6 +112,16 @@ def test_a_worker_that_starts_after_the_restore_does_not_hide_it(redis: Redis, b
     assert take(store).hold == "restored"
 
 
+def test_a_producer_is_told_whose_user_the_check_needs(redis: Redis, redis_url: str) -> None:
+    redis.acl_setuser("p", enabled=True, passwords=["+pw"], keys=["rq:*"], commands=["+@all"])
+    try:
+        told = run(redis_url.replace("unix://", "unix://p:pw@"), "restore-check")
+    finally:
+        redis.acl_deluser("p")
+    assert told.exit_code == 1
+    assert "needs the workers' Redis user" in told.output
+
+
 @pytest.mark.parametrize("num_seconds", [0, 2])
 def test_the_seconds_that_an_append_only_file_may_lose_hold_nothing(
     redis: Redis, bulk: Queue, num_seconds: int
@@ -179,6 +189,51 @@ def test_a_snapshot_that_is_restored_under_a_living_worker_is_not_answered_again
         assert "claiming nothing: Redis came back with older data" in workers.log(process)
         assert run(url, "restore-check", "--confirm").exit_code == 0
         assert workers.result(job)
+
+
+@pytest.mark.processes
+def test_a_redis_with_an_append_only_file_starts_from_a_snapshot_as_the_page_says() -> None:
+    """docs/backup.md: an ordinary start reads no snapshot, and loses all that the snapshot holds."""
+    with TemporaryDirectory(prefix="r") as folder, ExitStack() as stack:
+        url = f"unix://{folder}/s"
+        client = stack.enter_context(Redis.from_url(url))
+
+        def start(appendonly: str) -> subprocess.Popen[bytes]:
+            where = ["--port", "0", "--unixsocket", f"{folder}/s", "--dir", folder, "--save", ""]
+            server = subprocess.Popen(
+                [redis_server_executable(), *where, "--appendonly", appendonly],
+                stdout=subprocess.DEVNULL,
+            )
+            stack.callback(server.wait)
+            stack.callback(server.kill)
+            wait_until_ready(url, server)
+            return server
+
+        def stop(server: subprocess.Popen[bytes]) -> None:
+            server.terminate()
+            server.wait()
+
+        def remove_append_only_files() -> None:
+            for path in Path(folder).glob("appendonly*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        server = start("yes")
+        client.set("saved", "1")
+        client.save()
+        stop(server)
+        remove_append_only_files()
+        server = start("yes")
+        assert client.dbsize() == 0
+        stop(server)
+
+        remove_append_only_files()
+        server = start("no")
+        client.config_set("appendonly", "yes")
+        wait_until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
+        assert client.info("persistence")["aof_last_bgrewrite_status"] == "ok"
+        stop(server)
+        start("yes")
+        assert client.get("saved") == b"1"
 
 
 def turn_until(whole: WholeWorker, condition: Callable[[], bool]) -> None:

@@ -5,7 +5,7 @@ import io
 import re
 from typing import Any
 
-from jobs.errors import CorruptTable, OtherEncoding
+from jobs.errors import CorruptTable, MarkedAsUTF8, OtherEncoding
 
 CHUNK_BYTES = 1 << 20
 #: Byte order marks of other encodings. Longer marks come first, because they may begin with a shorter mark.
@@ -86,8 +86,9 @@ def _looks_like_cp1252(line: bytes) -> bool:
 class Decoded(io.RawIOBase):
     """Turns a stream in some encoding into UTF-8. Bytes that are invalid in the encoding become invalid UTF-8.
 
-    Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. path, file_format: for
-    the error.
+    Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. It raises MarkedAsUTF8
+    if the stream has the mark of UTF-8, and the mark is three letters in this encoding. path, file_format: for the
+    error.
     """
 
     def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
@@ -98,6 +99,7 @@ class Decoded(io.RawIOBase):
         self._path = path
         self._format = file_format
         self._unread = b""
+        self._is_begun = False
         self._is_over = False
 
     def readable(self) -> bool:
@@ -109,6 +111,13 @@ class Decoded(io.RawIOBase):
         while not self._unread and not self._is_over:
             chunk = self._stream.read(CHUNK_BYTES)
             self._is_over = not chunk
+            if (
+                not self._is_begun
+                and chunk.startswith(codecs.BOM_UTF8)
+                and self._has_single_bytes()
+            ):
+                raise MarkedAsUTF8(self._path, self._encoding)
+            self._is_begun = True
             try:
                 text = self._decoder.decode(chunk, self._is_over)
             except UnicodeError:
@@ -123,3 +132,8 @@ class Decoded(io.RawIOBase):
         buffer[:num_bytes] = self._unread[:num_bytes]
         self._unread = self._unread[num_bytes:]
         return num_bytes
+
+    def _has_single_bytes(self) -> bool:
+        """Whether each byte of UTF-8's mark is a letter in this encoding."""
+        mark = codecs.BOM_UTF8
+        return len(mark.decode(self._encoding, errors="replace")) == len(mark)

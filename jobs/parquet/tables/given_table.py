@@ -52,7 +52,9 @@ def _arrow_table(source: Any) -> pa.Table:
     try:
         table = _as_table(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
+        raise InvalidJob(
+            f"the table has no form in Arrow: {_reason(source, error)}: convert, rename or leave out such columns"
+        ) from error
     for number, field in enumerate(table.schema):
         for is_view, plain_type in _VIEWS.items():
             if is_view(field.type):
@@ -61,12 +63,27 @@ def _arrow_table(source: Any) -> pa.Table:
     return table
 
 
+def _reason(source: Any, error: Exception) -> str:
+    """Return why a table has no form in Arrow. An error of polars' does not name the column, so each one is tried."""
+    text = str(error)[:200]
+    if type(source).__module__.partition(".")[0] != "polars":
+        return text
+    for name in source.columns:
+        try:
+            _as_table(source.select(name))
+        except (pa.ArrowException, TypeError, ValueError) as column_error:
+            return f"column {name!r} of type {source.schema[name]}: {str(column_error)[:200]}"
+    return text
+
+
 def _as_table(source: Any) -> pa.Table:
     """Return a table as an Arrow table, which may have types that Parquet lacks.
 
     Raises InvalidJob, or pyarrow's errors.
     """
     package = type(source).__module__.partition(".")[0]
+    if package in ("pandas", "polars") and type(source).__name__ == "Series":
+        raise InvalidJob("a Series is a column, and no table: give it as series.to_frame()")
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
     # `to_arrow` of a polars DataFrame gives plain columns of text, not columns of views. A LazyFrame has `collect`.

@@ -65,5 +65,6 @@ def check_dialect(dialect: Mapping[str, str], input_format: str) -> None:
         formats = LINES if name == "encoding" else HEADED
         if input_format not in formats:
             raise InvalidJob(
-                f"{name} is for {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out"
+                f"{name} is for {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out, or "
+                "say with input_format (--input-format) what else the input is"
             )

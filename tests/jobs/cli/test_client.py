@@ -182,6 +182,10 @@ def test_what_cannot_be_is_refused_before_anything_is_queued_or_written(
         (source, {"max_tokens": "64"}, "max_tokens"),
         (source, {"prompt_column": "text"}, "no column 'text'"),
         (pl.LazyFrame(ROWS), {}, "collect"),
+        (pl.Series(["a"]), {}, "to_frame"),
+        (pd.Series(["a"]), {}, "to_frame"),
+        (pd.DataFrame({"m": [1, "a"]}), {}, "column m .*: convert, rename or leave out"),
+        (pl.DataFrame({"i": pl.Series([1], dtype=pl.Int128)}), {}, "column 'i' of type Int128"),
         (7, {}, "expected paths, a pandas"),
         ([], {}, "empty list"),
     ]
@@ -264,7 +268,7 @@ for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path 
 def test_a_misspelt_argument_is_refused_with_the_nearest_one(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
         errors.InvalidJob,
-        match=r"'temperatur' is no argument of jobs.submit; did you mean temperature\?",
+        match=r"'temperatur' is no argument of submit; did you mean temperature\?",
     ):
         jobs.submit(source, tmp_path / "out", temperatur=0)
 

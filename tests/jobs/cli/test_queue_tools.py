@@ -139,6 +139,27 @@ def test_requeue_all_leaves_jobs_that_ask_for_what_is_wrong(
     assert one.output == "requeued 1 jobs\n"
 
 
+def test_requeue_all_takes_the_jobs_of_one_error_even_if_it_was_their_fault(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    ids = [f"job-{i:03}" for i in range(330)]
+    failed_jobs(queue, *ids)
+    for job_id in ids[110:]:
+        name = "NotAllowed" if int(job_id[-1]) % 2 else "PromptTooLong"
+        text = f"Traceback: x\nworker.errors.{name}: 9\ntokenmill: client\n"
+        error = b64encode(zlib.compress(text.encode()))
+        redis.xadd(f"rq:results:{job_id}", {"type": 2, "exc_string": error})
+    command = ("requeue", "--queue", "bulk", "--all")
+    assert tokenmill(redis_url, *command, "--error", "Traceback").output == "requeued 0 jobs\n"
+    told = tokenmill(redis_url, *command, "--error", "NotAllowed", "--limit", "5").output
+    assert told == "requeued 5 jobs\n"
+    told = tokenmill(redis_url, *command, "--error", "NotAllowed").output
+    assert told == "requeued 105 jobs\n"
+    assert queue.job_ids == ids[111::2]
+    told = tokenmill(redis_url, "requeue", "--queue", "bulk", "job-000", "--error", "a")
+    assert told.exit_code == 2
+
+
 def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
     redis: Redis, redis_url: str, queue: Queue
 ) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError
 
+from jobs.cli import watch_commands
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import run_key
 from jobs.runs.watching.reading import list_runs, read_planned, run_reasons
@@ -51,7 +53,25 @@ def test_status_of_one_run_is_json_too_also_where_redis_lost_it(
     told = json.loads(invoke("status", runs.output, "--json").stdout)
     assert (told["run"], told["state"], told["rows"], told["errors"]) == (run, "finished", 5, 1)
     assert invoke("status", run, "--json").exit_code == 1
-    assert "--wait" in invoke("status", run, "--watch").stderr
+
+
+def test_one_run_is_watched_until_it_has_ended(
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs.plan(source)["run"]
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        runs.work()
+
+    monkeypatch.setattr(watch_commands, "show_or_watch", partial(show_or_watch, sleep=sleep))
+    shown = invoke("status", run, "--watch").stdout
+    assert [line for line in shown.splitlines() if line.startswith("run ")] == [
+        f"run {run}: running",
+        f"run {run}: finished",
+    ]
+    assert len(sleeps) == 1, "a run that has ended is shown once more, and no longer"
 
 
 def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis: Redis) -> None:
@@ -101,6 +121,18 @@ def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFix
     turns: list[float] = []
     show_or_watch(show, True, sleep)
     assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
+
+
+def test_a_warning_stands_above_each_text_of_a_cleared_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("click.clear", lambda: print("cleared"))
+    is_over = iter([False, True])
+    show_or_watch(
+        lambda: "text", True, lambda seconds: None, lambda: next(is_over), lambda: print("full")
+    )
+    assert capsys.readouterr().out.split() == ["full", "text", "cleared", "full", "text"]
 
 
 def commands(redis: Redis) -> int:
