@@ -11,7 +11,7 @@ from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, left_text, needs, obstacles
 from tokenmill.dashboard import display
-from tokenmill.dashboard.seen.run_asked import read_asked
+from tokenmill.dashboard.seen.run_asked import read_arguments
 from tokenmill.dashboard.seen.runs_seen import MAX_RUNS
 from tokenmill.dashboard.seen.shards_seen import list_shards
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
@@ -79,7 +79,7 @@ def run(site: Site, request: Request) -> dict[str, Any]:
         raise Missing("Redis does not know this run, or no longer.") from None
     return {
         "run": snapshot,
-        "asked": read_asked(connection, snapshot, with_prompts=site.show_prompts),
+        "asked": read_arguments(connection, snapshot, with_prompts=site.show_prompts),
         "show_prompts": site.show_prompts,
         "reasons": run_reasons(connection, snapshot.run),
         "waits": [safe_name(each, 500) for each in waits],
