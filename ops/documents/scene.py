@@ -365,10 +365,10 @@ class _Clock:
 
 
 class _FreshWatcher(Watcher):
-    """Looks each time, as the scene's hour passes in seconds."""
+    """Reads Redis at each call, because the scene's hour passes in seconds."""
 
     def look(self) -> Look:
-        return self._look()
+        return self._read_look()
 
 
 class _WorkerSeen:

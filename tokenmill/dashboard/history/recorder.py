@@ -238,24 +238,32 @@ def _rows(
     """
     queue_rows: Rows = {}
     for name, (waiting, oldest_s) in depths.items():
-        shares = [each.queues[name] for each in growths.values() if name in each.queues]
-        if not shares:
+        # How this queue's counts grow, by each worker that serves the queue.
+        reported = []
+        for worker_growth in growths.values():
+            if name in worker_growth.queues:
+                reported.append(worker_growth.queues[name])
+        if not reported:
             queue_rows[name] = [waiting, oldest_s, None, None, None, None]
             continue
         queue_rows[name] = [
             waiting,
             oldest_s,
-            sum(share.ended for share in shares),
-            sum(share.failed for share in shares),
-            sum(share.waited_s for share in shares),
-            sum(share.ran_s for share in shares),
+            sum(queue_growth.ended for queue_growth in reported),
+            sum(queue_growth.failed for queue_growth in reported),
+            sum(queue_growth.waited_s for queue_growth in reported),
+            sum(queue_growth.ran_s for queue_growth in reported),
         ]
 
-    worker_rows: Rows = {name: each.tokens for name, each in growths.items()}
+    worker_rows: Rows = {}
     fleet_rows: Rows = {}
     if growths:
-        columns = zip(*(each.tokens for each in growths.values()), strict=True)
-        fleet_rows[ALL] = [sum(column) for column in columns]
+        totals = [0.0] * len(FLEET.columns)
+        for name, worker_growth in growths.items():
+            worker_rows[name] = worker_growth.tokens
+            for index, tokens in enumerate(worker_growth.tokens):
+                totals[index] += tokens
+        fleet_rows[ALL] = totals
     return {QUEUE: queue_rows, WORKER: worker_rows, FLEET: fleet_rows}
 
 

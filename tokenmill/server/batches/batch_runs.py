@@ -130,8 +130,8 @@ class Batches:
         self,
         project: str,
         body: Any,
-        max_open: int | None = None,
         *,
+        max_open: int | None = None,
         batch_id: str | None = None,
         admit: Callable[[str, IO[bytes], str], None] | None = None,
     ) -> dict[str, Any]:
