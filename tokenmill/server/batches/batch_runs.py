@@ -75,6 +75,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class _BatchRequest:
+    """The checked body of a request for a batch. window_s: the completion window in seconds."""
+
+    endpoint: str
+    file_id: str
+    completion_window: str
+    window_s: int
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
 class BatchState:
     """The state of a batch.
 
@@ -146,19 +157,12 @@ class Batches:
         known = self._find(project, batch_id)
         if known is not None:
             return self._object(project, known)
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body is no JSON object")
-        endpoint = body.get("endpoint")
-        if endpoint not in BATCH_ENDPOINTS:
-            raise _wrong("endpoint", endpoint, " or ".join(BATCH_ENDPOINTS))
-        file_id = body.get("input_file_id")
-        if not isinstance(file_id, str):
-            raise _wrong("input_file_id", file_id, "the id of an uploaded file")
-        window_s = _window_s(body.get("completion_window"))
-        metadata = _metadata(body.get("metadata"))
-        file = self._files.find(project, file_id)
+        request = _checked_request(body)
+        file = self._files.find(project, request.file_id)
         if not file.bytes:
-            raise ApiError(400, f"{file_id} has no lines", code="empty_file", param="input_file_id")
+            raise ApiError(
+                400, f"{request.file_id} has no lines", code="empty_file", param="input_file_id"
+            )
 
         if max_open is not None:
             self._check_open(project, max_open)
@@ -166,23 +170,23 @@ class Batches:
             with self._folder.open(file.content) as lines:
                 _refuse_compressed(lines)
                 if admit is not None:
-                    admit(batch_id, lines, endpoint)
+                    admit(batch_id, lines, request.endpoint)
         except FileNotFoundError:  # it was deleted meanwhile
-            raise missing("file", file_id) from None
+            raise missing("file", request.file_id) from None
 
         reused: tuple[str, ...] = ()
-        if metadata is not None and metadata.get("reuse") == "true":
+        if request.metadata is not None and request.metadata.get("reuse") == "true":
             reused = tuple(self._finished_runs(project))
-        now = self._clock()
+        now = int(self._clock())
         batch = Batch(
             id=batch_id,
             input_file_id=file.id,
             input_path=self._folder.path(file.content),
-            endpoint=endpoint,
-            completion_window=body["completion_window"],
-            created_at=int(now),
-            expires_at=int(now) + window_s,
-            metadata=metadata,
+            endpoint=request.endpoint,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + request.window_s,
+            metadata=request.metadata,
             reused=reused,
         )
         # The record is written first. If this server dies before it submits the run, the next call that reads the
@@ -432,6 +436,26 @@ class Batches:
 def _folder_name(project: str, batch_id: str) -> str:
     """Return the name of a batch's folder within the server's folder."""
     return f"{project}/batches/{batch_id}"
+
+
+def _checked_request(body: Any) -> _BatchRequest:
+    """Return what the body of a request asks for. Raises ApiError for a wrong body."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is no JSON object")
+    endpoint = body.get("endpoint")
+    if endpoint not in BATCH_ENDPOINTS:
+        raise _wrong("endpoint", endpoint, " or ".join(BATCH_ENDPOINTS))
+    file_id = body.get("input_file_id")
+    if not isinstance(file_id, str):
+        raise _wrong("input_file_id", file_id, "the id of an uploaded file")
+    window_s = _window_s(body.get("completion_window"))
+    return _BatchRequest(
+        endpoint=endpoint,
+        file_id=file_id,
+        completion_window=body["completion_window"],
+        window_s=window_s,
+        metadata=_metadata(body.get("metadata")),
+    )
 
 
 def _refuse_compressed(lines: IO[bytes]) -> None:
