@@ -13,6 +13,7 @@ from jobs.common.stored import json_object, seconds, text
 from jobs.common.workers import LOADING, WorkerSample, read_workers
 
 MARKS_KEY = f"{HISTORY_PREFIX}:marks"
+#: A hash of the workers that were present at the last call of `write_marks`, with the time when each of them started.
 PRESENT_KEY = f"{HISTORY_PREFIX}:present"
 
 #: The most marks that are kept, and for how many seconds.
@@ -38,8 +39,10 @@ class Mark:
 
 def write_marks(connection: Redis, samples: Sequence[WorkerSample], now: float) -> None:
     """Write a mark for each worker that has come or gone since any dashboard last called this function."""
+    # By name of each worker that was present at the last call: when it started.
     stored: Any = connection.hgetall(PRESENT_KEY)
     known_starts = {text(name): seconds(text(raw)) or 0.0 for name, raw in stored.items()}
+    # The same for the workers that are present now.
     starts = {}
     for sample in samples:
         if not sample.is_silent and sample.state not in (LOADING, STOPPED):
@@ -74,7 +77,7 @@ def write_marks(connection: Redis, samples: Sequence[WorkerSample], now: float) 
 
 
 def _end_marks(connection: Redis, names: Sequence[str], now: float) -> list[Mark]:
-    """Return a mark for each of these workers, all of which have gone. It says whether the worker left or died."""
+    """Return a mark that a worker left or died for each of these workers, which have gone."""
     stopped_names = set()
     for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:
@@ -87,7 +90,7 @@ def last_end(connection: Redis, name: str, now: float) -> Mark | None:
 
     name: of a worker that is not registered any more.
     """
-    # A dashboard writes the mark some seconds after the end. The worker's own last sample tells of it at once.
+    # A dashboard writes the mark some seconds after the end. Until then, the worker's last sample shows it.
     for worker in read_workers(connection, [name] if is_unicode(name) else []):
         if worker.sample is not None and worker.sample.state == STOPPED:
             return Mark(now - worker.sample.silent_s, safe_name(name), LEFT)

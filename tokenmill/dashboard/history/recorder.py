@@ -129,7 +129,7 @@ class Recorder:
     def _hold_lock(self) -> bool:
         """Take the lock, or renew it for LOCK_S. Return False if another dashboard holds it.
 
-        For a moment, two dashboards may both take it for theirs. That does no harm: they write the same row.
+        If two dashboards hold it for a moment, that does no harm: they write the same row.
         """
         if self._connection.set(LOCK_KEY, self._token, nx=True, ex=LOCK_S):
             return True

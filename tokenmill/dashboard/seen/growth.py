@@ -99,9 +99,9 @@ class Rates:
         """Whether a point of this worker is remembered."""
         return worker in self._recent
 
-    def forget(self, living: Iterable[str]) -> None:
-        """Forget all workers but the living ones."""
-        self._recent = {name: self._recent[name] for name in living if name in self._recent}
+    def keep_only(self, workers: Iterable[str]) -> None:
+        """Forget all workers but these."""
+        self._recent = {name: self._recent[name] for name in workers if name in self._recent}
 
     def add(self, worker: str, point: Point) -> None:
         """Remember a point of a worker, if it is newer than the last remembered point."""

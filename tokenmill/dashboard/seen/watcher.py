@@ -149,7 +149,7 @@ class Watcher:
             for point in stored_points.get(sample.name, ()):
                 self._rates.add(sample.name, point)
             self._rates.add(sample.name, sample)
-        self._rates.forget([sample.name for sample in samples])
+        self._rates.keep_only([sample.name for sample in samples])
 
     def _rows(self, workers: Sequence[Worker]) -> tuple[WorkerRow, ...]:
         """Return a row for each worker: silent workers first, then draining ones, then all others."""

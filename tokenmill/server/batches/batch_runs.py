@@ -334,10 +334,7 @@ class Batches:
         )
 
     def _state(self, project: str, batch: Batch) -> BatchState:
-        """Return the state of a batch.
-
-        A worker expires the run when the batch's window ends. If no worker is alive, this method says "expired".
-        """
+        """Return the state of a batch. It is expired if its window has ended and no worker is alive to end the run."""
         state = self._run_state(project, batch)
         is_late = state.status in OPEN_STATUSES and self._clock() >= batch.expires_at
         if is_late and not living_workers(self._connection, self._queue):
