@@ -103,7 +103,7 @@ class Guard:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             refusal = self._refusal(scope, Headers(scope=scope))
-            app = self._app if refusal is None else refusal
+            app: ASGIApp = self._app if refusal is None else refusal
             await app(scope, receive, _with_safe_headers(scope["path"], send))
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:

@@ -72,7 +72,7 @@ def sampling_params(
     values: the kwargs, as lm_eval.models.utils.normalize_gen_kwargs returns them, without stop texts and length.
     Decoding is greedy unless `do_sample` is set and there is a temperature. end_token_id: a token that ends an answer.
     """
-    parameters = {"temperature": 0.0, **values}
+    parameters: dict[str, Any] = {"temperature": 0.0, **values}
     if not parameters.pop("do_sample"):
         parameters["temperature"] = 0.0
     for name, neutral_values in NEUTRAL_GENERATION.items():

@@ -110,8 +110,8 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     """
     key = rq_jobs.job_key(job_id)
     with connection.pipeline(transaction=False) as pipe:
-        pipe.hmget(key, _TEXTS)
-        pipe.hmget(key, _TIMES)
+        pipe.hmget(key, list(_TEXTS))
+        pipe.hmget(key, list(_TIMES))
         pipe.hstrlen(key, "data")
         pipe.hstrlen(key, "meta")
         pipe.hstrlen(key, PROGRESS_FIELD)
