@@ -61,6 +61,7 @@ class IdempotencyKeys:
         return await run_in_threadpool(self._made, project, key, content, new_id)
 
     def _made(self, project: str, key: str, content: Mapping[str, Any], new_id: str) -> Made:
+        """Record what a request with a key makes, or return what an earlier request has recorded."""
         redis_key = api_once_key(project, sha256(key.encode()).hexdigest())
         digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         record = json.dumps({"id": new_id, "asked": digest})

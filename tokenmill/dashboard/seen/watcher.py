@@ -158,6 +158,7 @@ class Watcher:
         return tuple(rows)
 
     def _row(self, worker: Worker) -> WorkerRow:
+        """Return the row of a worker: from its sample, or from RQ's registration if it reports nothing."""
         sample = worker.sample
         if sample is None:
             return WorkerRow(

@@ -14,6 +14,7 @@ def queues(site: Site, request: Request) -> dict[str, Any]:
     """Read the queues, the busiest first. Parameters: page."""
     look = site.watcher.look()
     page = Page.requested(request, "page", len(look.queues))
+    # By queue: the workers that serve it and are not silent.
     num_workers: dict[str, int] = {}
     for worker in look.workers:
         for name in worker.serves:

@@ -147,6 +147,7 @@ class Upload:
         self._header_value = bytearray()
 
     def _end_headers(self) -> None:
+        """Read the name of the field, and the file's name. Raises ApiError for a second file."""
         disposition = self._headers.get("content-disposition", "")
         self._name = _parameter(disposition, "name")
         if self._name == "file":
@@ -156,6 +157,7 @@ class Upload:
             self.file_name = file_name or "upload"
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
+        """Take bytes of the file or of a field. Raises ApiError if they are too many."""
         if self._name != "file":
             self._count_field(end - start)
             self._value += data[start:end]
